@@ -1,0 +1,158 @@
+"""The Docker Engine through its SDK: reach it, have a base image, build from a Containerfile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import BuildError, DockerException, ImageNotFound
+
+from dray.errors import ConfigError, DrayError, UnfitError
+
+_DEFAULT_HOST = "unix:///var/run/docker.sock"
+# One silent step of a build (an unpacking, a compile) may take this long before its next line.
+_SILENCE_S = 1800
+_LAST_LINES = 15
+# The engine paints what a step writes on stderr.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def host() -> str:
+    """Where the engine listens."""
+    return os.environ.get("DOCKER_HOST", _DEFAULT_HOST)
+
+
+def client() -> docker.DockerClient:
+    """A connection to the Docker Engine that has answered."""
+    try:
+        return docker.from_env(timeout=_SILENCE_S)
+    except (DockerException, OSError) as error:
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: Exception) -> UnfitError:
+    tried = host()
+    if "PermissionError" in str(error) or "Permission denied" in str(error):
+        problem = "the Docker Engine does not let this user in"
+        fix = "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
+    elif tried.startswith("unix://") and not Path(tried.removeprefix("unix://")).exists():
+        problem = "no Docker Engine runs on this machine"
+        fix = "install docker (Debian: apt-get install docker.io) and start it, or set DOCKER_HOST"
+    else:
+        problem = "the Docker Engine does not answer"
+        fix = "start it (sudo systemctl start docker), or set DOCKER_HOST to one that runs"
+    return UnfitError(problem, where=tried, found=error, fix=fix)
+
+
+@contextmanager
+def doing(what: str, *, fix: str | None = None) -> Iterator[None]:
+    """Turn whatever the SDK raises while `what` is done into an error that a user can act on."""
+    try:
+        yield
+    except (DockerException, OSError) as error:
+        said = getattr(error, "explanation", None) or error
+        raise DrayError(f"Docker failed to {what}", found=said, fix=fix) from error
+
+
+def base_image(client: docker.DockerClient, base: str) -> str:
+    """A local image reference for `base`: an image reference, or the path of a rootfs tar."""
+    path = Path(base).expanduser()
+    if path.is_file():
+        return _imported(client, path)
+    if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
+        raise ConfigError("the base image's rootfs is not there", found=base, fix=_how_to_make(base))
+    try:
+        client.images.get(base)
+    except ImageNotFound:
+        _pull(client, base)
+    return base
+
+
+def _how_to_make(tar: str) -> str:
+    return f"make one: containers/base/make-base.sh trixie {tar}"
+
+
+def _pull(client: docker.DockerClient, base: str) -> None:
+    try:
+        client.images.pull(base)
+    except (DockerException, OSError) as error:
+        raise UnfitError(
+            f"the base image {base} is not here and cannot be pulled",
+            found=getattr(error, "explanation", None) or error,
+            fix=f"{_how_to_make('build/base.tar')}\nand give that path as the base",
+        ) from error
+
+
+def _imported(client: docker.DockerClient, rootfs: Path) -> str:
+    """The tag is the content's digest, so that the same tar is imported once."""
+    with rootfs.open("rb") as tar:
+        digest = hashlib.file_digest(tar, "sha256").hexdigest()
+    reference = f"dray-base:{digest[:16]}"
+    with doing(f"import {rootfs}", fix=_how_to_make(str(rootfs))):
+        try:
+            client.images.get(reference)
+        except ImageNotFound:
+            client.api.import_image(src=str(rootfs), repository="dray-base", tag=digest[:16])
+            client.images.get(reference)
+    return reference
+
+
+def build(
+    client: docker.DockerClient,
+    *,
+    context: Path,
+    dockerfile: str,
+    tag: str,
+    args: Mapping[str, str],
+    target: str | None,
+    on_line: Callable[[str], None],
+) -> str:
+    """Build an image, each line of the build's output going to `on_line`; the image's id."""
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    with doing(f"build {tag}"):
+        answers = client.api.build(
+            path=str(context),
+            dockerfile=dockerfile,
+            tag=tag,
+            buildargs={**_proxies(), **args},
+            target=target or "",
+            rm=True,
+            forcerm=True,
+            decode=True,
+        )
+        try:
+            for line in _lines(answers):
+                last.append(line)
+                on_line(line)
+        except BuildError as error:
+            raise DrayError(
+                f"building {tag} failed: {error.msg}",
+                where=context / dockerfile,
+                found="\n".join(last) or None,
+            ) from error
+        return str(client.images.get(tag).id)
+
+
+def _lines(answers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Whole lines: the engine cuts its output wherever a write ended."""
+    rest = ""
+    for answer in answers:
+        *whole, rest = (rest + _COLOUR.sub("", answer.get("stream", ""))).split("\n")
+        yield from (line.rstrip("\r") for line in whole if line.strip())
+        if "error" in answer:
+            raise BuildError(answer["error"], iter(()))
+    if rest.strip():
+        yield rest
+
+
+def _proxies() -> dict[str, str]:
+    """Docker keeps these names out of the image and its history; programs disagree on the case."""
+    names = ("http_proxy", "https_proxy", "no_proxy")
+    return {name: os.environ[name] for lower in names for name in (lower, lower.upper()) if name in os.environ}
