@@ -1,0 +1,1 @@
+"""What a user writes: recipes, images and sites, as frozen, validated models."""

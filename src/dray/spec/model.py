@@ -1,0 +1,202 @@
+"""Read a TOML file and overrides into a frozen model, and report all that is wrong with them at once."""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from dray.errors import ConfigError
+from dray.spec.schema import Schema
+
+S = TypeVar("S", bound="Spec")
+Keys = tuple[str | int, ...]
+Table = dict[str, Any]
+
+_SHOWN = 60
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
+
+
+class Spec(BaseModel):
+    """A table of a TOML file; the docstring under each field is its documentation."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
+    """The file with the `key=value` overrides on top. Everything that is wrong is in one ConfigError."""
+    kind = model.__name__.lower()
+    written = _parse(_read(path, kind), path, kind)
+    data = written
+    typed: list[tuple[Keys, str]] = []
+    lines: list[tuple[str, str]] = []
+    for override in overrides:
+        key, equals, raw = override.partition("=")
+        keys = tuple(part.strip() for part in key.split("."))
+        if not equals or not all(keys):
+            lines.append((override, "expected key=value, such as a.b=1 (command line)"))
+            continue
+        if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
+            lines.append((ascii(override), "expected UTF-8 text (command line)"))
+            continue
+        typed.append((keys, override))
+        data = _apply(model, data, keys, raw.strip())
+    spec, errors = _validate(model, data)
+    if spec and not lines:
+        return spec
+    schema = Schema(model)
+    lines += [_line(error, schema, written, typed) for error in errors]
+    lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
+    width = max(len(label) for label, _ in lines)
+    raise ConfigError(
+        f"{kind} {path} has {len(lines)} error{'s' if len(lines) > 1 else ''}",
+        found="\n".join(f"{label:<{width}}   {text}".strip() for label, text in lines),
+    )
+
+
+def _read(path: Path, kind: str) -> str:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        _missing(path, kind)
+    except OSError as refused:
+        raise ConfigError(
+            f"{kind} {path} cannot be read",
+            wanted="a readable TOML file",
+            found="a folder" if path.is_dir() else refused.strerror,
+        ) from refused
+    try:
+        return raw.removeprefix(codecs.BOM_UTF8).decode()  # some editors write the mark; TOML forbids it
+    except UnicodeDecodeError as wrong:
+        *before, row = wrong.object[: wrong.start].decode().split("\n")
+        raise ConfigError(
+            f"{kind} {path} is not UTF-8 text",
+            where=f"{path}:{len(before) + 1}:{len(row) + 1}",
+            found=f"byte 0x{wrong.object[wrong.start]:02x}",
+            fix="save the file as UTF-8",
+        ) from wrong
+
+
+def _missing(path: Path, kind: str) -> NoReturn:
+    folder = path.parent
+    names = sorted(other.name for other in folder.glob("*.toml"))
+    raise ConfigError(
+        f"{kind} {path} does not exist",
+        found=None if folder.is_dir() else f"{folder} is no folder either",
+        fix=_suggest(path.name, names, f"in {folder}") or None,
+    ) from None
+
+
+def _parse(text: str, path: Path, kind: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except ValueError as wrong:  # not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError
+        problem = f"{kind} {path} is not valid TOML"
+        rows = text.split("\n")
+        place = _TOML_PLACE.fullmatch(str(wrong))
+        if not place:
+            raise ConfigError(problem, where=path, found=wrong) from wrong
+        line, column = int(place[2] or len(rows)), int(place[3] or len(rows[-1]) + 1)
+        row = rows[line - 1].replace("\t", " ").rstrip()
+        raise ConfigError(
+            problem,
+            where=f"{path}:{line}:{column}",
+            found=f"{place[1]}\n{row}\n{'^':>{column}}",
+        ) from wrong
+
+
+def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
+    """The model decides whether `5` is a number or text: as TOML reads it if that fits, else the text."""
+    candidates = [_put(data, keys, value) for value in (_value(raw), raw)]
+    for candidate in candidates:
+        if not any(error["loc"][: len(keys)] == keys for error in _validate(model, candidate)[1]):
+            return candidate
+    return candidates[0]
+
+
+def _value(raw: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except ValueError:
+        return raw
+    value = parsed["value"]
+    # A line break starts another key, and a time limit such as 01:30:00 is text to every model of ours.
+    return value if len(parsed) == 1 and isinstance(value, str | int | float | list | dict) else raw
+
+
+def _put(table: Table, keys: Keys, value: object) -> Table:
+    head, rest = str(keys[0]), keys[1:]
+    if not rest:
+        return {**table, head: value}
+    inner = table.get(head)
+    return {**table, head: _put(inner if isinstance(inner, dict) else {}, rest, value)}
+
+
+def _validate(model: type[S], data: Table) -> tuple[S | None, list[ErrorDetails]]:
+    """By way of JSON, where strict means what TOML means: "5" is no number, but a list may become a tuple."""
+    try:
+        return model.model_validate_json(json.dumps(data, default=str)), []
+    except ValidationError as wrong:
+        return None, wrong.errors(include_url=False)
+
+
+def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple[Keys, str]]) -> tuple[str, str]:
+    """What stands there, and what is wrong with it."""
+    loc, value = error["loc"], error["input"]
+    keys, text, shown = schema.keys(loc), "", True
+    match error["type"]:
+        case "extra_forbidden":
+            keys = (*schema.keys(loc[:-1]), loc[-1])
+            place = f"valid in [{'.'.join(map(str, keys[:-1]))}]" if keys[1:] else "valid here"
+            text = f"unknown key: {_suggest(str(keys[-1]), schema.names(keys[:-1]), place)}"
+        case "missing":
+            text, shown = f"missing: expected {schema.expected(keys)}", False
+        case "value_error":
+            # A validator of a whole table says itself what it looked at; the table may hold a secret.
+            text, shown = str(error["ctx"]["error"]), not isinstance(value, dict)
+        case _ if loc[-1:] == ("[key]",):
+            pattern = error.get("ctx", {}).get("pattern")
+            text = f"expected a name that matches {pattern}" if pattern else error["msg"]
+            keys, shown = (*schema.keys(loc[:-2]), loc[-2]), False
+        case "finite_number":
+            text = "expected a finite number"
+        case _:
+            wanted = schema.expected(keys)
+            text = f"expected {wanted}" if wanted else error["msg"]
+    override, label = _origin(keys, written, typed), ".".join(map(str, keys))
+    if shown:
+        found = json.dumps(value, ensure_ascii=False)
+        label = override or f"{label} = {found if len(found) <= _SHOWN else found[:_SHOWN] + '...'}"
+    return label, f"{text} (command line)" if override else text
+
+
+def _suggest(name: str, valid: list[str], place: str) -> str:
+    near = difflib.get_close_matches(name, valid, n=1)
+    others = [other for other in valid if other not in near]
+    parts = [f"did you mean `{match}`?" for match in near]
+    if others:
+        parts.append(f"{'also ' if near else ''}{place}: {', '.join(others)}")
+    return " ".join(parts)
+
+
+def _origin(keys: Keys, written: Table, typed: list[tuple[Keys, str]]) -> str | None:
+    """The last override that set this key, something around it, or a table that the file does not have."""
+    here: Any = written
+    for key in keys:
+        here = here.get(key) if isinstance(here, dict) else None
+    for override, text in reversed(typed):
+        below = keys[: len(override)] == override
+        if below or (override[: len(keys)] == keys and not isinstance(here, dict)):
+            return text
+    return None

@@ -1,0 +1,122 @@
+"""What a model expects at a key, in plain English, read from its JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+Node = dict[str, Any]
+
+_TYPES = {  # null is left out, since nobody can write it in TOML
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "array": "a list",
+    "object": "a table",
+}
+_LIMITS = {
+    "minimum": "of at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "multipleOf": "a multiple of {}",
+    "minLength": "of at least {} characters",
+    "maxLength": "of at most {} characters",
+    "pattern": "that matches {}",
+    "minItems": "of at least {} entries",
+    "maxItems": "of at most {} entries",
+}
+
+
+class Schema:
+    """The keys of a model and what each one takes."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._root = model.model_json_schema()
+
+    def keys(self, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        """Only what a user wrote: pydantic also names the branches of a union."""
+        return tuple(key for key, _ in self._walk(loc))
+
+    def names(self, keys: tuple[str | int, ...]) -> list[str]:
+        """The keys that the table at `keys` may have."""
+        return [name for node in self._branches(self._at(keys)) for name in node.get("properties", ())]
+
+    def expected(self, keys: tuple[str | int, ...]) -> str:
+        """What may stand at `keys`; empty where the schema does not know."""
+        return self._text(self._at(keys))
+
+    def describe(self, prefix: str = "") -> list[tuple[str, str, str, str]]:
+        """Every key with its type, default and documentation; a table's keys in place of the table."""
+        rows = []
+        for node in self._branches(self._at(tuple(prefix.split(".")) if prefix else ())):
+            for name, field in node.get("properties", {}).items():
+                key = f"{prefix}.{name}" if prefix else name
+                if self.names(tuple(key.split("."))):
+                    rows += self.describe(key)
+                    continue
+                default = field.get("default")
+                shown = "" if default is None else json.dumps(default, ensure_ascii=False)
+                if name in node.get("required", ()):
+                    shown = "required"
+                rows.append((key, self._text(field), shown, field.get("description", "")))
+        return rows
+
+    def _walk(self, keys: tuple[str | int, ...]) -> Iterator[tuple[str | int, Node]]:
+        node = self._root
+        for key in keys:
+            child = self._child(node, key)
+            if child is not None:
+                node = child
+                yield key, node
+
+    def _at(self, keys: tuple[str | int, ...]) -> Node:
+        return ([self._root] + [node for _, node in self._walk(keys)])[-1]
+
+    def _child(self, node: Node, key: str | int) -> Node | None:
+        for branch in self._branches(node):
+            named = branch.get("properties", {})
+            if key in named:
+                return dict(named[key])
+            each = self._each(branch, key)
+            if each:
+                return each
+        return None
+
+    def _each(self, branch: Node, key: str | int | None = None) -> Node | None:
+        """What every entry of a list or of a table with free names is."""
+        if not isinstance(key, str) and (items := branch.get("items")):
+            return dict(items)
+        if isinstance(key, int):
+            return None
+        for pattern, value in branch.get("patternProperties", {}).items():
+            if key is None or re.search(pattern, key):
+                return dict(value)
+        rest = branch.get("additionalProperties")
+        return rest if isinstance(rest, dict) else None
+
+    def _branches(self, node: Node) -> list[Node]:
+        """The alternatives of a union."""
+        if "$ref" in node:
+            return self._branches(self._root["$defs"][node["$ref"].rpartition("/")[2]])
+        either = node.get("anyOf") or node.get("oneOf")
+        if either:
+            return [branch for option in either for branch in self._branches(option)]
+        return [node]
+
+    def _text(self, node: Node) -> str:
+        return " or ".join(dict.fromkeys(filter(None, map(self._branch, self._branches(node)))))
+
+    def _branch(self, node: Node) -> str:
+        choices = [node["const"]] if "const" in node else node.get("enum")
+        if choices:
+            return ("one of " if len(choices) > 1 else "") + ", ".join(map(json.dumps, choices))
+        kind = "a path" if node.get("format") == "path" else _TYPES.get(node.get("type", ""), "")
+        limits = " and ".join(text.format(node[name]) for name, text in _LIMITS.items() if name in node)
+        each = self._each(node)
+        return f"{kind} {limits}".strip() + (f", each {self._text(each)}" if each else "")
