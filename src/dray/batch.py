@@ -1,0 +1,47 @@
+"""Batch arithmetic: global size = per device x accumulation x ranks, or no run at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dray.errors import ConfigError
+from dray.spec.recipe import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """The batch as one rank sees it."""
+
+    per_device: int
+    accumulation: int
+
+
+def divide(batch: Batch, *, world_size: int) -> Shares:
+    """Spread the global size over the ranks, exactly."""
+    size, per_device, accumulation = batch.global_size, batch.per_device, batch.accumulation
+    fixed = world_size * (per_device or 1) * (accumulation or 1)
+    rest, left_over = divmod(size, fixed)
+    both_given = per_device is not None and accumulation is not None
+    if left_over or rest == 0 or (both_given and rest != 1):
+        raise ConfigError(
+            f"a global batch of {size} does not come out on {world_size} ranks",
+            where="recipe [batch]",
+            wanted="global_size = per_device x accumulation x ranks",
+            found=_product(batch, world_size),
+            fix=f"set batch.global_size to {_nearest(size, fixed, only=both_given)}, or change the others or the ranks",
+        )
+    if per_device is None:
+        return Shares(per_device=rest, accumulation=accumulation or 1)
+    return Shares(per_device=per_device, accumulation=accumulation or rest)
+
+
+def _product(batch: Batch, world_size: int) -> str:
+    shown = [str(number) if number else "?" for number in (batch.per_device, batch.accumulation)]
+    return f"{batch.global_size} = {shown[0]} x {shown[1]} x {world_size}"
+
+
+def _nearest(size: int, fixed: int, *, only: bool) -> str:
+    if only:
+        return str(fixed)
+    below = size // fixed * fixed
+    return " or ".join(str(number) for number in (below, below + fixed) if number)

@@ -1,0 +1,31 @@
+"""What starts a container: each engine turns a plan and an inner command into one command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dray.engines import apptainer, bare, docker
+from dray.engines.words import Word
+from dray.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """`prefix` before a variable's name in the shell makes the engine hand it in; `argv` starts the container."""
+
+    prefix: str
+    argv: Callable[[Plan, Sequence[str]], list[Word]]
+
+
+_ENGINES = {
+    "apptainer": Engine(prefix="APPTAINERENV_", argv=apptainer.argv),
+    "singularity": Engine(prefix="SINGULARITYENV_", argv=apptainer.argv),
+    "docker": Engine(prefix="", argv=docker.argv),
+    "bare": Engine(prefix="", argv=bare.argv),
+}
+
+
+def of(plan: Plan) -> Engine:
+    """The plan's engine."""
+    return _ENGINES[plan.engine]

@@ -1,0 +1,34 @@
+"""Apptainer and SingularityCE: the same options, another name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dray.binds import Bind
+from dray.engines.words import Word, csv_line
+from dray.plan import Plan
+
+_GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
+
+
+def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
+    """`exec` with nothing of the host inside but what the plan names."""
+    return [
+        plan.engine,
+        "--quiet",  # its INFO lines about optional helpers are nothing that a user can act on
+        "exec",
+        "--cleanenv",
+        "--no-eval",  # else a $(...) in a variable's value is run
+        "--no-mount=home,cwd",
+        *_GPU[plan.variant],
+        *(f"--mount={_mount(bind)}" for bind in plan.binds),
+        f"--pwd={plan.folder}",
+        plan.image,
+        *inner,
+    ]
+
+
+def _mount(bind: Bind) -> str:
+    # --mount and not --bind: a colon or a comma in a path would end the path there.
+    fields = ["type=bind", f"src={bind.path}", f"dst={bind.path}"]
+    return csv_line(fields if bind.write else [*fields, "ro"])

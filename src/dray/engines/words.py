@@ -1,0 +1,26 @@
+"""The words of an engine's command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OnNode:
+    """An option whose value only the node knows: a variable, expanded by the node's own shell."""
+
+    option: str
+    variable: str
+
+
+Word = str | OnNode
+
+
+def csv_line(fields: Sequence[str]) -> str:
+    """Mount options: one line of CSV in every engine, quoted where a path holds a comma or a quote."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(fields)
+    return line.getvalue()

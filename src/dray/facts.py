@@ -1,0 +1,80 @@
+"""What a probe saw: data that is passed on and never looked up again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dray.errors import ConfigError
+from dray.hostlist import expand
+
+Engine = Literal["apptainer", "singularity", "docker", "bare"]
+
+
+class Facts(BaseModel):
+    """One probe's result. As text it is a `key=value` line each, which bash can write without quoting."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    scheduler: Literal["slurm", "local"]
+    """Who started the nodes, and so which variables tell a node who it is."""
+    job: Annotated[int, Field(ge=0)] = 0
+    """Slurm's job number."""
+    nodelist: Annotated[str, Field(min_length=1)]
+    """The nodes in Slurm's compressed form; the first is the master."""
+    nodes: Annotated[int, Field(ge=1)]
+    """How many nodes the scheduler says there are."""
+    address: str | None = None
+    """Address of every node, where the names do not resolve (loopback)."""
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """GPUs that the scheduler gave on a node."""
+    cpus_per_node: Annotated[int, Field(ge=1)] = 1
+    """CPUs that the scheduler gave on a node."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A port that was free on the master when probed."""
+    engine: Engine
+    """What starts the container."""
+    image: str
+    """The image's file or reference; for bare, the Python that has the training stack."""
+    site: str = "generic"
+    """The cluster's profile."""
+    uid: int = 0
+    gid: int = 0
+
+    def hosts(self) -> list[str]:
+        """The nodes by name; their number must be what the scheduler says."""
+        hosts = expand(self.nodelist)
+        if len(hosts) != self.nodes:
+            raise ConfigError(
+                "the node list and the node count do not agree",
+                wanted=f"{self.nodes} nodes",
+                found=f"{len(hosts)} in {self.nodelist}",
+                fix="submit again; if it stays, SLURM_JOB_NODELIST or SLURM_JOB_NUM_NODES was changed by hand",
+            )
+        return hosts
+
+
+def parse(text: str, *, where: str) -> Facts:
+    """Facts from a probe's `key=value` lines. A value runs to the end of its line."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        key, separator, value = line.partition("=")
+        if not separator:
+            raise ConfigError("a line of the facts is not key=value", where=f"{where}, line {number}", found=repr(line))
+        if value:
+            found[key] = value
+    try:
+        return Facts.model_validate(found)
+    except ValidationError as wrong:
+        raise ConfigError(
+            "the facts are not usable",
+            where=where,
+            found="\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong.errors()),
+            fix="slurm/probe.sh writes them; a file of your own needs the same keys",
+        ) from wrong
+
+
+def to_text(facts: Facts) -> str:
+    """The `key=value` lines that `parse` reads."""
+    return "".join(f"{key}={value}\n" for key, value in facts.model_dump(exclude_none=True).items())

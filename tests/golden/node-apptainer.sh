@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
+set -euo pipefail
+
+# dray: the cpu image has no use for GPUs that the node may have
+export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
+# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+export APPTAINERENV_HF_HUB_OFFLINE=1
+# site harbour: the fast network
+export APPTAINERENV_NCCL_SOCKET_IFNAME=hsn0,hsn1
+# recipe
+export APPTAINERENV_OMP_NUM_THREADS=1
+# dray: packages in ~/.local must not beat the image's
+export APPTAINERENV_PYTHONNOUSERSITE=1
+# dray: a rank's last lines must be in its log when it dies
+export APPTAINERENV_PYTHONUNBUFFERED=1
+# dray: tokenizers' threads and forked data workers deadlock
+export APPTAINERENV_TOKENIZERS_PARALLELISM=false
+# dray: compile caches race on a shared disk
+export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
+# dray: compile caches race on a shared disk
+export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-r1/triton
+
+# Who this node is: known only here, so handed in as it is.
+if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
+if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
+if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
+
+exec apptainer \
+  --quiet \
+  exec \
+  --cleanenv \
+  --no-eval \
+  --no-mount=home,cwd \
+  '--mount=type=bind,src=/shared/my work/runs/r1,dst=/shared/my work/runs/r1' \
+  --mount=type=bind,src=/scratch,dst=/scratch \
+  '--pwd=/shared/my work/runs/r1' \
+  '/shared/my work/build/dray-cpu.sif' \
+  python3 \
+  -m \
+  dray.runner \
+  '/shared/my work/runs/r1/plan.json'

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
+set -euo pipefail
+
+# dray: the cpu image has no use for GPUs that the node may have
+export CUDA_VISIBLE_DEVICES=''
+# dray: all nodes are on loopback; this machine's name may not resolve
+export GLOO_SOCKET_IFNAME=lo
+# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+export HF_HUB_OFFLINE=1
+# site harbour: the fast network
+export NCCL_SOCKET_IFNAME=hsn0,hsn1
+# recipe
+export OMP_NUM_THREADS=1
+# dray: packages in ~/.local must not beat the image's
+export PYTHONNOUSERSITE=1
+# dray: a rank's last lines must be in its log when it dies
+export PYTHONUNBUFFERED=1
+# dray: tokenizers' threads and forked data workers deadlock
+export TOKENIZERS_PARALLELISM=false
+# dray: compile caches race on a shared disk
+export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
+# dray: compile caches race on a shared disk
+export TRITON_CACHE_DIR=/tmp/dray-r1/triton
+
+exec /home/me/.venv/bin/python \
+  -m \
+  dray.runner \
+  '/shared/my work/runs/r1/plan.json'

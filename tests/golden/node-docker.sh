@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
+set -euo pipefail
+
+# dray: the cpu image has no use for GPUs that the node may have
+export CUDA_VISIBLE_DEVICES=''
+# dray: offline, a missing name costs 48 s of retries; compute nodes are offline
+export HF_HUB_OFFLINE=1
+# site harbour: the fast network
+export NCCL_SOCKET_IFNAME=hsn0,hsn1
+# recipe
+export OMP_NUM_THREADS=1
+# dray: packages in ~/.local must not beat the image's
+export PYTHONNOUSERSITE=1
+# dray: a rank's last lines must be in its log when it dies
+export PYTHONUNBUFFERED=1
+# dray: tokenizers' threads and forked data workers deadlock
+export TOKENIZERS_PARALLELISM=false
+# dray: compile caches race on a shared disk
+export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
+# dray: compile caches race on a shared disk
+export TRITON_CACHE_DIR=/tmp/dray-r1/triton
+
+exec docker \
+  run \
+  --rm \
+  --init \
+  --label=dray.run=r1 \
+  --network=dray-r1 \
+  --hostname="$DRAY_NODE_NAME" \
+  --network-alias="$DRAY_NODE_NAME" \
+  --user=1000:1000 \
+  --shm-size=1g \
+  --env=CUDA_VISIBLE_DEVICES \
+  --env=HF_HUB_OFFLINE \
+  --env=NCCL_SOCKET_IFNAME \
+  --env=OMP_NUM_THREADS \
+  --env=PYTHONNOUSERSITE \
+  --env=PYTHONUNBUFFERED \
+  --env=TOKENIZERS_PARALLELISM \
+  --env=TORCHINDUCTOR_CACHE_DIR \
+  --env=TRITON_CACHE_DIR \
+  --env=DRAY_NODE \
+  --env=DRAY_NODES \
+  --env=DRAY_NODE_NAME \
+  '--mount=type=bind,src=/shared/my work/runs/r1,dst=/shared/my work/runs/r1' \
+  --mount=type=bind,src=/scratch,dst=/scratch \
+  '--workdir=/shared/my work/runs/r1' \
+  dray:cpu \
+  python3 \
+  -m \
+  dray.runner \
+  '/shared/my work/runs/r1/plan.json'

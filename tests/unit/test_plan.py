@@ -1,0 +1,190 @@
+"""A plan and what is rendered from it, whole. DRAY_GOLDEN=write writes the golden files anew: read the diff then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray import render
+from dray.errors import ConfigError
+from dray.facts import Facts, parse, to_text
+from dray.plan import Plan, plan
+from dray.runs.write import read_recipe
+from dray.spec.site import Site, SiteBind, SiteVariable
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HOSTILE = """a b,c:d'"$(touch pwned);`touch pwned`\\*?é"""
+
+FACTS = {
+    "scheduler": "slurm",
+    "job": 17,
+    "nodelist": "n[1-2]",
+    "nodes": 2,
+    "cpus_per_node": 8,
+    "port": 20017,
+    "engine": "apptainer",
+    "image": "/shared/my work/build/dray-cpu.sif",
+    "uid": 1000,
+    "gid": 1000,
+}
+SITE = Site(
+    name="harbour",
+    about="a made-up cluster",
+    sbatch=("--partition=main",),
+    binds=(SiteBind(path="/scratch", why="data lives there", write=True),),
+    env=(
+        SiteVariable(name="OMP_NUM_THREADS", value="3", why="hyperthreads are off"),
+        SiteVariable(name="NCCL_SOCKET_IFNAME", value="hsn0,hsn1", why="the fast network"),
+    ),
+)
+LOCAL = {"scheduler": "local", "job": 0, "nodelist": "node[1-2]", "engine": "docker", "image": "dray:cpu"}
+
+
+def golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("DRAY_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def made(root: Path, *overrides: str, folder: str = "/shared/my work/runs/r1", **facts: object) -> Plan:
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
+    seen = Facts.model_validate({**FACTS, **facts})
+    return plan(recipe, SITE, seen, run="r1", folder=PurePosixPath(folder), dray="0.0.0")
+
+
+def test_plan_json(root: Path) -> None:
+    golden("plan.json", made(root).model_dump_json(indent=1) + "\n")
+
+
+def test_plan_text(root: Path) -> None:
+    golden("plan.txt", render.text(made(root)))
+
+
+def test_node_script_for_apptainer(root: Path) -> None:
+    golden("node-apptainer.sh", render.node_script(made(root)))
+
+
+def test_node_script_for_docker(root: Path) -> None:
+    golden("node-docker.sh", render.node_script(made(root, **LOCAL)))
+
+
+def test_node_script_for_bare(root: Path) -> None:
+    bare = {**LOCAL, "engine": "bare", "image": "/home/me/.venv/bin/python", "address": "127.0.0.1"}
+    golden("node-bare.sh", render.node_script(made(root, **bare)))
+
+
+@pytest.mark.shellcheck
+@pytest.mark.parametrize("engine", ["apptainer", "docker", "bare"])
+def test_a_rendered_script_passes_shellcheck(root: Path, engine: str) -> None:
+    script = GOLDEN / f"node-{engine}.sh"
+    checked = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
+    assert checked.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "prefix"), [("apptainer", "APPTAINERENV_"), ("singularity", "SINGULARITYENV_"), ("docker", "")]
+)
+def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path, engine: str, prefix: str) -> None:
+    """The real script, run by the real bash; only the engine is a stand-in that writes down what reached it."""
+    tool = tmp_path / "bin" / engine
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\nenv -0 > "$SEEN/env"\n')
+    tool.chmod(0o755)
+    identity = LOCAL if engine == "docker" else {}
+    decided = made(
+        root,
+        f"data.text=/data/{HOSTILE}",
+        folder=f"/runs/{HOSTILE}",
+        **{**identity, "engine": engine, "image": f"/images/{HOSTILE}.sif"},
+    )
+    hostile = decided.env[0].model_copy(update={"name": "HOSTILE", "value": HOSTILE + "\nsecond line"})
+    decided = decided.model_copy(update={"env": (*decided.env, hostile)})
+    script = tmp_path / "node.sh"
+    script.write_text(render.node_script(decided), encoding="utf-8")
+    names = decided.world.identity
+    me = {names["node"]: "1", names["nodes"]: "2", names["name"]: "n 2"}
+    subprocess.run(
+        ["bash", script],
+        env={"PATH": f"{tool.parent}:/usr/bin:/bin", "SEEN": str(tmp_path), **me},
+        cwd=tmp_path,
+        check=True,
+    )
+    argv = (tmp_path / "argv").read_text(encoding="utf-8").split("\0")[:-1]
+    env = dict(line.split("=", 1) for line in (tmp_path / "env").read_text(encoding="utf-8").split("\0")[:-1])
+    assert env[f"{prefix}HOSTILE"] == HOSTILE + "\nsecond line"
+    assert env[f"{prefix}{names['name']}"] == "n 2"
+    assert argv[-5:] == [f"/images/{HOSTILE}.sif", "python3", "-m", "dray.runner", f"/runs/{HOSTILE}/plan.json"]
+    doubled = HOSTILE.replace('"', '""')
+    read_only = "readonly" if engine == "docker" else "ro"
+    assert f'--mount=type=bind,"src=/runs/{doubled}","dst=/runs/{doubled}"' in argv
+    assert f'--mount=type=bind,"src=/data/{doubled}","dst=/data/{doubled}",{read_only}' in argv
+    assert not list(tmp_path.glob("**/pwned"))
+
+
+def test_ranks_follow_the_gpus_that_the_scheduler_gave(root: Path) -> None:
+    decided = made(root, "batch.global_size=32", gpus_per_node=4)
+    assert (decided.world.ranks_per_node, decided.world.size) == (4, 8)
+    assert decided.reasons["ranks_per_node"] == "4: one for each GPU that the scheduler gave"
+
+
+def test_nodes_follow_the_scheduler(root: Path) -> None:
+    decided = made(root, "batch.global_size=32", nodelist="n[1-4]", nodes=4)
+    assert decided.world.size == 8
+    assert decided.reasons["nodes"] == "4: given, though the recipe asks for 2"
+
+
+def test_the_master_is_the_first_of_the_list_as_the_scheduler_wrote_it(root: Path) -> None:
+    decided = made(root, nodelist="n[07,02]", nodes=2)
+    assert decided.world.master == "n07"
+    assert [node.name for node in decided.world.nodes] == ["n07", "n02"]
+
+
+def test_the_port_is_the_probed_one_or_the_jobs_own(root: Path) -> None:
+    assert made(root, port=23456).world.port == 23456
+    assert made(root, port=None).world.port == 20017
+    assert made(root, "port=30000").world.port == 30000
+
+
+def test_what_beats_what_is_kept(root: Path) -> None:
+    threads = next(variable for variable in made(root).env if variable.name == "OMP_NUM_THREADS")
+    assert (threads.value, threads.source, threads.beats) == ("1", "recipe", ("4 (dray)", "3 (site harbour)"))
+
+
+def test_a_gpu_recipe_without_gpus_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match="a cuda run needs GPUs, and the scheduler gave none"):
+        made(root, "image=cuda")
+
+
+def test_a_node_list_that_does_not_fit_the_count_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match="the node list and the node count do not agree"):
+        made(root, nodelist="n[1-3]")
+
+
+def test_facts_survive_their_text() -> None:
+    facts = Facts.model_validate(FACTS)
+    assert parse(to_text(facts), where="test") == facts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense\n", "a line of the facts is not key=value"),
+        ("scheduler=slurm\n", "nodelist: Field required"),
+        ("scheduler=slurm\nnodelist=n1\nnodes=x\nengine=bare\nimage=p\n", "nodes: Input should be a valid integer"),
+        ("colour=red\n", "colour: Extra inputs are not permitted"),
+    ],
+)
+def test_facts_that_are_not(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(text, where="test")
+    assert message in str(refused.value)
+
+
+def test_a_line_break_in_a_sites_words_stays_a_comment(root: Path) -> None:
+    variable = made(root).env[0].model_copy(update={"why": "one\ntouch pwned"})
+    script = render.node_script(made(root).model_copy(update={"env": (variable,)}))
+    assert "# dray: one touch pwned\nexport APPTAINERENV_CUDA_VISIBLE_DEVICES=''\n" in script
