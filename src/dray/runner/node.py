@@ -1,0 +1,57 @@
+"""Who this node is, by the variables of its own task, held against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dray.runner.record import Refusal
+
+_CONFIG = 78
+
+
+def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+    """This node's number in the plan. A node that is not who the plan expects stops here."""
+    names = world["identity"]
+    nodes = world["nodes"]
+    count = _number(names["nodes"], environ)
+    if count != len(nodes):
+        raise Refusal(
+            _CONFIG,
+            f"the plan is for another number of nodes than {names['nodes']} says",
+            wanted=f"{len(nodes)} nodes",
+            found=f"{names['nodes']}={count}",
+            fix="start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1",
+        )
+    number = _number(names["node"], environ)
+    if not 0 <= number < count:
+        raise Refusal(
+            _CONFIG,
+            f"{names['node']} is not a node of the plan",
+            wanted=f"0 to {count - 1}",
+            found=f"{names['node']}={number}",
+            fix="start node.sh through srun, which numbers the nodes",
+        )
+    name = environ.get(names["name"], "")
+    if name != nodes[number]["name"]:
+        raise Refusal(
+            _CONFIG,
+            f"this node believes that it is node {number}, and the plan has another host there",
+            wanted=f"node {number} is {nodes[number]['name']}",
+            found=f"{names['name']}={name or '(not set)'}, {names['node']}={number}",
+            fix=f"{names['node']} must come from each node's own task; do not export it before srun",
+        )
+    return number
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    value = environ.get(name)
+    if value is None or not value.isdigit():
+        raise Refusal(
+            _CONFIG,
+            f"{name} does not tell this node who it is",
+            wanted=f"{name}=0 or more",
+            found=f"{name}={value}" if value is not None else f"{name} is not set",
+            fix="start node.sh through srun; inside a container the engine must let this variable through",
+        )
+    return int(value)
