@@ -1,0 +1,50 @@
+"""What the trainer needs of plan.json, typed. The plan was validated when it was made; here it is only read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run, as this rank sees it."""
+
+    folder: str
+    variant: str
+    world_size: int
+    per_device: int
+    accumulation: int
+    text: str
+    validation_percent: int
+    block: int
+    model_type: str
+    model_config: dict[str, Any]
+    steps: int
+    lr: float
+    warmup_steps: int
+    schedule: str
+    weight_decay: float
+    precision: str
+    seed: int
+    log_every: int
+
+
+def read(path: str) -> Config:
+    """The plan's part that is about training."""
+    plan = json.loads(Path(path).read_text(encoding="utf-8"))
+    recipe = plan["recipe"]
+    data = dict(recipe["data"])
+    return Config(
+        folder=plan["folder"],
+        variant=plan["variant"],
+        world_size=plan["world"]["size"],
+        per_device=plan["batch"]["per_device"],
+        accumulation=plan["batch"]["accumulation"],
+        model_type=recipe["model"]["type"],
+        model_config=recipe["model"]["config"],
+        **data,
+        **recipe["train"],
+    )

@@ -1,0 +1,14 @@
+"""How the trainer says no."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+EXIT_CONFIG = 78
+
+
+def stop(problem: str, *, wanted: object, found: object, fix: str) -> NoReturn:
+    """End this rank because of what the recipe says; the rank's keeper records it."""
+    print(f"{problem}\n  wanted: {wanted}\n  found:  {found}\n  fix:    {fix}", file=sys.stderr, flush=True)
+    raise SystemExit(EXIT_CONFIG)
