@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# What slurm/multinode.sh and slurm/singlenode.sh do, in bash: the nodes need Slurm, a container engine and this.
+# The planning itself runs inside the image (docs/adr/0001-planning-runs-inside-the-image.md).
+
+lib::die() { # CODE LINE...
+  local -r code="$1"
+  shift
+  printf 'dray: %s\n' "$1" >&2
+  shift
+  (($# == 0)) || printf '  %s\n' "$@" >&2
+  exit "$code"
+}
+
+lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
+  local candidate
+  for candidate in "$1" "${SLURM_SUBMIT_DIR:-$PWD}/$1" "$DRAY_HOME/$1"; do
+    [[ -f "$candidate" ]] && { realpath -- "$candidate"; return; }
+  done
+  lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
+    "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
+}
+
+lib::engine() {
+  local engine
+  for engine in apptainer singularity; do
+    command -v "$engine" >/dev/null && { echo "$engine"; return; }
+  done
+  lib::die 69 "neither apptainer nor singularity is on node $(hostname)" "where:  PATH=$PATH" \
+    "fix:    load the site's module before sbatch, or add it to your shell's start-up"
+}
+
+lib::image() { # RECIPE [key=value ...]: the image's file; the planner inside cannot choose the image it runs in
+  local -r recipe="$1"
+  shift
+  local variant override
+  variant="$(sed -n -E '/^\[/q; s/^image *= *["'\'']([^"'\'']*)["'\''].*/\1/p' "$recipe")"
+  for override in "$@"; do
+    [[ "$override" == image=* ]] && variant="${override#image=}"
+  done
+  local -r image="${DRAY_IMAGE:-$DRAY_HOME/build/dray-${variant:-cpu}.sif}"
+  [[ -f "$image" ]] || lib::die 78 "the image is not there" "wanted: $image (the recipe's image is ${variant:-cpu})" \
+    "fix:    make image-${variant:-cpu}, or set DRAY_IMAGE to an image that dray has built"
+  realpath -- "$image"
+}
+
+lib::mount() { # PATH: an option that binds it, quoted as CSV so that commas and quotes in it survive
+  local -r quoted="${1//\"/\"\"}"
+  printf -- '--mount=type=bind,"src=%s","dst=%s"' "$quoted" "$quoted"
+}
+
+lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's folder and the runs' folder there
+  local -a mounts=("$(lib::mount "$DRAY_HOME")")
+  local place
+  [[ "$site" != */* ]] || mounts+=("$(lib::mount "$site")")
+  for place in "$(dirname -- "$recipe")" "$runs"; do
+    [[ "$place/" == "$DRAY_HOME/"* ]] || mounts+=("$(lib::mount "$place")")
+  done
+  APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
+    "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$DRAY_HOME" "$image" "$@"
+}
+
+lib::plan() { # [key=value ...]: write the run folder and print its path
+  local -a given=()
+  [[ -z "${DRAY_RUN:-}" ]] || given=(--run "$(basename -- "$DRAY_RUN")")
+  local code=0
+  "$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" |
+    lib::inside python3 -m dray plan "$recipe" "$@" --facts - --write --runs "$runs" "${given[@]}" || code=$?
+  ((code != 0)) || return 0
+  if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
+    lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(hostname)" \
+      "found:  exit code $code" "fix:    build it with dray (make image-cpu), or point DRAY_IMAGE at such an image"
+  fi
+  exit "$code"
+}
+
+lib::start() { # RUN: one task on each node; rank 0's lines are this job's output
+  local -r run="$1"
+  local code=0 nodes_pid tail_pid
+  # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    --cpu-bind=none "$run/node.sh" </dev/null &
+  nodes_pid=$!
+  tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$run/logs/rank-0.log" 2>/dev/null &
+  tail_pid=$!
+  wait "$nodes_pid" || code=$?
+  wait "$tail_pid" || true
+  lib::inside python3 -m dray finish "$run" --code "$code"
+}
+
+lib::main() { # RECIPE [key=value ...]
+  (($# >= 1)) || lib::die 78 "no recipe was given" "wanted: sbatch slurm/multinode.sh RECIPE [key=value ...]"
+  local recipe engine image run
+  recipe="$(lib::recipe "$1")"
+  shift
+  engine="$(lib::engine)"
+  image="$(lib::image "$recipe" "$@")"
+  local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
+  [[ -z "${DRAY_RUN:-}" ]] || runs="$(dirname -- "$DRAY_RUN")" # dray submit has made the folder
+  runs="$(realpath -m -- "$runs")"
+  local -r site="${DRAY_SITE:-generic}"
+  mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
+    "where:  $runs on node $(hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+  run="$(lib::plan "$@")"
+  echo "run folder: $run"
+  lib::start "$run"
+}

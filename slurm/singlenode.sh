@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Train a recipe on one node: sbatch [OPTIONS] slurm/singlenode.sh RECIPE [key=value ...]
+# Options given to sbatch (--nodes, --gpus-per-node, --time, --account, --partition ...) win over these:
+#SBATCH --job-name=dray
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=01:00:00
+#SBATCH --output=dray-%j.out
+set -euo pipefail
+
+# Slurm runs a copy of this file from its spool, so the checkout's place comes from the job's own record.
+if [[ -z "${DRAY_HOME:-}" ]]; then
+  script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
+  DRAY_HOME="${script%%/slurm/singlenode.sh*}"
+fi
+if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
+  echo "dray: the checkout was not found from ${script:-DRAY_HOME}; set DRAY_HOME to it before sbatch" >&2
+  exit 78
+fi
+export DRAY_HOME
+# shellcheck source=slurm/lib.sh
+source "$DRAY_HOME/slurm/lib.sh"
+lib::main "$@"

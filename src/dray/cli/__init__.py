@@ -1,0 +1,56 @@
+"""The command line: one small file a verb."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from dray import __version__
+from dray.errors import DrayError
+
+app = typer.Typer(
+    name="dray",
+    help="One pinned image, hauled to every node of a Slurm cluster, and training started in it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _version(show: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if show:
+        print(f"dray {__version__}")
+        raise typer.Exit
+
+
+_VERBS = ("plan", "run", "submit", "finish")
+_GROUPS = ("recipe", "image", "cluster")
+
+
+def _register(named: str | None) -> None:
+    """Only the verb that was named is imported: a job plans in every start, and need not load the Docker SDK for it."""
+    one = (named,) if named in (*_VERBS, *_GROUPS) else (*_VERBS, *_GROUPS)
+    for name in one:
+        module = importlib.import_module(f"dray.cli.{name}")
+        if name in _GROUPS:
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, hidden=name == "finish")(getattr(module, name))
+
+
+def main() -> None:
+    """Run one verb. What a user can act on is printed without a traceback, with the contract's exit code."""
+    _register(sys.argv[1] if len(sys.argv) > 1 else None)
+    try:
+        app()
+    except DrayError as error:
+        print(f"dray: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("dray: stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # `dray plan | head`
+        raise SystemExit(141) from None

@@ -1,0 +1,23 @@
+"""`dray finish`: the last thing a job does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.runs.finish import finish as conclude
+from dray.runs.finish import summary
+from dray.runs.paths import existing
+
+
+def finish(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    code: Annotated[int, typer.Option(help="What starting the nodes ended with.")],
+) -> None:
+    """Write result.json, print how the run ended, and end with the run's exit code."""
+    paths = existing(folder)
+    result = conclude(paths, code=code)
+    print(summary(result, paths))
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,86 @@
+"""`dray plan`: show what would run, or write it down for a job that is about to run it."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray import checkout, facts, render
+from dray.cli.options import Nodes, Overrides, RecipeFile, Runs, Site
+from dray.errors import ConfigError
+from dray.facts import Facts
+from dray.runs import local, write
+from dray.runs.paths import default_runs, new_id
+from dray.spec.recipe import Recipe
+
+
+class Format(enum.StrEnum):
+    """How a plan is printed."""
+
+    text = "text"
+    json = "json"
+    bash = "bash"
+
+
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    nodes: Nodes = None,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node.")] = 0,
+    facts_file: Annotated[
+        str | None, typer.Option("--facts", metavar="FILE", help="What slurm/probe.sh printed; - is standard input.")
+    ] = None,
+    form: Annotated[
+        Format, typer.Option("--format", help="text to read, json (plan.json), bash (node.sh).")
+    ] = Format.text,
+    site: Site = "generic",
+    runs: Runs = None,
+    save: Annotated[
+        bool, typer.Option("--write", help="Make the run folder and print its path instead of the plan.")
+    ] = False,
+    run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
+) -> None:
+    """Print exactly what would run, and who set what. Starts nothing."""
+    settings = write.read_recipe(recipe, overrides or [])
+    seen = _read(facts_file) if facts_file else assumed(settings, nodes, gpus_per_node, site)
+    folder = (runs or default_runs()).absolute()
+    if save:
+        print(write.write(recipe, overrides or [], seen, runs=folder, run=run).folder)
+        return
+    name = new_id(settings.name, job=seen.job)
+    decided = write.decide(settings, seen, run=name, folder=folder / name)
+    if form is Format.json:
+        print(decided.model_dump_json(indent=1))
+    elif form is Format.bash:
+        print(render.node_script(decided), end="")
+    else:
+        if not facts_file:
+            print("assumed, since no --facts were given: the nodes' names, job number 0, Apptainer\n")
+        print(render.text(decided), end="")
+
+
+def _read(name: str) -> Facts:
+    if name == "-":
+        return facts.parse(sys.stdin.read(), where="standard input")
+    try:
+        return facts.parse(Path(name).read_text(encoding="utf-8"), where=name)
+    except OSError as error:
+        raise ConfigError("the facts cannot be read", where=name, found=error.strerror) from error
+
+
+def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
+    """A Slurm cluster that gives what is asked for, when nothing was probed."""
+    count = nodes or recipe.nodes
+    return Facts(
+        scheduler="slurm",
+        nodelist=f"node[1-{count}]" if count > 1 else "node1",
+        nodes=count,
+        gpus_per_node=gpus,
+        engine="apptainer",
+        image=str(local.sif(recipe.image, checkout.root())),
+        site=site,
+    )

@@ -1,0 +1,57 @@
+"""`dray submit`: a recipe to the cluster's queue."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from dray import checkout, render
+from dray.cli.options import Nodes, Overrides, RecipeFile, Runs, Site
+from dray.cli.plan import assumed
+from dray.runs import local, write
+from dray.runs import submit as queue
+from dray.runs.paths import default_runs, new_id
+from dray.spec.site import find
+
+
+def submit(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    nodes: Nodes = None,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node.")] = 0,
+    site: Site = "generic",
+    runs: Runs = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="One more option for sbatch; may be repeated."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
+) -> None:
+    """Check the recipe, make the run folder and call sbatch with the site's options."""
+    settings = write.read_recipe(recipe, overrides or [])
+    facts = assumed(settings, nodes, gpus_per_node, site)
+    local.require_sif(settings.image, checkout.root())
+    folder = (runs or default_runs()).absolute() / new_id(settings.name)
+    plan = write.decide(settings, facts, run=folder.name, folder=folder)
+    job = queue.Job(
+        folder=folder,
+        site=site,
+        argv=queue.sbatch(
+            folder=folder,
+            script=checkout.root() / "slurm" / ("multinode.sh" if facts.nodes > 1 else "singlenode.sh"),
+            options=[
+                *render.sbatch_options(settings, find(site)),
+                *([f"--nodes={nodes}"] if nodes else []),
+                *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
+                *(sbatch or []),
+            ],
+            recipe=recipe.absolute(),
+            overrides=overrides or [],
+        ),
+    )
+    if dry_run:
+        print(f"{shlex.join(job.argv)}\n\n{render.text(plan)}", end="")
+        return
+    print(f"job {queue.submit(job)} is in the queue\nrun folder: {folder}")

@@ -1,0 +1,1 @@
+"""Runs: their folders, how they are started, and how they ended."""

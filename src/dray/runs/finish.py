@@ -1,0 +1,127 @@
+"""How a run ended: result.json from what the nodes and ranks left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from dray.plan import Plan
+from dray.runs.paths import RunPaths
+
+
+class Cause(BaseModel):
+    """Why a run failed: the first node or rank that died by itself."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    rank: int | None
+    code: int
+    why: str
+    log: str | None
+    last_lines: list[str]
+
+
+class Result(BaseModel):
+    """How a run ended."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    status: str
+    exit_code: int
+    finished: str
+    world_size: int
+    hosts: list[str]
+    steps: int | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    perplexity: float | None = None
+    tokens_per_s: float | None = None
+    train_seconds: float | None = None
+    sample: str | None = None
+    cause: Cause | None = None
+
+
+def finish(paths: RunPaths, *, code: int) -> Result:
+    """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
+    plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
+    cause = _first_cause(paths) if code else None
+    if code and cause is None:
+        cause = _unrecorded(paths, code)
+    result = Result(
+        run=plan.run,
+        status="failed" if code else "done",
+        exit_code=cause.code if cause else 0,
+        finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        world_size=plan.world.size,
+        hosts=[node.name for node in plan.world.nodes],
+        cause=cause,
+        **_figures(paths.metrics),
+    )
+    part = paths.result.with_suffix(".part")
+    part.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    os.replace(part, paths.result)
+    return result
+
+
+def _first_cause(paths: RunPaths) -> Cause | None:
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths.failures.glob("*.json")]
+    if not records:
+        return None
+    return Cause.model_validate(min(records, key=lambda record: record["time"]))
+
+
+def _unrecorded(paths: RunPaths, code: int) -> Cause:
+    logs = sorted(paths.logs.glob("node-*.log"))
+    lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    why = "no rank left a record: the node, the container or the launcher itself failed, or the job was stopped"
+    return Cause(node="", rank=None, code=code, why=why, log=str(paths.logs), last_lines=lines[-20:])
+
+
+def events(metrics: Path) -> list[dict[str, Any]]:
+    """The metrics so far; a line that is still being written is left out."""
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _figures(metrics: Path) -> dict[str, Any]:
+    seen = events(metrics)
+    steps = [event for event in seen if event["event"] == "step"]
+    figures: dict[str, Any] = {}
+    if steps:
+        figures |= {"steps": steps[-1]["step"], "loss_first": steps[0]["loss"], "loss_last": steps[-1]["loss"]}
+    for event in seen:
+        if event["event"] == "eval":
+            figures["perplexity"] = event["perplexity"]
+        if event["event"] == "end":
+            figures |= {name: event[name] for name in ("tokens_per_s", "train_seconds", "sample")}
+    return figures
+
+
+def summary(result: Result, paths: RunPaths) -> str:
+    """The last words of a run."""
+    if result.status == "done":
+        figures = [f"loss {result.loss_first:.3f} -> {result.loss_last:.3f}"] if result.loss_last is not None else []
+        if result.perplexity is not None:
+            figures.append(f"perplexity {result.perplexity:.2f}")
+        if result.tokens_per_s is not None:
+            figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
+        where = f"{result.world_size} ranks on {' '.join(result.hosts)}"
+        head = f"done: {result.steps} steps, {', '.join(figures)}, {where}"
+        sample = [f"sample: {result.sample}"] if result.sample else []
+        return "\n".join([head, *sample, f"run folder: {paths.folder}"])
+    cause = result.cause
+    assert cause is not None
+    who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
+    lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
+    lines += [f"  | {line}" for line in cause.last_lines[-12:]]
+    lines += [f"  log: {cause.log}"] if cause.log else []
+    return "\n".join([*lines, f"run folder: {paths.folder}", f"exit code: {result.exit_code}"])

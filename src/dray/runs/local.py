@@ -1,0 +1,140 @@
+"""Run a plan on this machine: every node is a process here (bare) or a container on a private network (docker)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from dray import dockerd, process
+from dray.engines.docker import LABEL, network
+from dray.errors import ConfigError, UnfitError
+from dray.facts import Engine, Facts
+from dray.plan import Plan
+from dray.runs.paths import RunPaths
+from dray.spec.recipe import Recipe
+
+_GRACE = 10.0  # seconds that the other nodes get to end by themselves once one has failed
+
+
+def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None) -> Facts:
+    """What this machine offers: as many nodes as asked for, all of them here."""
+    count = nodes or recipe.nodes
+    on_loopback = engine == "bare"
+    return Facts(
+        scheduler="local",
+        nodelist=f"node[1-{count}]" if count > 1 else "node1",
+        nodes=count,
+        address="127.0.0.1" if on_loopback else None,
+        cpus_per_node=max(1, (os.cpu_count() or 1) // count),
+        port=_free_port() if on_loopback else None,  # in a network of its own every port is free
+        engine=engine,
+        image=image,
+        uid=os.getuid(),
+        gid=os.getgid(),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None]) -> int:
+    """Start every node and wait; `watch` is called between looks. The exit code is the first failing node's."""
+    with ExitStack() as stack:
+        stack.enter_context(_stoppable())
+        if plan.engine == "docker":
+            stack.enter_context(_private_network(plan))
+        nodes = [stack.enter_context(_node(plan, paths, number)) for number in range(len(plan.world.nodes))]
+        return _wait(nodes, watch)
+
+
+def _wait(nodes: list[process.Running], watch: Callable[[], None]) -> int:
+    deadline: float | None = None
+    while True:
+        watch()
+        codes = [node.code() for node in nodes]
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            deadline = deadline or time.monotonic() + _GRACE
+        if None not in codes or (deadline and time.monotonic() > deadline):
+            return failed or 0
+        nodes[codes.index(None)].wait(0.2)
+
+
+@contextmanager
+def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]:
+    names = plan.world.identity
+    me = {
+        names["node"]: str(number),
+        names["nodes"]: str(len(plan.world.nodes)),
+        names["name"]: plan.world.nodes[number].name,
+    }
+    with paths.node_log(number).open("ab") as log:
+        node = process.start(["bash", paths.node_script], env={**os.environ, **me}, output=log)
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: with nothing left behind."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _private_network(plan: Plan) -> Iterator[None]:
+    if process.which("docker") is None:
+        raise UnfitError("the docker program is not on this machine", fix="install Docker's client, docker-cli")
+    client = dockerd.client()
+    made = client.networks.create(network(plan), labels={LABEL: plan.run})
+    try:
+        yield
+    finally:
+        for container in client.containers.list(all=True, filters={"label": f"{LABEL}={plan.run}"}):
+            container.remove(force=True)
+        made.remove()
+
+
+def bare_image() -> str:
+    """The Python that has the training stack: this one."""
+    return sys.executable
+
+
+def docker_image(variant: str) -> str:
+    """The Docker image that `make image-VARIANT-docker` builds."""
+    return os.environ.get("DRAY_DOCKER_IMAGE") or f"dray:{variant}"
+
+
+def sif(variant: str, root: Path) -> Path:
+    """The image file that `make image-VARIANT` builds."""
+    return Path(os.environ.get("DRAY_IMAGE") or root / "build" / f"dray-{variant}.sif")
+
+
+def require_sif(variant: str, root: Path) -> Path:
+    """The image file, which must be there before anything is queued."""
+    file = sif(variant, root)
+    if not file.is_file():
+        raise ConfigError(
+            "the image is not there",
+            wanted=f"{file} (the recipe's image is {variant})",
+            fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
+        )
+    return file

@@ -1,0 +1,77 @@
+"""The run folder. This class owns every file name in it on the host side; plan.json tells the image's side."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+from dray.errors import ConfigError
+
+
+class RunPaths:
+    """One run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan = folder / "plan.json"
+        self.node_script = folder / "node.sh"
+        self.facts = folder / "facts.txt"
+        self.recipe = folder / "recipe.toml"
+        self.logs = folder / "logs"
+        self.failures = folder / "failures"
+        self.metrics = folder / "metrics.jsonl"
+        self.checkpoints = folder / "checkpoints"
+        self.result = folder / "result.json"
+
+    @property
+    def id(self) -> str:
+        """The run's id is its folder's name."""
+        return self.folder.name
+
+    def node_log(self, node: int) -> Path:
+        """What the launcher on this node said."""
+        return self.logs / f"node-{node}.log"
+
+    def rank_log(self, rank: int) -> Path:
+        """What this rank said."""
+        return self.logs / f"rank-{rank}.log"
+
+
+def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
+    """Sorts by time; never given twice: a job's number is its cluster's own, and without one chance decides."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"{stamp}-{name}-{job or secrets.token_hex(3)}"
+
+
+def create(runs: Path, run: str) -> RunPaths:
+    """Make the folder. It must be new: a run never writes into another's."""
+    paths = RunPaths(runs / run)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        paths.folder.mkdir()
+        for inner in (paths.logs, paths.failures, paths.checkpoints):
+            inner.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            "the run folder cannot be made",
+            where=paths.folder,
+            wanted="a new folder that this user may write, on a disk that all nodes share",
+            found=error.strerror or error,
+            fix="set DRAY_RUNS to such a place, or give --runs",
+        ) from error
+    return paths
+
+
+def default_runs() -> Path:
+    """Where run folders go: DRAY_RUNS, else `runs` in the folder we stand in."""
+    return Path(os.environ.get("DRAY_RUNS") or "runs").absolute()
+
+
+def existing(folder: Path) -> RunPaths:
+    """A run folder that is there."""
+    paths = RunPaths(folder.absolute())
+    if not paths.plan.is_file():
+        raise ConfigError("this is not a run folder", where=folder, wanted="a folder with plan.json in it")
+    return paths

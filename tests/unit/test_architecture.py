@@ -1,0 +1,100 @@
+"""The house: imports go downwards, the runner is standard library only, and host and image never import each other."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray import plan
+
+SRC = Path(plan.__file__).parent
+
+FLOORS = {
+    "errors": 0,
+    "checkout": 1,
+    "hostlist": 1,
+    "facts": 1,
+    "spec": 1,
+    "batch": 2,
+    "binds": 2,
+    "environ": 2,
+    "plan": 3,
+    "engines": 4,
+    "render": 4,
+    "process": 5,
+    "dockerd": 5,
+    "images": 6,
+    "cluster": 6,
+    "runs": 6,
+    "cli": 8,
+    "__main__": 9,
+}
+IN_IMAGE = {"runner", "train"}
+SUBPROCESS = {"subprocess", "multiprocessing", "pty"}
+
+
+def modules() -> list[Path]:
+    return sorted(SRC.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} uses a relative import"
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def rooms_used(path: Path) -> set[str]:
+    return {name.split(".")[1] for name in imports(path) if name.startswith("dray.") and name != "dray.__version__"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
+def test_a_module_stays_in_its_place(path: Path) -> None:
+    mine = room(path)
+    if mine == "__init__":
+        assert not rooms_used(path)
+        return
+    used = rooms_used(path) - {mine}
+    if mine in IN_IMAGE:
+        assert not used, f"{mine} lives in the image alone"
+    else:
+        upwards = {name for name in used if FLOORS.get(name, 99) > FLOORS[mine]}
+        assert not upwards, f"{mine} is on floor {FLOORS[mine]} and imports from above: {upwards}"
+
+
+@pytest.mark.parametrize("path", sorted((SRC / "runner").glob("*.py")), ids=lambda path: path.name)
+def test_the_runner_needs_the_standard_library_only(path: Path) -> None:
+    outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"dray"}
+    assert not outside
+
+
+def test_only_process_opens_subprocesses() -> None:
+    users = {
+        str(path.relative_to(SRC))
+        for path in modules()
+        if room(path) not in IN_IMAGE and {name.split(".")[0] for name in imports(path)} & SUBPROCESS
+    }
+    assert users == {"process.py"}
+
+
+def test_only_train_imports_torch() -> None:
+    users = {
+        room(path) for path in modules() if {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
+    }
+    assert users == {"train"}
+
+
+def test_no_room_is_too_large() -> None:
+    long = {str(path): lines for path in modules() if (lines := len(path.read_text().splitlines())) > 300}
+    assert not long
