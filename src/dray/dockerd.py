@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,23 +33,31 @@ def host() -> str:
 def client() -> docker.DockerClient:
     """A connection to the Docker Engine that has answered."""
     try:
+        _knock()
         return docker.from_env(timeout=_SILENCE_S)
     except (DockerException, OSError) as error:
         raise _unreachable(error) from error
 
 
+def _knock() -> None:
+    """The SDK hides why it cannot connect in a text, and leaves its socket open."""
+    if host().startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as door:
+            door.connect(host().removeprefix("unix://"))
+
+
 def _unreachable(error: Exception) -> UnfitError:
-    tried = host()
-    if "PermissionError" in str(error) or "Permission denied" in str(error):
-        problem = "the Docker Engine does not let this user in"
-        fix = "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
-    elif tried.startswith("unix://") and not Path(tried.removeprefix("unix://")).exists():
-        problem = "no Docker Engine runs on this machine"
-        fix = "install docker (Debian: apt-get install docker.io) and start it, or set DOCKER_HOST"
-    else:
-        problem = "the Docker Engine does not answer"
-        fix = "start it (sudo systemctl start docker), or set DOCKER_HOST to one that runs"
-    return UnfitError(problem, where=tried, found=error, fix=fix)
+    match error:
+        case PermissionError():
+            problem = "the Docker Engine does not let this user in"
+            fix = "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
+        case FileNotFoundError():
+            problem = "no Docker Engine runs on this machine"
+            fix = "install Docker Engine and start it, or set DOCKER_HOST"
+        case _:
+            problem = "the Docker Engine does not answer"
+            fix = "start it (sudo systemctl start docker), or set DOCKER_HOST to one that runs"
+    return UnfitError(problem, where=host(), found=error, fix=fix)
 
 
 @contextmanager
@@ -56,6 +65,8 @@ def doing(what: str, *, fix: str | None = None) -> Iterator[None]:
     """Turn whatever the SDK raises while `what` is done into an error that a user can act on."""
     try:
         yield
+    except BrokenPipeError:  # who reads our output has gone; that is none of Docker's
+        raise
     except (DockerException, OSError) as error:
         said = getattr(error, "explanation", None) or error
         raise DrayError(f"Docker failed to {what}", found=said, fix=fix) from error
@@ -68,10 +79,11 @@ def base_image(client: docker.DockerClient, base: str) -> str:
         return _imported(client, path)
     if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
         raise ConfigError("the base image's rootfs is not there", found=base, fix=_how_to_make(base))
-    try:
-        client.images.get(base)
-    except ImageNotFound:
-        _pull(client, base)
+    with doing(f"look for the image {base}"):
+        try:
+            client.images.get(base)
+        except ImageNotFound:
+            _pull(client, base)
     return base
 
 
@@ -142,14 +154,15 @@ def build(
 
 def _lines(answers: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Whole lines: the engine cuts its output wherever a write ended."""
-    rest = ""
-    for answer in answers:
+    rest = problem = ""
+    for answer in answers:  # to the end, also after a failure: the SDK closes only what was read whole
         *whole, rest = (rest + _COLOUR.sub("", answer.get("stream", ""))).split("\n")
         yield from (line.rstrip("\r") for line in whole if line.strip())
-        if "error" in answer:
-            raise BuildError(answer["error"], iter(()))
+        problem = problem or answer.get("error", "")
     if rest.strip():
         yield rest
+    if problem:
+        raise BuildError(problem, iter(()))
 
 
 def _proxies() -> dict[str, str]:

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# make-base.sh SUITE OUT.tar: a Debian rootfs to build images on, for machines that cannot pull one.
+# What a pulled slim image holds, and ca-certificates. The packages come from where mmdebstrap takes them by default;
+# APT_SOURCES names a sources.list for machines that must use a mirror of their own.
+# With SOURCE_DATE_EPOCH set, the same packages give the same bytes.
+#   containers/base/make-base.sh trixie build/base-trixie.tar
+set -euo pipefail
+
+base::usage() {
+  sed -n '2,6s/^# \{0,3\}//p' "$0" >&2
+  exit 78
+}
+
+main() {
+  [[ $# -eq 2 ]] || base::usage
+  local -r suite=$1 out=$2
+  if ! command -v mmdebstrap >/dev/null; then
+    echo "make-base: mmdebstrap is not on this machine (Debian: apt-get install mmdebstrap)" >&2
+    exit 69
+  fi
+  [[ "${out}" == *.tar ]] || { echo "make-base: OUT must end in .tar, found ${out}" >&2; exit 78; }
+  mkdir -p "$(dirname "${out}")"
+  # Nothing half-made may carry the final name: a later build would start from it.
+  partial="${out%.tar}.partial.tar"
+  trap 'rm -f "${partial}"' EXIT
+  # This machine's name and resolver are nobody else's business; the container engine brings its own.
+  # shellcheck disable=SC2016  # $1 is the hook's
+  mmdebstrap --variant=minbase --include=ca-certificates --format=tar \
+    --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
+    --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+    --customize-hook='truncate --size 0 "$1/etc/hostname" "$1/etc/resolv.conf"' \
+    "${suite}" "${partial}" ${APT_SOURCES:+"${APT_SOURCES}"} >&2
+  mv "${partial}" "${out}"
+  echo "${out}"
+}
+
+main "$@"

@@ -1,0 +1,117 @@
+"""The Docker Engine: what a user reads when it is not there, and what a build says."""
+
+from __future__ import annotations
+
+import io
+import socket
+import tarfile
+from contextlib import closing
+
+import pytest
+from docker.errors import ImageNotFound
+
+from dray import dockerd
+from dray.errors import ConfigError, DrayError, UnfitError
+
+
+@pytest.fixture
+def engine():
+    with closing(dockerd.client()) as client:
+        yield client
+
+
+def refusal(monkeypatch, host):
+    monkeypatch.setenv("DOCKER_HOST", host)
+    with pytest.raises(UnfitError) as refused:
+        dockerd.client()
+    return str(refused.value)
+
+
+def test_no_engine(monkeypatch, tmp_path):
+    assert refusal(monkeypatch, f"unix://{tmp_path}/none.sock") == (
+        "no Docker Engine runs on this machine\n"
+        f"  where:  unix://{tmp_path}/none.sock\n"
+        "  found:  [Errno 2] No such file or directory\n"
+        "  fix:    install Docker Engine and start it, or set DOCKER_HOST"
+    )
+
+
+def test_an_engine_that_has_stopped_leaves_its_socket(monkeypatch, tmp_path):
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "s"))
+    assert refusal(monkeypatch, f"unix://{tmp_path}/s") == (
+        "the Docker Engine does not answer\n"
+        f"  where:  unix://{tmp_path}/s\n"
+        "  found:  [Errno 111] Connection refused\n"
+        "  fix:    start it (sudo systemctl start docker), or set DOCKER_HOST to one that runs"
+    )
+
+
+@pytest.mark.docker
+def test_a_build_gives_the_id_of_what_it_tagged(engine, tmp_path):
+    (tmp_path / "file").write_text("content\n")
+    (tmp_path / "Containerfile").write_text("FROM scratch AS first\nCOPY file /\nFROM first\nCOPY file /again\n")
+    lines = []
+    built = dockerd.build(
+        engine,
+        context=tmp_path,
+        dockerfile="Containerfile",
+        tag="dray-test-build",
+        args={},
+        target="first",
+        on_line=lines.append,
+    )
+    try:
+        assert engine.images.get("dray-test-build").id == built
+        assert lines[-1] == "Successfully tagged dray-test-build:latest"
+        assert not any("again" in line for line in lines)
+    finally:
+        engine.images.remove("dray-test-build")
+
+
+@pytest.mark.docker
+def test_a_build_that_fails_shows_its_last_lines(engine, tmp_path):
+    (tmp_path / "Containerfile").write_text("FROM scratch\nCOPY missing /\n")
+    with pytest.raises(DrayError) as failed:
+        dockerd.build(
+            engine,
+            context=tmp_path,
+            dockerfile="Containerfile",
+            tag="dray-test-build",
+            args={},
+            target=None,
+            on_line=lambda _: None,
+        )
+    assert failed.value.problem.startswith("building dray-test-build failed: COPY failed:")
+    assert failed.value.details == {
+        "where": f"{tmp_path}/Containerfile",
+        "found": "Step 1/2 : FROM scratch\n ---> \nStep 2/2 : COPY missing /",
+    }
+
+
+@pytest.mark.docker
+def test_a_rootfs_is_imported_once(engine, tmp_path):
+    rootfs = tmp_path / "my base.tar"
+    with tarfile.open(rootfs, "w") as tar:
+        tar.addfile(tarfile.TarInfo("only-in-this-test"), io.BytesIO())
+    reference = dockerd.base_image(engine, str(rootfs))
+    try:
+        made = engine.images.get(reference).id
+        assert dockerd.base_image(engine, str(rootfs)) == reference
+        assert engine.images.get(reference).id == made
+        assert dockerd.base_image(engine, reference) == reference
+    finally:
+        engine.images.remove(reference)
+    with pytest.raises(ImageNotFound):
+        engine.images.get(reference)
+
+
+@pytest.mark.docker
+def test_a_rootfs_that_is_not_there(engine, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        dockerd.base_image(engine, f"{tmp_path}/base.tar")
+    assert str(refused.value) == (
+        "the base image's rootfs is not there\n"
+        f"  found:  {tmp_path}/base.tar\n"
+        f"  fix:    make one: containers/base/make-base.sh trixie {tmp_path}/base.tar"
+    )
