@@ -25,7 +25,7 @@ lib::engine() {
   for engine in apptainer singularity; do
     command -v "$engine" >/dev/null && { echo "$engine"; return; }
   done
-  lib::die 69 "neither apptainer nor singularity is on node $(hostname)" "where:  PATH=$PATH" \
+  lib::die 69 "neither apptainer nor singularity is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
 }
 
@@ -67,7 +67,7 @@ lib::plan() { # [key=value ...]: write the run folder and print its path
     lib::inside python3 -m dray plan "$recipe" "$@" --facts - --write --runs "$runs" "${given[@]}" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
-    lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(hostname)" \
+    lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(</proc/sys/kernel/hostname)" \
       "found:  exit code $code" "fix:    build it with dray (make image-cpu), or point DRAY_IMAGE at such an image"
   fi
   exit "$code"
@@ -76,11 +76,13 @@ lib::plan() { # [key=value ...]: write the run folder and print its path
 lib::start() { # RUN: one task on each node; rank 0's lines are this job's output
   local -r run="$1"
   local code=0 nodes_pid tail_pid
+  # Relative paths, since srun would read a % in the run's own as a pattern.
+  cd -- "$run" || return
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpu-bind=none "$run/node.sh" </dev/null &
+    --cpu-bind=none --output=logs/node-%n.log --open-mode=append ./node.sh </dev/null &
   nodes_pid=$!
-  tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$run/logs/rank-0.log" 2>/dev/null &
+  tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
   wait "$nodes_pid" || code=$?
   wait "$tail_pid" || true
@@ -99,7 +101,7 @@ lib::main() { # RECIPE [key=value ...]
   runs="$(realpath -m -- "$runs")"
   local -r site="${DRAY_SITE:-generic}"
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
-    "where:  $runs on node $(hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+    "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
   run="$(lib::plan "$@")"
   echo "run folder: $run"
   lib::start "$run"

@@ -20,7 +20,7 @@ probe::free_port() { # from the job's number, so that two jobs on a node start f
     port=$((20000 + (job + try * 101) % 10000))
     probe::listening "$port" || { echo "$port"; return; }
   done
-  echo "probe: no free port in 100 tries from 20000 up on $(hostname)" >&2
+  echo "probe: no free port in 100 tries from 20000 up on $(</proc/sys/kernel/hostname)" >&2
   return 75
 }
 

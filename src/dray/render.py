@@ -6,9 +6,16 @@ import shlex
 
 from dray import engines
 from dray.engines.words import OnNode, Word
+from dray.errors import EXIT_UNFIT
 from dray.plan import Plan
 from dray.spec.recipe import Recipe
 from dray.spec.site import Site
+
+_NEED = f"""need() {{ # PLACE WHY
+  [[ -e "$1" ]] && return
+  printf 'dray: %s is not there\\n  wanted: %s\\n  where:  node %s\\n' "$1" "$2" "$(</proc/sys/kernel/hostname)" >&2
+  exit {EXIT_UNFIT}
+}}"""
 
 
 def node_script(plan: Plan) -> str:
@@ -29,6 +36,9 @@ def node_script(plan: Plan) -> str:
             f'if [[ -v {name} ]]; then export {engine.prefix}{name}="${name}"; fi'
             for name in plan.world.identity.values()
         ]
+    if plan.engine != "bare":
+        lines += ["", "# An engine's own words about a missing place are hard to read.", _NEED]
+        lines += [f"need {shlex.quote(bind.path)} {shlex.quote(f'{bind.source}: {bind.why}')}" for bind in plan.binds]
     lines += ["", "exec " + " \\\n  ".join(_word(word) for word in _start(plan)), ""]
     return "\n".join(lines)
 

@@ -26,6 +26,15 @@ if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID";
 if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
 if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
 
+# An engine's own words about a missing place are hard to read.
+need() { # PLACE WHY
+  [[ -e "$1" ]] && return
+  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(</proc/sys/kernel/hostname)" >&2
+  exit 69
+}
+need '/shared/my work/runs/r1' 'dray: the run folder: plan, logs, metrics, checkpoints'
+need /scratch 'site harbour: data lives there'
+
 exec apptainer \
   --quiet \
   exec \

@@ -21,6 +21,15 @@ export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
 # dray: compile caches race on a shared disk
 export TRITON_CACHE_DIR=/tmp/dray-r1/triton
 
+# An engine's own words about a missing place are hard to read.
+need() { # PLACE WHY
+  [[ -e "$1" ]] && return
+  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(</proc/sys/kernel/hostname)" >&2
+  exit 69
+}
+need '/shared/my work/runs/r1' 'dray: the run folder: plan, logs, metrics, checkpoints'
+need /scratch 'site harbour: data lives there'
+
 exec docker \
   run \
   --rm \

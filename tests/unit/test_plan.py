@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path, PurePosixPath
 
@@ -50,10 +51,12 @@ def golden(name: str, text: str) -> None:
     assert text == path.read_text(encoding="utf-8")
 
 
-def made(root: Path, *overrides: str, folder: str = "/shared/my work/runs/r1", **facts: object) -> Plan:
+def made(
+    root: Path, *overrides: str, folder: str = "/shared/my work/runs/r1", site: Site = SITE, **facts: object
+) -> Plan:
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
     seen = Facts.model_validate({**FACTS, **facts})
-    return plan(recipe, SITE, seen, run="r1", folder=PurePosixPath(folder), dray="0.0.0")
+    return plan(recipe, site, seen, run="r1", folder=PurePosixPath(folder), dray="0.0.0")
 
 
 def test_plan_json(root: Path) -> None:
@@ -94,11 +97,15 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
     tool.parent.mkdir()
     tool.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\nenv -0 > "$SEEN/env"\n')
     tool.chmod(0o755)
+    places = {name: tmp_path / f"{name} {HOSTILE}" for name in ("run", "data")}
+    for place in places.values():
+        place.mkdir()
     identity = LOCAL if engine == "docker" else {}
     decided = made(
         root,
-        f"data.text=/data/{HOSTILE}",
-        folder=f"/runs/{HOSTILE}",
+        f"data.text={places['data']}",
+        folder=str(places["run"]),
+        site=SITE.model_copy(update={"binds": ()}),
         **{**identity, "engine": engine, "image": f"/images/{HOSTILE}.sif"},
     )
     hostile = decided.env[0].model_copy(update={"name": "HOSTILE", "value": HOSTILE + "\nsecond line"})
@@ -117,11 +124,11 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
     env = dict(line.split("=", 1) for line in (tmp_path / "env").read_text(encoding="utf-8").split("\0")[:-1])
     assert env[f"{prefix}HOSTILE"] == HOSTILE + "\nsecond line"
     assert env[f"{prefix}{names['name']}"] == "n 2"
-    assert argv[-5:] == [f"/images/{HOSTILE}.sif", "python3", "-m", "dray.runner", f"/runs/{HOSTILE}/plan.json"]
-    doubled = HOSTILE.replace('"', '""')
+    assert argv[-5:] == [f"/images/{HOSTILE}.sif", "python3", "-m", "dray.runner", f"{places['run']}/plan.json"]
+    run, data = (str(places[name]).replace('"', '""') for name in ("run", "data"))
     read_only = "readonly" if engine == "docker" else "ro"
-    assert f'--mount=type=bind,"src=/runs/{doubled}","dst=/runs/{doubled}"' in argv
-    assert f'--mount=type=bind,"src=/data/{doubled}","dst=/data/{doubled}",{read_only}' in argv
+    assert f'--mount=type=bind,"src={run}","dst={run}"' in argv
+    assert f'--mount=type=bind,"src={data}","dst={data}",{read_only}' in argv
     assert not list(tmp_path.glob("**/pwned"))
 
 
@@ -188,3 +195,16 @@ def test_a_line_break_in_a_sites_words_stays_a_comment(root: Path) -> None:
     variable = made(root).env[0].model_copy(update={"why": "one\ntouch pwned"})
     script = render.node_script(made(root).model_copy(update={"env": (variable,)}))
     assert "# dray: one touch pwned\nexport APPTAINERENV_CUDA_VISIBLE_DEVICES=''\n" in script
+
+
+def test_a_place_that_a_node_lacks_is_named(root: Path, tmp_path: Path) -> None:
+    decided = made(
+        root, f"data.text={tmp_path}/gone.txt", folder=str(tmp_path), site=SITE.model_copy(update={"binds": ()})
+    )
+    ended = subprocess.run(["bash", "-c", render.node_script(decided)], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        69,
+        f"dray: {tmp_path}/gone.txt is not there\n"
+        "  wanted: recipe data.text: the text to train on\n"
+        f"  where:  node {socket.gethostname()}\n",
+    )

@@ -49,8 +49,3 @@ def main() -> None:
     except DrayError as error:
         print(f"dray: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("dray: stopped", file=sys.stderr)
-        raise SystemExit(130) from None
-    except BrokenPipeError:  # `dray plan | head`
-        raise SystemExit(141) from None

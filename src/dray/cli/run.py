@@ -10,7 +10,7 @@ import typer
 from dray.cli.options import Nodes, Overrides, RecipeFile, Runs
 from dray.cli.progress import Progress
 from dray.runs import local, write
-from dray.runs.finish import finish, summary
+from dray.runs.finish import STOPPED, finish, summary
 from dray.runs.paths import RunPaths, default_runs
 
 
@@ -35,7 +35,10 @@ def run(
     plan = write.write(recipe, overrides or [], facts, runs=(runs or default_runs()).absolute())
     paths = RunPaths((runs or default_runs()).absolute() / plan.run)
     with Progress(plan, paths) as progress:
-        code = local.run(plan, paths, watch=progress.update)
+        try:
+            code = local.run(plan, paths, watch=progress.update)
+        except KeyboardInterrupt:  # all that was started is gone by now
+            code = STOPPED
     result = finish(paths, code=code)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)

@@ -26,16 +26,9 @@ def main(path: str) -> int:
         print(refusal, file=sys.stderr)
         return refusal.code if refusal.recorded else _failed(plan, number, refusal.code, str(refusal))
     command = argv(plan, number)
-    sys.stdout.flush()
-    log = os.open(f"{plan['folder']}/logs/node-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    console = os.dup(2)
-    os.set_inheritable(console, False)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        os.dup2(console, 2)
         why = f"the launcher cannot start: {command[0]}: {error.strerror}"
         print(why, file=sys.stderr)
         return _failed(plan, number, 127, why)

@@ -14,6 +14,9 @@ from dray.plan import Plan
 from dray.runs.paths import RunPaths
 
 
+STOPPED = 130  # what a shell gives for Ctrl-C
+
+
 class Cause(BaseModel):
     """Why a run failed: the first node or rank that died by itself."""
 
@@ -51,13 +54,13 @@ class Result(BaseModel):
 def finish(paths: RunPaths, *, code: int) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
     plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
-    cause = _first_cause(paths) if code else None
-    if code and cause is None:
+    cause = _first_cause(paths) if code not in (0, STOPPED) else None
+    if code not in (0, STOPPED) and cause is None:
         cause = _unrecorded(paths, code)
     result = Result(
         run=plan.run,
-        status="failed" if code else "done",
-        exit_code=cause.code if cause else 0,
+        status={0: "done", STOPPED: "stopped"}.get(code, "failed"),
+        exit_code=cause.code if cause else code,
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         world_size=plan.world.size,
         hosts=[node.name for node in plan.world.nodes],
@@ -119,7 +122,8 @@ def summary(result: Result, paths: RunPaths) -> str:
         sample = [f"sample: {result.sample}"] if result.sample else []
         return "\n".join([head, *sample, f"run folder: {paths.folder}"])
     cause = result.cause
-    assert cause is not None
+    if cause is None:
+        return f"stopped after {result.steps or 0} steps\nrun folder: {paths.folder}"
     who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
     lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
     lines += [f"  | {line}" for line in cause.last_lines[-12:]]

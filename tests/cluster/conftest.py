@@ -1,0 +1,51 @@
+"""A job on the real cluster, and the run folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended: its exit code, what it printed, and its run folder on this machine."""
+
+    code: int
+    output: str
+    folder: Path | None
+
+    def result(self) -> dict[str, Any]:
+        assert self.folder is not None, self.output
+        return json.loads((self.folder / "result.json").read_text())
+
+    def metrics(self, event: str) -> list[dict[str, Any]]:
+        assert self.folder is not None, self.output
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [seen for line in lines if (seen := json.loads(line))["event"] == event]
+
+
+@pytest.fixture(scope="session")
+def sbatch(desk):
+    """Submit and wait, as the cluster's ordinary user; `words` are what follows sbatch."""
+
+    def submit(*words: str, workdir: str | None = None, env: dict[str, str] | None = None) -> Ended:
+        log = desk.shared / "home" / "job.log"
+        log.unlink(missing_ok=True)
+        given = ["sbatch", "--wait", "--output=/shared/home/job.log", *words]
+        code, out, err = desk.exec(given, workdir=workdir, env=env)
+        output = log.read_text() if log.exists() else out + err
+        found = re.search(r"^run folder: /shared/(.*)$", output, re.MULTILINE)
+        return Ended(code, output, desk.shared / found[1] if found else None)
+
+    return submit
+
+
+@pytest.fixture(scope="session")
+def full_run(sbatch) -> Ended:
+    """The smoke recipe as the README submits it, on both nodes."""
+    return sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml")

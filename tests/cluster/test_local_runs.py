@@ -1,0 +1,160 @@
+"""`dray run` on this machine: bare and Docker end alike, show how it goes, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DRAY = [sys.executable, "-m", "dray"]
+RECIPE = "recipes/smoke-cpu.toml"
+SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
+
+
+def run(root: Path, runs: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    ended = subprocess.run(
+        [*DRAY, "run", RECIPE, *words, "--runs", runs], cwd=root, capture_output=True, text=True, check=False
+    )
+    (folder,) = runs.iterdir()
+    return ended, folder
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """What `make demo` runs, whole."""
+    root = Path(__file__).parents[2]
+    return run(root, tmp_path_factory.mktemp("my demo") / "runs")
+
+
+@pytest.mark.torch
+def test_the_demo_learns(demo) -> None:
+    ended, folder = demo
+    assert (ended.returncode, ended.stderr) == (0, "")
+    losses = [step["loss"] for step in steps(folder)]
+    assert losses[0] > 5.4  # knows nothing: ln(257) is 5.55
+    assert losses[-1] < 0.6
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["world_size"], result["hosts"]) == ("done", 4, ["node1", "node2"])
+    assert result["train_seconds"] < 90
+
+
+@pytest.mark.torch
+def test_the_demo_shows_plain_lines_when_nobody_watches(demo) -> None:
+    ended, folder = demo
+    first, *middle, last, sample, where = ended.stdout.splitlines()
+    assert first == "smoke-cpu: 4 ranks on 2 nodes (bare)"
+    assert len(middle) == 21
+    for line in middle:
+        assert re.fullmatch(r"step \d+  loss \d\.\d{3}  [\d,]+ tokens/s  \d+ s left", line)
+    assert re.fullmatch(
+        r"done: 200 steps, loss 5\.\d{3} -> 0\.\d{3}, perplexity \d\.\d\d, [\d,]+ tokens/s, 4 ranks on node1 node2",
+        last,
+    )
+    assert sample.startswith("sample: two: the guard watches the ")
+    assert where == f"run folder: {folder}"
+
+
+@pytest.mark.torch
+@pytest.mark.docker_image
+def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> None:
+    ended, folder = run(root, tmp_path / "my runs", "--engine", "docker")
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    in_docker, bare = ([step["loss"] for step in steps(where)] for where in (folder, demo[1]))
+    # Same wheels, same order of samples; only the processors' code paths may round otherwise.
+    assert in_docker == pytest.approx(bare, rel=1e-3)
+    starts = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert starts["hosts"] == ["node1", "node1", "node2", "node2"]
+    assert nothing_left()
+
+
+@pytest.mark.torch
+@pytest.mark.cluster
+def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
+    on_slurm = [step["loss"] for step in full_run.metrics("step")]
+    assert on_slurm == pytest.approx([step["loss"] for step in steps(demo[1])], rel=1e-3)
+
+
+@pytest.mark.docker_image
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path, number: signal.Signals) -> None:
+    started = subprocess.Popen(
+        [*DRAY, "run", RECIPE, "--engine", "docker", "--runs", tmp_path / "runs"],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert started.stdout
+        for line in started.stdout:
+            if line.startswith("step "):
+                break
+        os.killpg(started.pid, number)
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert (started.returncode, err) == (130, "")
+    assert "stopped after " in out
+    assert nothing_left()
+
+
+@pytest.mark.torch
+def test_ctrl_c_leaves_no_process(root: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    started = subprocess.Popen(
+        [*DRAY, "run", RECIPE, "--runs", runs], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stdout
+    for line in started.stdout:
+        if line.startswith("step "):
+            break
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (130, "")
+    assert "stopped after " in out
+    (folder,) = runs.iterdir()
+    assert json.loads((folder / "result.json").read_text())["status"] == "stopped"
+    deadline = time.monotonic() + 20
+    while left := processes(str(runs)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.torch
+def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_path: Path) -> None:
+    ended, folder = run(root, tmp_path / "runs", *SHORT, "model.config.n_layers=3")
+    assert ended.returncode == 78
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["cause"]["why"], result["cause"]["code"]) == ("failed", "exit code 78", 78)
+    assert "a gpt2 configuration has no 'n_layers'" in ended.stdout
+
+
+def processes(text: str) -> list[str]:
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [line for command in commands if text in (line := command.replace(b"\0", b" ").decode(errors="replace"))]
+
+
+def nothing_left() -> bool:
+    from dray import dockerd
+
+    client = dockerd.client()
+    try:
+        return not client.containers.list(all=True, filters={"label": "dray.run"}) and not client.networks.list(
+            filters={"label": "dray.run"}
+        )
+    finally:
+        client.close()

@@ -1,0 +1,105 @@
+"""What goes wrong on a real cluster ends in one clear message, the contract's exit code and a cause on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml")
+
+
+def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
+    ended = sbatch(*RECIPE, "model.config.n_head=3")
+    assert ended.code == 1
+    result = ended.result()
+    assert (result["status"], result["exit_code"]) == ("failed", 1)
+    cause = result["cause"]
+    assert (cause["node"] in ("n1", "n2"), cause["rank"] in range(4)) == (True, True)
+    assert (cause["code"], cause["why"]) == (1, "exit code 1")
+    assert "`embed_dim` must be divisible by num_heads (got `embed_dim`: 128" in "\n".join(cause["last_lines"])
+    assert f"failed: rank {cause['rank']} on {cause['node']}: exit code 1" in ended.output
+
+
+def test_a_ranks_own_exit_code_is_the_jobs(sbatch) -> None:
+    ended = sbatch(*RECIPE, "model.config.n_layers=3")
+    assert ended.code == 78
+    assert ended.result()["cause"]["last_lines"][-4:] == [
+        "a gpt2 configuration has no 'n_layers'",
+        "  wanted: one of transformers' own names, such as n_layer",
+        "  found:  model.config.n_layers",
+        "  fix:    correct model.config in the recipe",
+    ]
+
+
+def test_a_place_that_the_nodes_lack(sbatch) -> None:
+    ended = sbatch(*RECIPE, "data.text=/no/such/text.txt")
+    assert ended.code == 69
+    cause = ended.result()["cause"]
+    assert cause["last_lines"][:2] == [
+        "dray: /no/such/text.txt is not there",
+        "  wanted: recipe data.text: the text to train on",
+    ]
+
+
+def test_a_busy_port_is_try_again(sbatch, desk) -> None:
+    (port,) = (
+        line.split("=")[1].strip()
+        for line in desk.exec(["scontrol", "show", "config"])[1].splitlines()
+        if line.startswith("SlurmdPort ")
+    )
+    ended = sbatch(*RECIPE, f"port={port}")
+    assert ended.code == 75
+    assert ended.result()["cause"]["why"].splitlines()[0] == f"port {port} is busy on n1"
+
+
+def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, desk) -> None:
+    before = set((desk.shared / "runs").iterdir())
+    ended = sbatch(*RECIPE, "train.stesp=5")
+    assert ended.code == 78
+    assert "unknown key: did you mean `steps`?" in ended.output
+    assert set((desk.shared / "runs").iterdir()) == before
+
+
+def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
+    ended = sbatch(*RECIPE, "batch.global_size=10")
+    assert ended.code == 78
+    assert "dray: a global batch of 10 does not come out on 4 ranks" in ended.output
+
+
+def test_no_recipe_and_no_such_recipe(sbatch) -> None:
+    assert "dray: no recipe was given" in sbatch("slurm/multinode.sh").output
+    ended = sbatch("slurm/multinode.sh", "recipes/nothing.toml")
+    assert (ended.code, "dray: there is no recipe recipes/nothing.toml" in ended.output) == (78, True)
+
+
+def test_a_killed_rank_is_named_with_its_signal(sbatch, desk) -> None:
+    before = set((desk.shared / "runs").iterdir())
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(sbatch, *RECIPE, "train.steps=5000", "train.log_every=1")
+        until(lambda: any('"step"' in path.read_text() for path in new(desk, before, "metrics.jsonl")))
+        code, out, err = desk.exec(["pkill", "-KILL", "--oldest", "-f", "^python3 -m dray.train"], node="n2")
+        assert code == 0, out + err
+        ended = job.result()
+    assert ended.code == 137
+    cause = ended.result()["cause"]
+    assert (cause["node"], cause["why"]) == ("n2", "killed by SIGKILL")
+    assert cause["rank"] in (2, 3)
+
+
+def new(desk, before: set[Path], name: str) -> list[Path]:
+    """This file of runs that were not there before."""
+    return [path / name for path in set((desk.shared / "runs").iterdir()) - before if (path / name).exists()]
+
+
+def until(happened: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for what a job does; its files are all that tells us."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
