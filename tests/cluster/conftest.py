@@ -29,6 +29,17 @@ class Ended:
         return [seen for line in lines if (seen := json.loads(line))["event"] == event]
 
 
+# `sbatch --wait` looks after 2, 10 and 42 seconds; most jobs here end in between.
+WAIT = """
+job=$(sbatch --parsable "$@") || exit
+until state=$(scontrol show job --oneliner "$job") && [[ $state =~ JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT) ]]; do
+  sleep 0.2
+done
+[[ $state =~ ExitCode=([0-9]+): ]]
+exit "${BASH_REMATCH[1]}"
+"""
+
+
 @pytest.fixture(scope="session")
 def sbatch(desk):
     """Submit and wait, as the cluster's ordinary user; `words` are what follows sbatch."""
@@ -36,7 +47,7 @@ def sbatch(desk):
     def submit(*words: str, workdir: str | None = None, env: dict[str, str] | None = None) -> Ended:
         log = desk.shared / "home" / "job.log"
         log.unlink(missing_ok=True)
-        given = ["sbatch", "--wait", "--output=/shared/home/job.log", *words]
+        given = ["bash", "-c", WAIT, "sbatch", "--output=/shared/home/job.log", *words]
         code, out, err = desk.exec(given, workdir=workdir, env=env)
         output = log.read_text() if log.exists() else out + err
         found = re.search(r"^run folder: /shared/(.*)$", output, re.MULTILINE)

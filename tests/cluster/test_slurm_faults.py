@@ -31,7 +31,7 @@ def test_a_ranks_own_exit_code_is_the_jobs(sbatch) -> None:
     assert ended.code == 78
     assert ended.result()["cause"]["last_lines"][-4:] == [
         "a gpt2 configuration has no 'n_layers'",
-        "  wanted: one of transformers' own names, such as n_layer",
+        "  wanted: one of transformers' own names, such as n_layer, num_hidden_layers",
         "  found:  model.config.n_layers",
         "  fix:    correct model.config in the recipe",
     ]
@@ -103,3 +103,36 @@ def until(happened: Callable[[], bool], seconds: float = 60) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_an_image_without_dray(sbatch, desk, root: Path) -> None:
+    """A real SIF that has a shell and no Python, made as a user would make one."""
+    made = desk.exec(["bash", "-c", TINY_SIF, "tiny", "/shared/home/other.sif"])
+    assert made.code == 0, made.err
+    ended = sbatch(*RECIPE, env={"DRAY_IMAGE": "/shared/home/other.sif"})
+    assert ended.code == 78
+    said = ended.output[ended.output.index("dray: ") :]
+    assert said == (root / "tests" / "golden" / "image-without-dray.txt").read_text()
+
+
+TINY_SIF = """
+set -e
+root=$(mktemp -d)
+mkdir -p "$root"/{bin,dev,etc,proc,sys,tmp,usr,var}
+libraries=$(ldd /bin/bash | grep -o '/[^ ]*')
+cp --parents -L /bin/bash $libraries "$root"
+ln -s bash "$root/bin/sh"
+apptainer --silent build --force "$1" "$root"
+"""
+
+
+def test_runs_in_a_place_that_cannot_be_written(sbatch) -> None:
+    ended = sbatch(*RECIPE, env={"DRAY_RUNS": "/proc/runs"})
+    assert ended.code == 78
+    assert "dray: the folder for runs cannot be made\n  where:  /proc/runs on node n1\n" in ended.output
+
+
+def test_a_missing_image(sbatch) -> None:
+    ended = sbatch(*RECIPE, env={"DRAY_IMAGE": "/shared/gone.sif"})
+    assert ended.code == 78
+    assert "dray: the image is not there\n  wanted: /shared/gone.sif (the recipe's image is cpu)\n" in ended.output

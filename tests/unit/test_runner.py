@@ -284,3 +284,27 @@ def test_a_launcher_that_makes_another_world_is_stopped(tmp_path: Path) -> None:
         assert rank.wait(10) == 78
     assert record_of(tmp_path)["why"] == "the launcher made another world: RANK=1 WORLD_SIZE=1, the plan has 2 ranks"
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_runner_loads_nothing_that_is_slow_to_load() -> None:
+    """Each of these costs 5 to 40 ms at every start; benchmarks/runner.py measures the whole."""
+    loaded = "import sys, dray.runner.__main__; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    slow = {
+        "argparse",
+        "asyncio",
+        "dataclasses",
+        "inspect",
+        "logging",
+        "pathlib",
+        "ssl",
+        "subprocess",
+        "urllib.request",
+    }
+    assert not slow & set(ended.stdout.split())
+
+
+def test_a_keeper_loads_almost_nothing() -> None:
+    loaded = f"import sys; sys.path.insert(0, {str(RANK_KEEPER.parent)!r}); import rank; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-S", "-E", "-c", loaded], capture_output=True, text=True, check=True)
+    assert not {"json", "socket", "re"} & set(ended.stdout.split())

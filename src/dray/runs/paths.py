@@ -56,7 +56,7 @@ def create(runs: Path, run: str) -> RunPaths:
     except OSError as error:
         raise ConfigError(
             "the run folder cannot be made",
-            where=paths.folder,
+            where=runs,
             wanted="a new folder that this user may write, on a disk that all nodes share",
             found=error.strerror or error,
             fix="set DRAY_RUNS to such a place, or give --runs",

@@ -1,0 +1,131 @@
+"""docs/errors.md is what these bad inputs really print. DRAY_GOLDEN=write writes it anew: read the diff then."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray.facts import Facts
+from dray.runs.write import write
+
+HEAD = """\
+# What goes wrong, and what dray says
+
+Every message says what was set, what was found, where, and the fix. The exit code tells a script what to do: 78 the
+configuration is wrong, 69 a node or the fabric is unfit, 75 try again, anything else failed. A test produces each of
+these messages and holds this page against them.
+
+"""
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+Said = tuple[str, int, str]
+
+
+class Desk:
+    """A folder with a recipe of its own, and dray run in it."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        shutil.copy(root / "recipes" / "smoke-cpu.toml", folder / "my.toml")
+
+    def dray(self, *words: str, **env: str) -> Said:
+        given = {"PATH": os.environ["PATH"], "DRAY_HOME": str(self.root), "HOME": str(self.folder), **env}
+        ended = subprocess.run(
+            [sys.executable, "-m", "dray", *words],
+            cwd=self.folder, env=given, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        shown = [f"{name}={value}" for name, value in env.items()]
+        return self.said(" ".join([*shown, "dray", *words]), ended.returncode, ended.stderr)
+
+    def runner(self, port: int, **env: str) -> Said:
+        facts = Facts(
+            scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, address="127.0.0.1",
+            engine="bare", image=sys.executable, port=port,
+        )  # fmt: skip
+        plan = write(self.folder / "my.toml", [], facts, runs=self.folder / "runs")
+        ended = subprocess.run(
+            [sys.executable, "-m", "dray.runner", f"{plan.folder}/plan.json"],
+            env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        record = json.loads(Path(plan.folder, "failures", "node-0.json").read_text())
+        assert record["why"] == ended.stderr.rstrip("\n")
+        return self.said("sbatch slurm/multinode.sh my.toml   (cause in result.json)", ended.returncode, ended.stderr)
+
+    def said(self, command: str, code: int, text: str) -> Said:
+        for place, name in ((self.folder, "~"), (self.root, "~/dray")):
+            text, command = text.replace(str(place), name), command.replace(str(place), name)
+        return command, code, text
+
+
+def cases(desk: Desk) -> dict[str, Said]:
+    slurm = {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURMD_NODENAME": "n1"}
+    with socket.create_server(("", 0)) as busy:
+        port = busy.getsockname()[1]
+        command, code, text = desk.runner(port, **slurm)
+    busy_port = (command, code, text.replace(str(port), "20017"))
+    (desk.folder / "file").write_text("")
+    return {
+        "An unknown key": desk.dray("recipe", "check", "my.toml", "train.stesp=5"),
+        "A value of the wrong type": desk.dray("recipe", "check", "my.toml", "batch.per_device=two", "train.lr=-1"),
+        "A batch that does not come out": desk.dray("plan", "my.toml", "--nodes", "3"),
+        "A missing image": desk.dray("submit", "my.toml", DRAY_IMAGE="gone.sif"),
+        "An image without dray": (
+            "DRAY_IMAGE=other.sif sbatch slurm/multinode.sh my.toml",
+            78,
+            (GOLDEN / "image-without-dray.txt").read_text(),
+        ),
+        "A run folder that cannot be made": desk.dray("run", "my.toml", "--runs", "file/runs"),
+        "Another number of nodes than planned": desk.runner(port, **{**slurm, "SLURM_STEP_NUM_NODES": "3"}),
+        "A busy port": busy_port,
+        "An unknown site": desk.dray("submit", "my.toml", "--site", "lumy", DRAY_IMAGE="my.toml"),
+        "A recipe that is not there": desk.dray("plan", "mine.toml"),
+    }
+
+
+def page(said: dict[str, Said]) -> str:
+    rows = [
+        f"| {number} | {title} | {code} | {text.splitlines()[0].removeprefix('dray: ')} |"
+        for number, (title, (_, code, text)) in enumerate(said.items(), start=1)
+    ]
+    blocks = [
+        f"## {number}. {title}\n\n```console\n$ {command}\n{text}```\n"
+        for number, (title, (command, _, text)) in enumerate(said.items(), start=1)
+    ]
+    table = ["| | input | exit code | message |", "|---|---|---|---|", *rows]
+    return HEAD + "\n".join(table) + "\n\n" + "\n".join(blocks)
+
+
+def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
+    said = cases(Desk(root, tmp_path))
+    assert [code for _, code, _ in said.values()] == [78, 78, 78, 78, 78, 78, 78, 75, 78, 78]
+    path = root / "docs" / "errors.md"
+    if os.environ.get("DRAY_GOLDEN") == "write":
+        path.write_text(page(said), encoding="utf-8")
+    assert page(said) == path.read_text(encoding="utf-8")
+
+
+def test_nothing_is_left_behind_by_a_run_that_cannot_be(root: Path, tmp_path: Path) -> None:
+    desk = Desk(root, tmp_path)
+    for words in (
+        ["run", "my.toml", "train.stesp=5"],
+        ["run", "my.toml", "--nodes", "3"],
+        ["submit", "my.toml", "--site", "x"],
+    ):
+        assert desk.dray(*words)[1] == 78
+    assert [path.name for path in tmp_path.iterdir()] == ["my.toml"]
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["recipe"], ["plan", "--help"], ["cluster", "--help"], ["image", "--help"]]
+)
+def test_help_is_there_without_a_traceback(root: Path, tmp_path: Path, words: list[str]) -> None:
+    _, code, err = Desk(root, tmp_path).dray(*words)
+    assert code in (0, 2)
+    assert "Traceback" not in err

@@ -1,0 +1,202 @@
+"""Run folders, how a run is concluded, and what reaches sbatch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray.errors import ConfigError
+from dray.facts import Facts
+from dray.runs.finish import finish, summary
+from dray.runs.paths import RunPaths, create, new_id
+from dray.runs.write import write
+
+FACTS = Facts(
+    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", port=20017
+)  # fmt: skip
+
+
+def begun(root: Path, runs: Path) -> RunPaths:
+    plan = write(root / "recipes" / "smoke-cpu.toml", ["train.steps=20"], FACTS, runs=runs)
+    return RunPaths(Path(plan.folder))
+
+
+def record(paths: RunPaths, name: str, time: float, **fields: object) -> None:
+    entry = {"time": time, "node": "n2", "rank": 3, "code": 3, "why": "exit code 3", "log": "l", "last_lines": ["x"]}
+    (paths.failures / f"{name}.json").write_text(json.dumps({**entry, **fields}))
+
+
+def test_ids_sort_by_time_and_name_the_job() -> None:
+    assert new_id("smoke", job=17, now=0) == "19700101-000000-smoke-17"
+    ids = [new_id("smoke", job=job, now=now) for now, job in ((9, 200), (10, 3), (100, 1))]
+    assert sorted(ids) == ids
+
+
+def test_ids_without_a_job_do_not_collide() -> None:
+    assert len({new_id("smoke", now=0) for _ in range(1000)}) == 1000
+
+
+def test_a_folder_is_never_shared(tmp_path: Path) -> None:
+    create(tmp_path, "r1")
+    with pytest.raises(ConfigError, match="the run folder cannot be made"):
+        create(tmp_path, "r1")
+
+
+def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    events = [
+        {"event": "start", "time": 0.0},
+        {"event": "step", "step": 1, "loss": 5.5},
+        {"event": "step", "step": 20, "loss": 0.25},
+        {"event": "eval", "loss": 0.2, "perplexity": 1.25},
+        {"event": "end", "tokens_per_s": 1234.5, "train_seconds": 3.5, "sample": "two: the guard"},
+    ]
+    paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ste')
+    result = finish(paths, code=0)
+    written = json.loads(paths.result.read_text())
+    assert written.pop("finished").endswith("Z")
+    assert written == {
+        "run": paths.id,
+        "status": "done",
+        "exit_code": 0,
+        "world_size": 4,
+        "hosts": ["n1", "n2"],
+        "steps": 20,
+        "loss_first": 5.5,
+        "loss_last": 0.25,
+        "perplexity": 1.25,
+        "tokens_per_s": 1234.5,
+        "train_seconds": 3.5,
+        "sample": "two: the guard",
+        "cause": None,
+    }
+    assert summary(result, paths) == (
+        "done: 20 steps, loss 5.500 -> 0.250, perplexity 1.25, 1,234 tokens/s, 4 ranks on n1 n2\n"
+        f"sample: two: the guard\nrun folder: {paths.folder}"
+    )
+
+
+def test_the_first_to_die_is_the_cause_and_its_code_is_the_runs(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    record(paths, "rank-0", 20.0, node="n1", rank=0, code=1, why="exit code 1")
+    record(paths, "rank-3", 10.0)
+    result = finish(paths, code=1)
+    assert (result.status, result.exit_code) == ("failed", 3)
+    assert summary(result, paths) == (
+        f"failed: rank 3 on n2: exit code 3\n  | x\n  log: l\nrun folder: {paths.folder}\nexit code: 3"
+    )
+
+
+def test_a_failure_without_a_record_shows_the_nodes_last_lines(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    paths.node_log(0).write_text("one\ntwo\n")
+    result = finish(paths, code=137)
+    assert result.exit_code == 137
+    assert result.cause is not None
+    assert (result.cause.rank, result.cause.last_lines) == (None, ["one", "two"])
+
+
+def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    record(paths, "rank-3", 10.0)
+    assert finish(paths, code=0).cause is None
+
+
+def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
+    """The whole command and its environment, in a place with a hostile name; sbatch writes down what it got."""
+    tool = tmp_path / "bin" / "sbatch"
+    tool.parent.mkdir()
+    tool.write_text(
+        '#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\nprintf "%s\\0" "$DRAY_RUN" "$DRAY_SITE" > "$SEEN/env"\n'
+        "echo '42;desk'\n"
+    )
+    tool.chmod(0o755)
+    runs = tmp_path / """a b,c'"$(touch pwned)"""
+    image = tmp_path / "i.sif"
+    image.write_text("")
+    site = tmp_path / "mine.toml"
+    site.write_text('name = "mine"\nabout = "x"\nsbatch = ["--partition=gpu", "--comment=a b"]\n')
+    env = {
+        **os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}",
+        "SEEN": str(tmp_path), "DRAY_IMAGE": str(image), "DRAY_HOME": str(root),
+    }  # fmt: skip
+    words = ["--runs", runs, "--site", site, "--nodes", "4", "--sbatch=--time=10", "batch.global_size=32"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "dray", "submit", root / "recipes" / "smoke-cpu.toml", *words],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    (folder,) = runs.iterdir()
+    assert ended.stdout == f"job 42 is in the queue\nrun folder: {folder}\n"
+    assert (tmp_path / "argv").read_text().split("\0")[:-1] == [
+        "--parsable",
+        f"--output={folder}/job-%j.log",
+        "--job-name=smoke-cpu",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--partition=gpu",
+        "--comment=a b",
+        "--nodes=4",
+        "--time=10",
+        f"{root}/slurm/multinode.sh",
+        f"{root}/recipes/smoke-cpu.toml",
+        "batch.global_size=32",
+    ]
+    assert (tmp_path / "env").read_text().split("\0")[:-1] == [str(folder), str(site)]
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "sbatch"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/bash\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
+    tool.chmod(0o755)
+    (tmp_path / "i.sif").write_text("")
+    env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "DRAY_IMAGE": str(tmp_path / "i.sif")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs"],
+        cwd=root, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "found:  sbatch: error: invalid account" in ended.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def probe(root: Path, **env: str) -> dict[str, str]:
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    ended = subprocess.run(
+        [root / "slurm" / "probe.sh", "apptainer", "/a b/i.sif", "generic"],
+        env={"PATH": os.environ["PATH"], **slurm, **env}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return dict(line.split("=", 1) for line in ended.stdout.splitlines())
+
+
+def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
+    assert probe(root, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="32") == {
+        "scheduler": "slurm",
+        "job": "17",
+        "nodelist": "n[1-2]",
+        "nodes": "2",
+        "gpus_per_node": "4",
+        "cpus_per_node": "32",
+        "port": "20017",
+        "engine": "apptainer",
+        "image": "/a b/i.sif",
+        "site": "generic",
+        "uid": str(os.getuid()),
+        "gid": str(os.getgid()),
+    }
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::"])
+def test_the_probe_passes_over_a_port_where_something_listens(root: Path, address: str) -> None:
+    import socket
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 20018), family=family):
+        assert probe(root, SLURM_JOB_ID="18")["port"] == "20119"
