@@ -75,7 +75,9 @@ lib::plan() { # [key=value ...]: write the run folder and print its path
 
 lib::start() { # RUN: one task on each node; rank 0's lines are this job's output
   local -r run="$1"
-  local code=0 nodes_pid tail_pid
+  local code=0 stopped="" nodes_pid tail_pid
+  # scancel and the time limit: Slurm leaves some seconds (KillWait) to write down how it ended.
+  trap 'stopped=143' TERM
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$run" || return
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
@@ -85,8 +87,9 @@ lib::start() { # RUN: one task on each node; rank 0's lines are this job's outpu
   tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
   wait "$nodes_pid" || code=$?
+  [[ -z "$stopped" ]] || { wait "$nodes_pid" || true; }
   wait "$tail_pid" || true
-  lib::inside python3 -m dray finish "$run" --code "$code"
+  lib::inside python3 -m dray finish "$run" --code "${stopped:-$code}"
 }
 
 lib::main() { # RECIPE [key=value ...]

@@ -77,6 +77,10 @@ def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> Non
     assert in_docker == pytest.approx(bare, rel=1e-3)
     starts = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert starts["hosts"] == ["node1", "node1", "node2", "node2"]
+    seen = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 2)]  # one on each node
+    of_node1, of_node2 = (re.findall(r"^evaluation loss .*$", log, re.MULTILINE) for log in seen)
+    assert of_node1 == of_node2
+    assert len(of_node1) == 1
     assert nothing_left()
 
 

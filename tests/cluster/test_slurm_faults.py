@@ -92,6 +92,19 @@ def test_a_killed_rank_is_named_with_its_signal(sbatch, desk) -> None:
     assert cause["rank"] in (2, 3)
 
 
+def test_a_cancelled_job_still_says_how_it_ended(sbatch, desk) -> None:
+    before = set((desk.shared / "runs").iterdir())
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(sbatch, *RECIPE, "train.steps=5000", "train.log_every=1")
+        until(lambda: any('"step"' in path.read_text() for path in new(desk, before, "metrics.jsonl")))
+        assert desk.exec(["scancel", "--user=dray"]).code == 0
+        ended = job.result()
+    until(lambda: bool(new(desk, before, "result.json")))  # Slurm calls the job ended before its script has
+    result = ended.result()
+    assert (result["status"], result["exit_code"], result["cause"]) == ("stopped", 143, None)
+    assert result["steps"] >= 1
+
+
 def new(desk, before: set[Path], name: str) -> list[Path]:
     """This file of runs that were not there before."""
     return [path / name for path in set((desk.shared / "runs").iterdir()) - before if (path / name).exists()]

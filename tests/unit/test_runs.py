@@ -101,6 +101,15 @@ def test_a_failure_without_a_record_shows_the_nodes_last_lines(root: Path, tmp_p
     assert (result.cause.rank, result.cause.last_lines) == (None, ["one", "two"])
 
 
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path, code: int) -> None:
+    paths = begun(root, tmp_path)
+    record(paths, "rank-3", 10.0, code=135, why="killed by SIGBUS")
+    result = finish(paths, code=code)
+    assert (result.status, result.exit_code, result.cause) == ("stopped", code, None)
+    assert summary(result, paths) == f"stopped after 0 steps\nrun folder: {paths.folder}"
+
+
 def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Path) -> None:
     paths = begun(root, tmp_path)
     record(paths, "rank-3", 10.0)

@@ -15,6 +15,7 @@ from dray.runs.paths import RunPaths
 
 
 STOPPED = 130  # what a shell gives for Ctrl-C
+_STOPS = (STOPPED, 143)  # and for SIGTERM, which scancel and a time limit send
 
 
 class Cause(BaseModel):
@@ -54,12 +55,12 @@ class Result(BaseModel):
 def finish(paths: RunPaths, *, code: int) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
     plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
-    cause = _first_cause(paths) if code not in (0, STOPPED) else None
-    if code not in (0, STOPPED) and cause is None:
-        cause = _unrecorded(paths, code)
+    status = "done" if code == 0 else "stopped" if code in _STOPS else "failed"
+    # Ranks that were stopped may die in any way; none of them is a cause.
+    cause = (_first_cause(paths) or _unrecorded(paths, code)) if status == "failed" else None
     result = Result(
         run=plan.run,
-        status={0: "done", STOPPED: "stopped"}.get(code, "failed"),
+        status=status,
         exit_code=cause.code if cause else code,
         finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         world_size=plan.world.size,

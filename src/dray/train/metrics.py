@@ -19,12 +19,11 @@ class Metrics:
         self._file = open(path, "a", encoding="utf-8") if writes else None  # noqa: SIM115, PTH123  open for the whole run
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
-        """One line, flushed: a reader follows it live."""
-        if self._file is None:
-            return
-        self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n")
-        self._file.flush()
+        """One line, flushed: a reader follows it live. Every rank shows it in its own log."""
         print(shown, flush=True)
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n")
+            self._file.flush()
 
 
 class Report(TrainerCallback):

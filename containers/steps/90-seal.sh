@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# What only the build needed goes; what the image holds is written down; the image shows that it works.
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$(dirname "$0")/lib.sh"
+
+# A sealed image installs nothing.
+"$VENV/bin/python3" -m pip uninstall --quiet --yes pip
+apt::get purge --autoremove --yes "python$DRAY_PYTHON-venv"
+apt::get clean
+
+"$VENV/bin/python3" - "$VENV/image.json" <<'PYTHON'
+import json
+import os
+import platform
+import sys
+from importlib.metadata import distributions, version
+
+image = {
+    "variant": os.environ["DRAY_VARIANT"],
+    "dray": version("dray"),
+    "python": platform.python_version(),
+    "packages": dict(sorted((found.name.lower(), found.version) for found in distributions())),
+}
+with open(sys.argv[1], "w") as out:
+    json.dump(image, out, indent=2)
+    out.write("\n")
+PYTHON
+
+# Never /tmp, /var/tmp or a home folder: while Apptainer builds, they are the host's.
+rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/cache/debconf/*-old /var/cache/ldconfig/* /var/lib/dpkg/*-old
+find /var/log -type f -delete
+
+"$VENV/bin/python3" - <<'PYTHON'
+import importlib
+import pkgutil
+
+import torch
+
+import dray
+
+for room in pkgutil.walk_packages(dray.__path__, "dray."):
+    if not room.name.endswith(".__main__"):
+        importlib.import_module(room.name)
+print(f"dray: dray {dray.__version__} and torch {torch.__version__} import")
+PYTHON

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs the steps in their order: run.sh [FIRST LAST], by number. This folder is the one list of them.
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$(dirname "$0")/lib.sh"
+
+# One stream keeps the lines in the order in which they were written, whoever shows them.
+exec 2>&1
+
+for step in "$(dirname "$0")"/[0-9][0-9]-*.sh; do
+    name=$(basename "$step" .sh)
+    ((10#${name%%-*} >= 10#${1:-00} && 10#${name%%-*} <= 10#${2:-99})) || continue
+    started=$SECONDS
+    log::line "step $name"
+    bash "$step"
+    log::line "step $name done in $((SECONDS - started)) s"
+done

@@ -1,0 +1,1 @@
+"""Images: from containers/<variant>/ to build/dray-<variant>.sif and the Docker image dray:<variant>."""
