@@ -84,7 +84,7 @@ def cases(desk: Desk) -> dict[str, Said]:
         "A run folder that cannot be made": desk.dray("run", "my.toml", "--runs", "file/runs"),
         "Another number of nodes than planned": desk.runner(port, **{**slurm, "SLURM_STEP_NUM_NODES": "3"}),
         "A busy port": busy_port,
-        "An unknown site": desk.dray("submit", "my.toml", "--site", "lumy", DRAY_IMAGE="my.toml"),
+        "An unknown site": desk.dray("submit", "my.toml", "--site", "lumy"),
         "A recipe that is not there": desk.dray("plan", "mine.toml"),
     }
 

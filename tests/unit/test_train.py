@@ -32,7 +32,8 @@ def refused(capsys: pytest.CaptureFixture[str], does: object, *words: object) ->
 def test_the_corpus_has_the_same_bytes_everywhere() -> None:
     text = "\n".join(corpus.documents())
     assert text.startswith("one: the guard watches the white crate through the night. two: ")
-    assert hashlib.sha256(text.encode()).hexdigest() == "b6db2b02366c8f1323b9fa0a5fe0067fd0591028ad2431800e4d38cbe7fa6288"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest == "b6db2b02366c8f1323b9fa0a5fe0067fd0591028ad2431800e4d38cbe7fa6288"
 
 
 @pytest.mark.parametrize("text", ["the crane", "é 漢字 🚢 \t\r\n", "<|endoftext", ""])

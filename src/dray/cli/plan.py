@@ -13,7 +13,8 @@ from dray import checkout, facts, render
 from dray.cli.options import Nodes, Overrides, RecipeFile, Runs, Site
 from dray.errors import ConfigError
 from dray.facts import Facts
-from dray.runs import local, write
+from dray.images import place
+from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 from dray.spec.recipe import Recipe
 
@@ -81,6 +82,6 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         nodes=count,
         gpus_per_node=gpus,
         engine="apptainer",
-        image=str(local.sif(recipe.image, checkout.root())),
+        image=str(place.to_run(checkout.root(), recipe.image)),
         site=site,
     )

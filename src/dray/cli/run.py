@@ -9,6 +9,7 @@ import typer
 
 from dray.cli.options import Nodes, Overrides, RecipeFile, Runs
 from dray.cli.progress import Progress
+from dray.images import place
 from dray.runs import local, write
 from dray.runs.finish import STOPPED, finish, summary
 from dray.runs.paths import RunPaths, default_runs
@@ -30,7 +31,7 @@ def run(
 ) -> None:
     """Run a recipe on this machine, each node a process or a container, and show how it goes."""
     settings = write.read_recipe(recipe, overrides or [])
-    image = local.bare_image() if engine is Engine.bare else local.docker_image(settings.image)
+    image = place.bare_python() if engine is Engine.bare else place.in_docker(settings.image)
     facts = local.facts(settings, engine=engine.value, image=image, nodes=nodes)
     plan = write.write(recipe, overrides or [], facts, runs=(runs or default_runs()).absolute())
     paths = RunPaths((runs or default_runs()).absolute() / plan.run)

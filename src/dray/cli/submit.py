@@ -10,8 +10,9 @@ import typer
 from dray import checkout, render
 from dray.cli.options import Nodes, Overrides, RecipeFile, Runs, Site
 from dray.cli.plan import assumed
-from dray.runs import local, write
+from dray.images import place
 from dray.runs import submit as queue
+from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 from dray.spec.site import find
 
@@ -32,9 +33,9 @@ def submit(
     """Check the recipe, make the run folder and call sbatch with the site's options."""
     settings = write.read_recipe(recipe, overrides or [])
     facts = assumed(settings, nodes, gpus_per_node, site)
-    local.require_sif(settings.image, checkout.root())
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
     plan = write.decide(settings, facts, run=folder.name, folder=folder)
+    place.required(checkout.root(), settings.image)
     job = queue.Job(
         folder=folder,
         site=site,

@@ -14,7 +14,7 @@ from docker.errors import DockerException
 
 from dray import dockerd
 from dray.errors import UnfitError
-from dray.images import builder, inputs, oci, sif
+from dray.images import builder, inputs, oci, place, sif
 from dray.images.log import BuildLog
 
 
@@ -35,7 +35,7 @@ def as_sif(checkout: Path, variant: str, *, base: str | None = None, out: Path |
     """By Apptainer here, or by Apptainer in a container."""
     started = time.monotonic()
     image = inputs.image(checkout, variant)
-    out = (out or checkout / "build" / f"dray-{variant}.sif").absolute()
+    out = (out or place.sif(checkout, variant)).absolute()
     where = base or image.base
     sif.local_base(where)
     client = _docker_for_sif()
@@ -56,7 +56,7 @@ def as_docker(checkout: Path, variant: str, *, base: str | None = None) -> Built
     started = time.monotonic()
     image = inputs.image(checkout, variant)
     client = dockerd.client()
-    tag = f"dray:{variant}"
+    tag = place.docker_tag(variant)
     before = {str(found.id) for found in client.images.list(tag)}
     with BuildLog(checkout / "build" / "logs" / f"{variant}-docker.log") as log, log.explaining():
         folder = inputs.gather(checkout, image, say=log.line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 
 from dray.plan import Plan
 from dray.runs.paths import RunPaths
-
 
 STOPPED = 130  # what a shell gives for Ctrl-C
 _STOPS = (STOPPED, 143)  # and for SIGTERM, which scancel and a time limit send
@@ -70,7 +68,7 @@ def finish(paths: RunPaths, *, code: int) -> Result:
     )
     part = paths.result.with_suffix(".part")
     part.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    os.replace(part, paths.result)
+    part.replace(paths.result)
     return result
 
 

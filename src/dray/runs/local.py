@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from dray import dockerd, process
 from dray.engines.docker import LABEL, network
-from dray.errors import ConfigError, UnfitError
+from dray.errors import UnfitError
 from dray.facts import Engine, Facts
 from dray.plan import Plan
 from dray.runs.paths import RunPaths
@@ -111,30 +109,3 @@ def _private_network(plan: Plan) -> Iterator[None]:
         for container in client.containers.list(all=True, filters={"label": f"{LABEL}={plan.run}"}):
             container.remove(force=True)
         made.remove()
-
-
-def bare_image() -> str:
-    """The Python that has the training stack: this one."""
-    return sys.executable
-
-
-def docker_image(variant: str) -> str:
-    """The Docker image that `make image-VARIANT-docker` builds."""
-    return os.environ.get("DRAY_DOCKER_IMAGE") or f"dray:{variant}"
-
-
-def sif(variant: str, root: Path) -> Path:
-    """The image file that `make image-VARIANT` builds."""
-    return Path(os.environ.get("DRAY_IMAGE") or root / "build" / f"dray-{variant}.sif")
-
-
-def require_sif(variant: str, root: Path) -> Path:
-    """The image file, which must be there before anything is queued."""
-    file = sif(variant, root)
-    if not file.is_file():
-        raise ConfigError(
-            "the image is not there",
-            wanted=f"{file} (the recipe's image is {variant})",
-            fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
-        )
-    return file

@@ -1,0 +1,60 @@
+"""Where a variant's image is, once built."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+
+from dray import dockerd
+from dray.errors import ConfigError, UnfitError
+
+
+def docker_tag(variant: str) -> str:
+    """The name that `make image-VARIANT-docker` gives."""
+    return f"dray:{variant}"
+
+
+def in_docker(variant: str) -> str:
+    """The Docker image, which must be there: Docker would look for it on a registry, where it never was."""
+    tag = docker_tag(variant)
+    with closing(dockerd.client()) as client:
+        if not client.images.list(tag):
+            raise ConfigError("the image is not there", wanted=f"{tag} in Docker", fix=f"make image-{variant}-docker")
+    return tag
+
+
+def bare_python() -> str:
+    """This very Python, which must have the training stack."""
+    if find_spec("torch") is None:
+        raise UnfitError(
+            "this Python cannot train",
+            where=sys.executable,
+            wanted="torch and transformers",
+            fix="make demo installs them into .venv; or use --engine docker",
+        )
+    return sys.executable
+
+
+def sif(checkout: Path, variant: str) -> Path:
+    """The file that `make image-VARIANT` makes."""
+    return checkout / "build" / f"dray-{variant}.sif"
+
+
+def to_run(checkout: Path, variant: str) -> Path:
+    """The file that a job starts: DRAY_IMAGE, else the variant's own."""
+    return Path(os.environ.get("DRAY_IMAGE") or sif(checkout, variant))
+
+
+def required(checkout: Path, variant: str) -> Path:
+    """The same, and it must be there before anything is queued."""
+    file = to_run(checkout, variant)
+    if not file.is_file():
+        raise ConfigError(
+            "the image is not there",
+            wanted=f"{file} (the recipe's image is {variant})",
+            fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
+        )
+    return file
