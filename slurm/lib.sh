@@ -37,7 +37,7 @@ lib::image() { # RECIPE [key=value ...]: the image's file; the planner inside ca
   for override in "$@"; do
     [[ "$override" == image=* ]] && variant="${override#image=}"
   done
-  local -r image="${DRAY_IMAGE:-$DRAY_HOME/build/dray-${variant:-cpu}.sif}"
+  local -r image="${given_image:-$DRAY_HOME/build/dray-${variant:-cpu}.sif}"
   [[ -f "$image" ]] || lib::die 78 "the image is not there" "wanted: $image (the recipe's image is ${variant:-cpu})" \
     "fix:    make image-${variant:-cpu}, or set DRAY_IMAGE to an image that dray has built"
   realpath -- "$image"
@@ -51,7 +51,7 @@ lib::mount() { # PATH: an option that binds it, quoted as CSV so that commas and
 lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's folder and the runs' folder there
   local -a mounts=("$(lib::mount "$DRAY_HOME")")
   local place
-  [[ "$site" != */* ]] || mounts+=("$(lib::mount "$site")")
+  [[ ! -f "$site" ]] || mounts+=("$(lib::mount "$site")")
   for place in "$(dirname -- "$recipe")" "$runs"; do
     [[ "$place/" == "$DRAY_HOME/"* ]] || mounts+=("$(lib::mount "$place")")
   done
@@ -60,11 +60,11 @@ lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's 
 }
 
 lib::plan() { # [key=value ...]: write the run folder and print its path
-  local -a given=()
-  [[ -z "${DRAY_RUN:-}" ]] || given=(--run "$(basename -- "$DRAY_RUN")")
-  local code=0
-  "$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" |
-    lib::inside python3 -m dray plan "$recipe" "$@" --facts - --write --runs "$runs" "${given[@]}" || code=$?
+  local -a begun=()
+  [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
+  local facts code=0
+  facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site")" || exit
+  lib::inside python3 -m dray plan "$recipe" "$@" --facts - --write --runs "$runs" "${begun[@]}" <<<"$facts" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
     lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(</proc/sys/kernel/hostname)" \
@@ -75,24 +75,37 @@ lib::plan() { # [key=value ...]: write the run folder and print its path
 
 lib::start() { # RUN: one task on each node; rank 0's lines are this job's output
   local -r run="$1"
-  local code=0 stopped="" nodes_pid tail_pid
+  local -a ended=()
+  local code=0 nodes_pid tail_pid
   # scancel and the time limit: Slurm leaves some seconds (KillWait) to write down how it ended.
-  trap 'stopped=143' TERM
+  trap 'ended=(--stopped)' TERM
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$run" || return
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
-  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
+  srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append ./node.sh </dev/null &
   nodes_pid=$!
   tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
   wait "$nodes_pid" || code=$?
-  [[ -z "$stopped" ]] || { wait "$nodes_pid" || true; }
+  ((${#ended[@]} == 0)) || { wait "$nodes_pid" || true; }
   wait "$tail_pid" || true
-  lib::inside python3 -m dray finish "$run" --code "${stopped:-$code}"
+  lib::inside python3 -m dray finish "$run" --code "$code" "${ended[@]}"
 }
 
-lib::main() { # RECIPE [key=value ...]
+lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] RECIPE [key=value ...]; the options are for dray submit
+  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-generic}"
+  while [[ "${1:-}" == --* ]]; do
+    case "$1" in
+      --run=*) given_run="${1#*=}" ;;
+      --image=*) given_image="${1#*=}" ;;
+      --site=*) site="${1#*=}" ;;
+      *) lib::die 78 "unknown option $1" "wanted: --run=, --image= or --site=, then RECIPE [key=value ...]" \
+        "fix:    options for sbatch stand before the script" ;;
+    esac
+    shift
+  done
   (($# >= 1)) || lib::die 78 "no recipe was given" "wanted: sbatch slurm/multinode.sh RECIPE [key=value ...]"
   local recipe engine image run
   recipe="$(lib::recipe "$1")"
@@ -100,9 +113,11 @@ lib::main() { # RECIPE [key=value ...]
   engine="$(lib::engine)"
   image="$(lib::image "$recipe" "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
-  [[ -z "${DRAY_RUN:-}" ]] || runs="$(dirname -- "$DRAY_RUN")" # dray submit has made the folder
+  [[ -z "$given_run" ]] || runs="$(dirname -- "$given_run")" # dray submit has made the folder
   runs="$(realpath -m -- "$runs")"
-  local -r site="${DRAY_SITE:-generic}"
+  [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
+  # What the engine hands in by these, no plan would show.
+  unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
   run="$(lib::plan "$@")"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 EXIT_FAILED = 1
 EXIT_UNFIT = 69
-EXIT_RETRY = 75
 EXIT_CONFIG = 78
 
 
@@ -53,9 +52,3 @@ class UnfitError(DrayError):
     """This machine, node or fabric lacks something that the run needs."""
 
     exit_code = EXIT_UNFIT
-
-
-class RetryError(DrayError):
-    """The same command may succeed later or elsewhere."""
-
-    exit_code = EXIT_RETRY

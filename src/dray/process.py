@@ -82,7 +82,7 @@ class Running:
             self._started.wait(timeout=seconds)
 
     def stop(self) -> None:
-        """End the whole group, in peace if it can be: a launcher that died may have left ranks behind."""
+        """End the whole group, in peace if it can be. Ranks, in sessions of their own, end with their launcher."""
         for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
             try:
                 os.killpg(self._started.pid, number)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from dray import engines
+from dray.binds import Bind
 from dray.engines.words import OnNode, Word
 from dray.errors import EXIT_UNFIT
 from dray.plan import Plan
 from dray.spec.recipe import Recipe
 from dray.spec.site import Site
 
-_NEED = f"""need() {{ # PLACE WHY
+# The record is what the runner would write, had the container started.
+_NEED = """\
+need() {{ # PLACE WHY RECORD
   [[ -e "$1" ]] && return
-  printf 'dray: %s is not there\\n  wanted: %s\\n  where:  node %s\\n' "$1" "$2" "$(</proc/sys/kernel/hostname)" >&2
-  exit {EXIT_UNFIT}
-}}"""
+  local -r node="${{{name}:-$(</proc/sys/kernel/hostname)}}"
+  printf 'dray: %s is not there\\n  wanted: %s\\n  where:  node %s\\n' "$1" "$2" "$node" >&2
+  printf '{{"time": %s, "node": "%s", %s}}\\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${{{node}:-unknown}}.json"
+  exit {code}
+}}
+cd {folder} || exit {code}"""
 
 
 def node_script(plan: Plan) -> str:
@@ -27,6 +34,13 @@ def node_script(plan: Plan) -> str:
         "set -euo pipefail",
         "",
     ]
+    if engine.prefix:
+        lines += [
+            "# The engine would hand these in as well, and no plan would show them.",
+            'unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"',
+            "unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}",
+            "",
+        ]
     for variable in plan.env:
         lines.append(_comment(variable.source + (f": {variable.why}" if variable.why else "")))
         lines.append(f"export {engine.prefix}{variable.name}={shlex.quote(variable.value)}")
@@ -37,10 +51,24 @@ def node_script(plan: Plan) -> str:
             for name in plan.world.identity.values()
         ]
     if plan.engine != "bare":
-        lines += ["", "# An engine's own words about a missing place are hard to read.", _NEED]
-        lines += [f"need {shlex.quote(bind.path)} {shlex.quote(f'{bind.source}: {bind.why}')}" for bind in plan.binds]
+        names = plan.world.identity
+        lines += ["", "# An engine's own words about a missing place are hard to read."]
+        lines += [_NEED.format(**names, code=EXIT_UNFIT, folder=shlex.quote(plan.folder))]
+        lines += [_need(bind) for bind in plan.binds if bind.path != plan.folder]
     lines += ["", "exec " + " \\\n  ".join(_word(word) for word in _start(plan)), ""]
     return "\n".join(lines)
+
+
+def _need(bind: Bind) -> str:
+    wanted = f"{bind.source}: {bind.why}"
+    record: dict[str, object] = {
+        "rank": None,
+        "code": EXIT_UNFIT,
+        "why": f"{bind.path} is not there\n  wanted: {wanted}",
+        "log": None,
+        "last_lines": [],
+    }
+    return shlex.join(["need", bind.path, wanted, json.dumps(record)[1:-1]])
 
 
 def _comment(text: str) -> str:

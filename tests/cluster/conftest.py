@@ -32,7 +32,9 @@ class Ended:
 # `sbatch --wait` looks after 2, 10 and 42 seconds; most jobs here end in between.
 WAIT = """
 job=$(sbatch --parsable "$@") || exit
-until state=$(scontrol show job --oneliner "$job") && [[ $state =~ JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT) ]]; do
+unfinished="JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)"
+while state=$(scontrol show job --oneliner "$job") && [[ $state =~ $unfinished ]]; do
+  ((SECONDS < 300)) || { echo "$state" >&2; exit 124; }
   sleep 0.2
 done
 [[ $state =~ ExitCode=([0-9]+): ]]

@@ -81,7 +81,7 @@ def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> Non
     of_node1, of_node2 = (re.findall(r"^evaluation loss .*$", log, re.MULTILINE) for log in seen)
     assert of_node1 == of_node2
     assert len(of_node1) == 1
-    assert nothing_left()
+    assert nothing_left(folder)
 
 
 @pytest.mark.torch
@@ -92,7 +92,7 @@ def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
 
 
 @pytest.mark.docker_image
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path, number: signal.Signals) -> None:
     started = subprocess.Popen(
         [*DRAY, "run", RECIPE, "--engine", "docker", "--runs", tmp_path / "runs"],
@@ -113,7 +113,8 @@ def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path, n
         started.kill()
     assert (started.returncode, err) == (130, "")
     assert "stopped after " in out
-    assert nothing_left()
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert nothing_left(folder)
 
 
 @pytest.mark.torch
@@ -147,18 +148,27 @@ def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_pat
     assert "a gpt2 configuration has no 'n_layers'" in ended.stdout
 
 
+@pytest.mark.torch
+def test_a_loss_that_is_no_number_fails_the_run(root: Path, tmp_path: Path) -> None:
+    ended, folder = run(root, tmp_path / "runs", *SHORT, "train.lr=1e18")
+    assert ended.returncode == 1
+    cause = json.loads((folder / "result.json").read_text())["cause"]
+    assert re.match(r"the loss at step \d is nan", cause["last_lines"][-4])
+    assert [step["step"] for step in steps(folder)] == list(range(1, len(steps(folder)) + 1))
+
+
 def processes(text: str) -> list[str]:
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     return [line for command in commands if text in (line := command.replace(b"\0", b" ").decode(errors="replace"))]
 
 
-def nothing_left() -> bool:
+def nothing_left(folder: Path) -> bool:
     from dray import dockerd
 
     client = dockerd.client()
     try:
-        return not client.containers.list(all=True, filters={"label": "dray.run"}) and not client.networks.list(
-            filters={"label": "dray.run"}
-        )
+        return not client.containers.list(
+            all=True, filters={"label": f"dray.run={folder.name}"}
+        ) and not client.networks.list(filters={"label": f"dray.run={folder.name}"})
     finally:
         client.close()

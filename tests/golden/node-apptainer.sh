@@ -2,6 +2,10 @@
 # Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# The engine would hand these in as well, and no plan would show them.
+unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
+unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
+
 # dray: the cpu image has no use for GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
@@ -27,13 +31,15 @@ if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES=
 if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
 
 # An engine's own words about a missing place are hard to read.
-need() { # PLACE WHY
+need() { # PLACE WHY RECORD
   [[ -e "$1" ]] && return
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(</proc/sys/kernel/hostname)" >&2
+  local -r node="${SLURMD_NODENAME:-$(</proc/sys/kernel/hostname)}"
+  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$node" >&2
+  printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${SLURM_NODEID:-unknown}.json"
   exit 69
 }
-need '/shared/my work/runs/r1' 'dray: the run folder: plan, logs, metrics, checkpoints'
-need /scratch 'site harbour: data lives there'
+cd '/shared/my work/runs/r1' || exit 69
+need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 
 exec apptainer \
   --quiet \

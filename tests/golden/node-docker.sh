@@ -22,13 +22,15 @@ export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
 export TRITON_CACHE_DIR=/tmp/dray-r1/triton
 
 # An engine's own words about a missing place are hard to read.
-need() { # PLACE WHY
+need() { # PLACE WHY RECORD
   [[ -e "$1" ]] && return
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(</proc/sys/kernel/hostname)" >&2
+  local -r node="${DRAY_NODE_NAME:-$(</proc/sys/kernel/hostname)}"
+  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$node" >&2
+  printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${DRAY_NODE:-unknown}.json"
   exit 69
 }
-need '/shared/my work/runs/r1' 'dray: the run folder: plan, logs, metrics, checkpoints'
-need /scratch 'site harbour: data lives there'
+cd '/shared/my work/runs/r1' || exit 69
+need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 
 exec docker \
   run \

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dray.facts import Facts
-from dray.runs.write import write
+from dray.runs.write import read_recipe, write
 
 HEAD = """\
 # What goes wrong, and what dray says
@@ -49,7 +49,7 @@ class Desk:
             scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, address="127.0.0.1",
             engine="bare", image=sys.executable, port=port,
         )  # fmt: skip
-        plan = write(self.folder / "my.toml", [], facts, runs=self.folder / "runs")
+        plan = write(read_recipe(self.folder / "my.toml"), facts, runs=self.folder / "runs")
         ended = subprocess.run(
             [sys.executable, "-m", "dray.runner", f"{plan.folder}/plan.json"],
             env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=False,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
+import time
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -197,14 +198,44 @@ def test_a_line_break_in_a_sites_words_stays_a_comment(root: Path) -> None:
     assert "# dray: one touch pwned\nexport APPTAINERENV_CUDA_VISIBLE_DEVICES=''\n" in script
 
 
-def test_a_place_that_a_node_lacks_is_named(root: Path, tmp_path: Path) -> None:
-    decided = made(
-        root, f"data.text={tmp_path}/gone.txt", folder=str(tmp_path), site=SITE.model_copy(update={"binds": ()})
+def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: Path) -> None:
+    place = tmp_path / f"gone {HOSTILE}"
+    (tmp_path / "failures").mkdir()
+    decided = made(root, f"data.text={place}", folder=str(tmp_path), site=SITE.model_copy(update={"binds": ()}))
+    ended = subprocess.run(
+        ["bash", "-c", render.node_script(decided)],
+        env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    ended = subprocess.run(["bash", "-c", render.node_script(decided)], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (
-        69,
-        f"dray: {tmp_path}/gone.txt is not there\n"
-        "  wanted: recipe data.text: the text to train on\n"
-        f"  where:  node {socket.gethostname()}\n",
+    wanted = "  wanted: recipe data.text: the text to train on\n"
+    assert (ended.returncode, ended.stderr) == (69, f"dray: {place} is not there\n{wanted}  where:  node n2\n")
+    record = json.loads((tmp_path / "failures" / "node-1.json").read_text())
+    assert time.time() - record.pop("time") < 60
+    assert record == {
+        "node": "n2",
+        "rank": None,
+        "code": 69,
+        "why": f"{place} is not there\n{wanted.rstrip()}",
+        "log": None,
+        "last_lines": [],
+    }
+
+
+def test_nothing_of_the_submitters_own_reaches_apptainer_unseen(root: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "apptainer"
+    tool.write_text("#!/bin/bash\nenv\n")
+    tool.chmod(0o755)
+    decided = made(root, folder=str(tmp_path), site=SITE.model_copy(update={"binds": ()}))
+    strays = ("APPTAINERENV_STRAY", "SINGULARITYENV_STRAY", "APPTAINER_BIND", "SINGULARITY_BINDPATH")
+    ended = subprocess.run(
+        ["bash", "-c", render.node_script(decided)],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **dict.fromkeys(strays, "/x"), "APPTAINER_TMPDIR": "/t"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
+    names = {line.split("=")[0] for line in ended.stdout.splitlines()}
+    assert not names & set(strays)
+    assert {"APPTAINERENV_OMP_NUM_THREADS", "APPTAINER_TMPDIR"} <= names

@@ -88,7 +88,7 @@ def test_two_nodes_meet_and_become_the_launcher(plan: dict[str, Any], start: Sta
     for number, node in enumerate(nodes):
         given = [
             *["--node-rank", str(number), sys.executable, "-S", "-E", str(RANK_KEEPER), str(tmp_path), "4"],
-            *["train", "{node_rank}"],
+            *[f"node{number + 1}", "train", "{node_rank}"],
         ]
         assert ended(node) == (0, f"{given}\n")
     assert not (tmp_path / "failures").exists()
@@ -166,6 +166,24 @@ def test_a_busy_port_is_try_again(plan, start: Start, tmp_path: Path) -> None:
     assert err.splitlines()[0] == f"port {plan['world']['port']} is busy on node1"
 
 
+def test_a_busy_port_is_try_again_on_one_node_too(plan, start: Start, tmp_path: Path) -> None:
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    with socket.create_server(("", plan["world"]["port"])):
+        assert ended(start(0, 1, "node1"))[0] == 75
+
+
+def test_the_master_names_who_is_missing_though_it_came_late(plan, start: Start, tmp_path: Path) -> None:
+    plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
+    plan["world"]["meet_within"] = 3
+    early = start(1, 3, "node2")
+    time.sleep(2)  # the master's deadline is to end after the guest's own
+    assert ended(start(0, 3, "node1"))[0] == 69
+    code, err = ended(early)
+    assert code == 69
+    assert "  found:  1 of 3 nodes did not come in 3 s" in err
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
+
+
 def test_another_plan_stops_all_nodes(plan, start: Start, tmp_path: Path) -> None:
     master = start(0, 2, "node1")
     other = tmp_path / "other.json"
@@ -205,7 +223,7 @@ def test_the_node_number_replaces_whole_words_of_the_launcher_only() -> None:
         {
             "launcher": ["l", "{node_rank}", "x{node_rank}"],
             "folder": "/r",
-            "world": {"size": 2},
+            "world": {"size": 2, "nodes": [{"name": f"n{number}"} for number in range(8)]},
             "command": ["{node_rank}"],
         },
         "7",
@@ -221,8 +239,8 @@ def test_the_node_number_replaces_whole_words_of_the_launcher_only() -> None:
 def kept(folder: Path, *command: str, **env: str):
     (folder / "logs").mkdir(exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", RANK_KEEPER, folder, "2", *command],
-        env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2", "DRAY_NODE_NAME": "node2", **env},
+        [sys.executable, "-S", "-E", RANK_KEEPER, folder, "2", "node2", *command],
+        env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2", **env},
     )
     try:
         yield process
@@ -271,6 +289,40 @@ def test_a_rank_that_the_launcher_stops_is_not_the_cause(tmp_path: Path) -> None
         rank.send_signal(signal.SIGTERM)
         assert rank.wait(10) == 143
     assert not (tmp_path / "failures").exists()
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_the_code(tmp_path: Path) -> None:
+    (tmp_path / "failures").write_text("in the way")
+    with kept(tmp_path, "sh", "-c", "exit 42") as rank:
+        assert rank.wait(10) == 42
+    assert "cannot be written" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """As torchrun does, the launcher gives the rank a session of its own; no group holds them together."""
+    (tmp_path / "logs").mkdir()
+    launcher = (
+        "import subprocess, sys, time\n"
+        "subprocess.Popen(sys.argv[1:], start_new_session=True)\n"
+        "print('started', flush=True)\n"
+        "time.sleep(60)"
+    )
+    command = ["sh", "-c", "echo $$; exec sleep 60"]
+    started = subprocess.Popen(
+        [sys.executable, "-c", launcher, sys.executable, "-S", "-E", RANK_KEEPER, tmp_path, "2", "node2", *command],
+        env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2"},
+        stdout=subprocess.PIPE,
+    )
+    log = tmp_path / "logs" / "rank-1.log"
+    deadline = time.monotonic() + 20
+    while not log.exists() or not log.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+    rank = Path("/proc", log.read_text().strip())
+    assert rank.exists()
+    started.kill()
+    started.communicate()
+    while rank.exists() and "State:\tZ" not in (rank / "status").read_text():
+        assert time.monotonic() < deadline
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, create, new_id
-from dray.runs.write import write
+from dray.runs.write import read_recipe, write
+from dray.spec.recipe import Recipe
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", port=20017
@@ -22,8 +23,11 @@ FACTS = Facts(
 
 
 def begun(root: Path, runs: Path) -> RunPaths:
-    plan = write(root / "recipes" / "smoke-cpu.toml", ["train.steps=20"], FACTS, runs=runs)
-    return RunPaths(Path(plan.folder))
+    return RunPaths(Path(write(recipe(root), FACTS, runs=runs).folder))
+
+
+def recipe(root: Path) -> Recipe:
+    return read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.steps=20"])
 
 
 def record(paths: RunPaths, name: str, time: float, **fields: object) -> None:
@@ -101,13 +105,33 @@ def test_a_failure_without_a_record_shows_the_nodes_last_lines(root: Path, tmp_p
     assert (result.cause.rank, result.cause.last_lines) == (None, ["one", "two"])
 
 
-@pytest.mark.parametrize("code", [130, 143])
-def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path, code: int) -> None:
+def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None:
     paths = begun(root, tmp_path)
     record(paths, "rank-3", 10.0, code=135, why="killed by SIGBUS")
-    result = finish(paths, code=code)
-    assert (result.status, result.exit_code, result.cause) == ("stopped", code, None)
+    result = finish(paths, code=143, stopped=True)
+    assert (result.status, result.exit_code, result.cause) == ("stopped", 143, None)
     assert summary(result, paths) == f"stopped after 0 steps\nrun folder: {paths.folder}"
+
+
+def test_a_code_that_looks_like_a_stop_does_not_hide_a_cause(root: Path, tmp_path: Path) -> None:
+    """srun ends with the highest code of all tasks, and it stops the others with SIGTERM."""
+    paths = begun(root, tmp_path)
+    record(paths, "node-0", 10.0, rank=None, code=75, why="port 20017 is busy on n1")
+    result = finish(paths, code=143)
+    assert (result.status, result.exit_code) == ("failed", 75)
+
+
+def test_a_requeued_job_does_not_answer_for_the_attempt_before(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    record(paths, "rank-3", 10.0)
+    paths.metrics.write_text('{"event": "step", "step": 7, "loss": 1.0}\n')
+    (paths.checkpoints / "kept").write_text("")
+    write(recipe(root), FACTS, runs=tmp_path, run=paths.id)
+    record(paths, "rank-0", 99.0, rank=0, code=9)
+    result = finish(paths, code=1)
+    assert (result.exit_code, result.steps) == (9, None)
+    assert (paths.folder / "attempts" / "1" / "failures" / "rank-3.json").exists()
+    assert (paths.checkpoints / "kept").exists()
 
 
 def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Path) -> None:
@@ -120,12 +144,9 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     """The whole command and its environment, in a place with a hostile name; sbatch writes down what it got."""
     tool = tmp_path / "bin" / "sbatch"
     tool.parent.mkdir()
-    tool.write_text(
-        '#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\nprintf "%s\\0" "$DRAY_RUN" "$DRAY_SITE" > "$SEEN/env"\n'
-        "echo '42;desk'\n"
-    )
+    tool.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\necho "42;desk"\n')
     tool.chmod(0o755)
-    runs = tmp_path / """a b,c'"$(touch pwned)"""
+    runs = tmp_path / """a b,c%j'"$(touch pwned)"""
     image = tmp_path / "i.sif"
     image.write_text("")
     site = tmp_path / "mine.toml"
@@ -134,7 +155,7 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
         **os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}",
         "SEEN": str(tmp_path), "DRAY_IMAGE": str(image), "DRAY_HOME": str(root),
     }  # fmt: skip
-    words = ["--runs", runs, "--site", site, "--nodes", "4", "--sbatch=--time=10", "batch.global_size=32"]
+    words = ["--runs", runs, "--site", "mine.toml", "--nodes", "4", "--sbatch=--time=10", "batch.global_size=32"]
     ended = subprocess.run(
         [sys.executable, "-m", "dray", "submit", root / "recipes" / "smoke-cpu.toml", *words],
         cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
@@ -144,7 +165,7 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     assert ended.stdout == f"job 42 is in the queue\nrun folder: {folder}\n"
     assert (tmp_path / "argv").read_text().split("\0")[:-1] == [
         "--parsable",
-        f"--output={folder}/job-%j.log",
+        f"--output={str(folder).replace('%', '%%')}/job-%j.log",
         "--job-name=smoke-cpu",
         "--nodes=2",
         "--ntasks-per-node=1",
@@ -153,10 +174,12 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
         "--nodes=4",
         "--time=10",
         f"{root}/slurm/multinode.sh",
+        f"--run={folder}",
+        f"--image={image}",
+        f"--site={site}",
         f"{root}/recipes/smoke-cpu.toml",
         "batch.global_size=32",
     ]
-    assert (tmp_path / "env").read_text().split("\0")[:-1] == [str(folder), str(site)]
     assert not list(tmp_path.rglob("pwned"))
 
 

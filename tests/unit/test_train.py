@@ -16,7 +16,8 @@ from dray.train.config import Config  # noqa: E402
 pytestmark = pytest.mark.torch
 
 CONFIG = Config(
-    folder="/r", variant="cpu", world_size=1, per_device=1, accumulation=1, text="builtin", validation_percent=5,
+    folder="/r", name_variable="N", variant="cpu", world_size=1, global_size=1,
+    per_device=1, accumulation=1, text="builtin", validation_percent=5,
     block=16, model_type="gpt2", model_config={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16}, steps=1,
     lr=1e-3, warmup_steps=0, schedule="constant", weight_decay=0.0, precision="fp32", seed=1, log_every=1,
 )  # fmt: skip
@@ -69,7 +70,7 @@ def test_texts_that_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     }
     assert said == {
         "gone": "the text cannot be read",
-        "empty": "the training text is shorter than one block",
+        "empty": "the training text is too short",
         "latin": "the text is not UTF-8",
     }
 

@@ -15,9 +15,10 @@ from dray.runs.paths import existing
 def finish(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     code: Annotated[int, typer.Option(help="What starting the nodes ended with.")],
+    stopped: Annotated[bool, typer.Option("--stopped", help="The job was cancelled or ran out of time.")] = False,
 ) -> None:
     """Write result.json, print how the run ended, and end with the run's exit code."""
     paths = existing(folder)
-    result = conclude(paths, code=code)
+    result = conclude(paths, code=code, stopped=stopped)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)

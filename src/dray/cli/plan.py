@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dray import checkout, facts, render
-from dray.cli.options import Nodes, Overrides, RecipeFile, Runs, Site
+from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs, Site
 from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.images import place
@@ -31,7 +31,7 @@ def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
     nodes: Nodes = None,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node.")] = 0,
+    gpus_per_node: GpusPerNode = 0,
     facts_file: Annotated[
         str | None, typer.Option("--facts", metavar="FILE", help="What slurm/probe.sh printed; - is standard input.")
     ] = None,
@@ -48,9 +48,16 @@ def plan(
     """Print exactly what would run, and who set what. Starts nothing."""
     settings = write.read_recipe(recipe, overrides or [])
     seen = _read(facts_file) if facts_file else assumed(settings, nodes, gpus_per_node, site)
+    if facts_file and (nodes or gpus_per_node or site not in ("generic", seen.site)):
+        raise ConfigError(
+            "the facts already say which nodes, GPUs and site there are",
+            where=facts_file,
+            found="--nodes, --gpus-per-node or another site (--site, DRAY_SITE) beside --facts",
+            fix="leave these out, or --facts",
+        )
     folder = (runs or default_runs()).absolute()
     if save:
-        print(write.write(recipe, overrides or [], seen, runs=folder, run=run).folder)
+        print(write.write(settings, seen, runs=folder, run=run).folder)
         return
     name = new_id(settings.name, job=seen.job)
     decided = write.decide(settings, seen, run=name, folder=folder / name)

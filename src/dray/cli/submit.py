@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray import checkout, render
-from dray.cli.options import Nodes, Overrides, RecipeFile, Runs, Site
+from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs, Site
 from dray.cli.plan import assumed
 from dray.images import place
 from dray.runs import submit as queue
@@ -21,7 +22,7 @@ def submit(
     recipe: RecipeFile,
     overrides: Overrides = None,
     nodes: Nodes = None,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node.")] = 0,
+    gpus_per_node: GpusPerNode = 0,
     site: Site = "generic",
     runs: Runs = None,
     sbatch: Annotated[
@@ -31,28 +32,27 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options."""
+    site = str(Path(site).absolute()) if site.endswith(".toml") else site  # the job stands elsewhere
     settings = write.read_recipe(recipe, overrides or [])
     facts = assumed(settings, nodes, gpus_per_node, site)
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
     plan = write.decide(settings, facts, run=folder.name, folder=folder)
-    place.required(checkout.root(), settings.image)
-    job = queue.Job(
+    options = [
+        *render.sbatch_options(settings, find(site)),
+        *([f"--nodes={nodes}"] if nodes else []),
+        *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
+        *(sbatch or []),
+    ]
+    argv = queue.sbatch(
+        script=checkout.root() / "slurm" / ("multinode.sh" if facts.nodes > 1 else "singlenode.sh"),
+        options=options,
         folder=folder,
+        image=place.required(checkout.root(), settings.image).absolute(),
         site=site,
-        argv=queue.sbatch(
-            folder=folder,
-            script=checkout.root() / "slurm" / ("multinode.sh" if facts.nodes > 1 else "singlenode.sh"),
-            options=[
-                *render.sbatch_options(settings, find(site)),
-                *([f"--nodes={nodes}"] if nodes else []),
-                *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
-                *(sbatch or []),
-            ],
-            recipe=recipe.absolute(),
-            overrides=overrides or [],
-        ),
+        recipe=recipe.absolute(),
+        overrides=overrides or [],
     )
     if dry_run:
-        print(f"{shlex.join(job.argv)}\n\n{render.text(plan)}", end="")
+        print(f"{shlex.join(argv)}\n\n{render.text(plan)}", end="")
         return
-    print(f"job {queue.submit(job)} is in the queue\nrun folder: {folder}")
+    print(f"job {queue.submit(argv, folder)} is in the queue\nrun folder: {folder}")

@@ -12,7 +12,7 @@ _GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
 
 
 def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
-    """`exec` with nothing of the host inside but what the plan names."""
+    """`exec` with nothing of the host inside but what the plan names, /tmp, and what the site's administrators bind."""
     return [
         plan.engine,
         "--quiet",  # its INFO lines about optional helpers are nothing that a user can act on

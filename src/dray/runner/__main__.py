@@ -38,7 +38,9 @@ def argv(plan: dict[str, Any], number: str) -> list[str]:
     """The launcher with this node's number in its place, then the keeper of each rank, then the command."""
     launcher = [number if word == _NODE_RANK else word for word in plan["launcher"]]
     keeper = [sys.executable, "-S", "-E", f"{os.path.dirname(os.path.abspath(__file__))}/rank.py"]
-    return [*launcher, *keeper, plan["folder"], str(plan["world"]["size"]), *plan["command"]]
+    world = plan["world"]
+    name = world["nodes"][int(number)]["name"]
+    return [*launcher, *keeper, plan["folder"], str(world["size"]), name, *plan["command"]]
 
 
 def _failed(plan: dict[str, Any], number: str, code: int, why: str) -> int:

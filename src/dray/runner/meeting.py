@@ -21,6 +21,7 @@ _UNFIT, _RETRY, _CONFIG = 69, 75, 78
 def meet(world: Mapping[str, Any], number: int, digest: str) -> None:
     """Come back when every node of the plan is there; raise what the master found otherwise."""
     if len(world["nodes"]) == 1:
+        _listen(world).close()  # nobody to meet, but training will need the port
         return
     deadline = time.monotonic() + world["meet_within"]
     mine = {"node": number, "name": world["nodes"][number]["name"], "plan": digest}
@@ -77,8 +78,8 @@ def _join(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
         try:
             with socket.create_connection(place, timeout=max(0.01, deadline - time.monotonic())) as line:
                 line.sendall(json.dumps(mine).encode() + b"\n")
-                # The master may refuse at its own deadline: wait a little longer than it does.
-                answer = _receive(line, within=deadline - time.monotonic() + 5.0)
+                # The master knows who is missing. It may have come later than this node, and so may its deadline.
+                answer = _receive(line, within=world["meet_within"] + 5.0)
                 if answer is not None:
                     break
                 reason = "the master closed the line"

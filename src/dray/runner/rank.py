@@ -1,14 +1,19 @@
-"""Keeps one rank: its log, its exit code, and why it died. Started by file, without site-packages: 10 ms, 8 MB.
+"""Keeps one rank: its log, its exit code, and why it died. Started by file, without site-packages: 10 ms or so.
 
-The launchers below torchrun's level answer 1 for every failure, so the rank's own code would be lost without this.
+A launcher such as torchrun answers 1 for every failure, so the rank's own code would be lost without this.
 """
 
+import ctypes
 import os
 import signal
 import sys
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
 
-def main(folder: str, world_size: str, command: list[str]) -> int:
+
+def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     """Run the command with both streams in logs/rank-N.log; record it if it dies by itself."""
     rank = os.environ.get("RANK", "")
     log = f"{folder}/logs/rank-{rank or 'unknown'}.log"
@@ -17,9 +22,10 @@ def main(folder: str, world_size: str, command: list[str]) -> int:
     os.dup2(output, 2)
     if not rank or os.environ.get("WORLD_SIZE") != world_size:
         found = f"RANK={rank or '(not set)'} WORLD_SIZE={os.environ.get('WORLD_SIZE', '(not set)')}"
-        return _failed(
-            folder, rank, 78, f"the launcher made another world: {found}, the plan has {world_size} ranks", log
-        )
+        why = f"the launcher made another world: {found}, the plan has {world_size} ranks"
+        return _failed(folder, rank, node, 78, why, log)
+    # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     child = os.fork()
     if child == 0:
         _become(command)
@@ -29,19 +35,23 @@ def main(folder: str, world_size: str, command: list[str]) -> int:
         stopped.append(number)
         os.kill(child, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, pass_on)
+    # Waiting without reaping: until the handlers are off, the child's number must not become another process's.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return 0
-    if not stopped:  # a rank that the launcher stopped is not the cause
-        why = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-        return _failed(folder, rank, code if code > 0 else 128 - code, why, log)
-    return code if code > 0 else 128 - code
+    why = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    code = code if code > 0 else 128 - code
+    return code if stopped else _failed(folder, rank, node, code, why, log)  # a rank that was stopped is no cause
 
 
 def _become(command: list[str]) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -50,22 +60,15 @@ def _become(command: list[str]) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _failed(folder: str, rank: str, code: int, why: str, log: str) -> int:
+def _failed(folder: str, rank: str, node: str, code: int, why: str, log: str) -> int:
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from dray.runner import record  # only a rank that died pays for it  # noqa: PLC0415
 
-    record.write(
-        folder,
-        f"rank-{rank or 'unknown'}",
-        node=os.environ.get("DRAY_NODE_NAME", os.environ.get("SLURMD_NODENAME", "")),
-        rank=int(rank) if rank.isdigit() else None,
-        code=code,
-        why=why,
-        log=log,
-        last_lines=record.tail(log),
-    )
+    number = int(rank) if rank.isdigit() else None
+    name = f"rank-{rank or 'unknown'}"
+    record.write(folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=record.tail(log))
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 
 
@@ -17,14 +18,17 @@ class Refusal(Exception):  # noqa: N818  it refuses; nothing is in error
 
 
 def write(folder: str, name: str, **fields: object) -> None:
-    """failures/NAME.json, whole or not there."""
+    """failures/NAME.json, whole or not there. A disk that is full must not hide the exit code as well."""
     target = f"{folder}/failures/{name}.json"
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    with open(f"{target}.part", "w", encoding="utf-8") as part:
-        json.dump({"time": time.time(), **fields}, part, indent=1)
-        part.flush()
-        os.fsync(part.fileno())
-    os.replace(f"{target}.part", target)
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(f"{target}.part", "w", encoding="utf-8") as part:
+            json.dump({"time": time.time(), **fields}, part, indent=1)
+            part.flush()
+            os.fsync(part.fileno())
+        os.replace(f"{target}.part", target)
+    except OSError as error:
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def tail(path: str, lines: int = 20) -> list[str]:

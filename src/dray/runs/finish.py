@@ -12,9 +12,6 @@ from pydantic import BaseModel, ConfigDict
 from dray.plan import Plan
 from dray.runs.paths import RunPaths
 
-STOPPED = 130  # what a shell gives for Ctrl-C
-_STOPS = (STOPPED, 143)  # and for SIGTERM, which scancel and a time limit send
-
 
 class Cause(BaseModel):
     """Why a run failed: the first node or rank that died by itself."""
@@ -50,10 +47,10 @@ class Result(BaseModel):
     cause: Cause | None = None
 
 
-def finish(paths: RunPaths, *, code: int) -> Result:
+def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
     plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
-    status = "done" if code == 0 else "stopped" if code in _STOPS else "failed"
+    status = "stopped" if stopped else "failed" if code else "done"
     # Ranks that were stopped may die in any way; none of them is a cause.
     cause = (_first_cause(paths) or _unrecorded(paths, code)) if status == "failed" else None
     result = Result(

@@ -7,7 +7,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+from docker.errors import APIError
 
 from dray import dockerd, process
 from dray.engines.docker import LABEL, network
@@ -20,7 +22,7 @@ from dray.spec.recipe import Recipe
 _GRACE = 10.0  # seconds that the other nodes get to end by themselves once one has failed
 
 
-def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None) -> Facts:
+def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int) -> Facts:
     """What this machine offers: as many nodes as asked for, all of them here."""
     count = nodes or recipe.nodes
     on_loopback = engine == "bare"
@@ -29,6 +31,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None) -> F
         nodelist=f"node[1-{count}]" if count > 1 else "node1",
         nodes=count,
         address="127.0.0.1" if on_loopback else None,
+        gpus_per_node=gpus_per_node,
         cpus_per_node=max(1, (os.cpu_count() or 1) // count),
         port=_free_port() if on_loopback else None,  # in a network of its own every port is free
         engine=engine,
@@ -85,27 +88,33 @@ def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: with nothing left behind."""
+    """SIGTERM and a closed terminal end a run as Ctrl-C does: with nothing left behind."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _private_network(plan: Plan) -> Iterator[None]:
     if process.which("docker") is None:
         raise UnfitError("the docker program is not on this machine", fix="install Docker's client, docker-cli")
-    client = dockerd.client()
-    made = client.networks.create(network(plan), labels={LABEL: plan.run})
-    try:
-        yield
-    finally:
-        for container in client.containers.list(all=True, filters={"label": f"{LABEL}={plan.run}"}):
-            container.remove(force=True)
-        made.remove()
+    with closing(dockerd.client()) as client:
+        with dockerd.doing("make a private network"):
+            made = client.networks.create(network(plan), labels={LABEL: plan.run})
+        try:
+            yield
+        finally:
+            with dockerd.doing("take the private network down"):
+                for container in client.containers.list(
+                    all=True, ignore_removed=True, filters={"label": f"{LABEL}={plan.run}"}
+                ):
+                    with suppress(APIError):  # it ends by itself at this very moment
+                        container.remove(force=True)
+                made.remove()

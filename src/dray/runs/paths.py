@@ -18,7 +18,6 @@ class RunPaths:
         self.plan = folder / "plan.json"
         self.node_script = folder / "node.sh"
         self.facts = folder / "facts.txt"
-        self.recipe = folder / "recipe.toml"
         self.logs = folder / "logs"
         self.failures = folder / "failures"
         self.metrics = folder / "metrics.jsonl"
@@ -34,9 +33,10 @@ class RunPaths:
         """What the launcher on this node said."""
         return self.logs / f"node-{node}.log"
 
-    def rank_log(self, rank: int) -> Path:
-        """What this rank said."""
-        return self.logs / f"rank-{rank}.log"
+    @property
+    def of_one_attempt(self) -> tuple[Path, ...]:
+        """What a next attempt must not mistake for its own; checkpoints are for it to use."""
+        return (self.plan, self.node_script, self.facts, self.logs, self.failures, self.metrics, self.result)
 
 
 def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
@@ -61,6 +61,20 @@ def create(runs: Path, run: str) -> RunPaths:
             found=error.strerror or error,
             fix="set DRAY_RUNS to such a place, or give --runs",
         ) from error
+    return paths
+
+
+def reopen(runs: Path, run: str) -> RunPaths:
+    """The folder that `dray submit` made. What an attempt before a requeue left in it goes aside."""
+    paths = RunPaths(runs / run)
+    if paths.plan.exists():
+        aside = paths.folder / "attempts" / str(len(list(paths.folder.glob("attempts/*"))) + 1)
+        aside.mkdir(parents=True)
+        for left in paths.of_one_attempt:
+            if left.exists():
+                left.rename(aside / left.name)
+        paths.logs.mkdir()
+        paths.failures.mkdir()
     return paths
 
 

@@ -29,7 +29,8 @@ class Data(Spec):
     """What is trained on."""
 
     text: str = "builtin"
-    """`builtin` (a small made-up language, the same bytes every time) or a text file, one document a line."""
+    """`builtin` (a small made-up language, the same bytes every time) or a text file, one document a line. A relative
+    path starts at the recipe's own folder."""
     validation_percent: Annotated[int, Field(ge=1, le=50)] = 5
     """Share of the documents kept for evaluation, taken from the end."""
     block: Annotated[int, Field(ge=2)] = 128

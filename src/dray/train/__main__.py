@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from typing import Any
 
@@ -30,7 +29,7 @@ def main(path: str) -> None:
     rank = int(os.environ["RANK"])
     metrics = Metrics(f"{config.folder}/metrics.jsonl", writes=rank == 0)
     report = Report(metrics, config)
-    hosts = _hosts()
+    hosts = _hosts(config)
     parameters = sum(weight.numel() for weight in network.parameters())
     metrics.write(
         "start",
@@ -78,6 +77,7 @@ def _arguments(config: Config) -> TrainingArguments:
         seed=config.seed,
         logging_steps=config.log_every,
         logging_first_step=True,
+        logging_nan_inf_filter=False,  # else a loss that is NaN is logged as 0
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
@@ -88,12 +88,10 @@ def _arguments(config: Config) -> TrainingArguments:
     )
 
 
-def _hosts() -> list[str]:
+def _hosts(config: Config) -> list[str]:
     """The host of each rank, told by the ranks themselves."""
     hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(
-        hosts, os.environ.get("SLURMD_NODENAME") or os.environ.get("DRAY_NODE_NAME") or socket.gethostname()
-    )
+    dist.all_gather_object(hosts, os.environ[config.name_variable])
     return hosts
 
 

@@ -13,8 +13,10 @@ class Config:
     """One training run, as this rank sees it."""
 
     folder: str
+    name_variable: str
     variant: str
     world_size: int
+    global_size: int
     per_device: int
     accumulation: int
     text: str
@@ -36,15 +38,14 @@ def read(path: str) -> Config:
     """The plan's part that is about training."""
     plan = json.loads(Path(path).read_text(encoding="utf-8"))
     recipe = plan["recipe"]
-    data = dict(recipe["data"])
     return Config(
         folder=plan["folder"],
+        name_variable=plan["world"]["identity"]["name"],
         variant=plan["variant"],
         world_size=plan["world"]["size"],
-        per_device=plan["batch"]["per_device"],
-        accumulation=plan["batch"]["accumulation"],
+        **plan["batch"],
         model_type=recipe["model"]["type"],
         model_config=recipe["model"]["config"],
-        **data,
+        **recipe["data"],
         **recipe["train"],
     )

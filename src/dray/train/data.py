@@ -27,10 +27,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Tokens cut into samples of one length. What is left at the very end is shorter than a block and stays out."""
+    """Tokens cut into samples of one length, in a whole number of batches; what is left at the very end stays out."""
 
-    def __init__(self, tokens: torch.Tensor, block: int) -> None:
-        self.rows = tokens[: len(tokens) // block * block].view(-1, block)
+    def __init__(self, tokens: torch.Tensor, block: int, batch: int) -> None:
+        unit = block * batch
+        self.rows = tokens[: len(tokens) // unit * unit].view(-1, block)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -45,15 +46,16 @@ def splits(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[Blocks, Blo
     texts = list(corpus.documents()) if config.text == "builtin" else _lines(Path(config.text))
     kept = max(1, len(texts) * config.validation_percent // 100)
     parts = []
-    for name, part in (("training", texts[:-kept]), ("validation", texts[-kept:])):
+    # A last step on fewer samples than the rest would be a step of another size.
+    for name, part, batch in (("training", texts[:-kept], config.global_size), ("validation", texts[-kept:], 1)):
         ids = [token for text in part for token in [*tokens(text)["input_ids"], tokens.eos_token_id]]
-        blocks = Blocks(torch.tensor(ids, dtype=torch.long), config.block)
+        blocks = Blocks(torch.tensor(ids, dtype=torch.long), config.block, batch)
         if len(blocks) == 0:
             stop(
-                f"the {name} text is shorter than one block",
-                wanted=f"at least {config.block} bytes",
+                f"the {name} text is too short",
+                wanted=f"at least {config.block * batch} bytes: {batch} samples of {config.block}",
                 found=f"{len(ids)} in {config.text}",
-                fix="give more text, a smaller data.block or another data.validation_percent",
+                fix="give more text, a smaller data.block or batch.global_size, or another data.validation_percent",
             )
         parts.append(blocks)
     return parts[0], parts[1]

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dray.train.config import Config
+from dray.train.stop import EXIT_FAILED, stop
 
 
 class Metrics:
@@ -22,7 +23,9 @@ class Metrics:
         """One line, flushed: a reader follows it live. Every rank shows it in its own log."""
         print(shown, flush=True)
         if self._file is not None:
-            self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **fields}) + "\n")
+            self._file.write(
+                json.dumps({"event": event, "time": round(time.time(), 3), **fields}, allow_nan=False) + "\n"
+            )
             self._file.flush()
 
 
@@ -31,7 +34,7 @@ class Report(TrainerCallback):
 
     def __init__(self, metrics: Metrics, config: Config) -> None:
         self._metrics = metrics
-        self._tokens_a_step = config.per_device * config.accumulation * config.world_size * config.block
+        self._tokens_a_step = config.global_size * config.block
         self._began = self._last_time = 0.0
         self._last_step = 0
 
@@ -56,6 +59,14 @@ class Report(TrainerCallback):
         """Only training steps; evaluation has its own event."""
         if not logs or "loss" not in logs:
             return
+        if not math.isfinite(logs["loss"]):
+            stop(
+                f"the loss at step {state.global_step} is {logs['loss']}",
+                wanted="a finite loss",
+                found=f"{logs['loss']}, with lr {logs.get('learning_rate')} and grad_norm {logs.get('grad_norm')}",
+                fix="a smaller train.lr or more train.warmup_steps; check the data",
+                code=EXIT_FAILED,
+            )
         now = time.monotonic()
         speed = (state.global_step - self._last_step) * self._tokens_a_step / (now - self._last_time)
         left = (now - self._began) / state.global_step * (state.max_steps - state.global_step)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-EXIT_CONFIG = 78
+EXIT_FAILED, EXIT_CONFIG = 1, 78
 
 
-def stop(problem: str, *, wanted: object, found: object, fix: str) -> NoReturn:
-    """End this rank because of what the recipe says; the rank's keeper records it."""
+def stop(problem: str, *, wanted: object, found: object, fix: str, code: int = EXIT_CONFIG) -> NoReturn:
+    """End this rank, as a rule because of what the recipe says; the rank's keeper records it."""
     print(f"{problem}\n  wanted: {wanted}\n  found:  {found}\n  fix:    {fix}", file=sys.stderr, flush=True)
-    raise SystemExit(EXIT_CONFIG)
+    raise SystemExit(code)

@@ -1,0 +1,49 @@
+"""`dray submit` to the real Slurm: the run folder is there before the job is, and the job fills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+# This machine is no login node of the cluster: the command is handed on to one, and the folder belongs to the user
+# there, as it does where one user submits and runs.
+SBATCH = f"""#!/bin/bash
+[ "$(id -u)" != 0 ] || chown -R "$(stat -c %u:%g "$SHARED/home")" "$SHARED/my runs"
+exec {sys.executable} -m dray cluster exec -- sbatch "$@"
+"""
+
+
+def test_a_submitted_recipe_trains_in_its_folder(desk, root: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "sbatch"
+    tool.write_text(SBATCH)
+    tool.chmod(0o755)
+    runs = desk.shared / "my runs"
+    words = ["--nodes", "2", "--sbatch=--export=NONE", "--runs", runs, "train.steps=4", "train.warmup_steps=0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", *words],
+        cwd=root,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARED": str(desk.shared)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    queued, where = ended.stdout.splitlines()
+    folder = Path(where.removeprefix("run folder: "))
+    job = queued.removeprefix("job ").removesuffix(" is in the queue")
+    deadline = time.monotonic() + 120
+    while not (folder / "result.json").exists():
+        assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("job-*.log")]
+        time.sleep(0.2)
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["run"], result["status"], result["hosts"]) == (folder.name, "done", ["n1", "n2"])
+    assert f"run folder: {folder}\n" in (folder / f"job-{job}.log").read_text()
+    assert json.loads((folder / "plan.json").read_text())["run"] == folder.name
