@@ -62,4 +62,4 @@ def test_the_shell_of_the_readme() -> None:
         except OSError:  # the shell has closed its side
             break
     assert shell.wait(30) == 0
-    assert re.search(rb"^2\r\ndray\r$", seen, re.MULTILINE)
+    assert re.search(rb"\b2\r\ndray\r\n", seen)

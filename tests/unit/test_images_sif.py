@@ -20,8 +20,10 @@ DIGEST = f"sha256:{'a' * 64}"
 def _tool(folder: Path, body: str, name: str = "apptainer") -> Path:
     """A stand-in for Apptainer on PATH."""
     folder.mkdir(exist_ok=True)
-    tool = folder / name
-    tool.write_text(f"#!{sys.executable}\nimport os, pathlib, sys\n{body}\n")
+    tool, script = folder / name, folder / f"{name}.py"
+    script.write_text(f"import os, pathlib, sys\n{body}\n")
+    # Not as the first line's interpreter: that line ends at a space, which the checkout's path may hold.
+    tool.write_text(f"#!/bin/bash\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} \"$@\"\n")
     tool.chmod(0o755)
     return folder
 
