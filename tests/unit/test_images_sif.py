@@ -23,7 +23,7 @@ def _tool(folder: Path, body: str, name: str = "apptainer") -> Path:
     tool, script = folder / name, folder / f"{name}.py"
     script.write_text(f"import os, pathlib, sys\n{body}\n")
     # Not as the first line's interpreter: that line ends at a space, which the checkout's path may hold.
-    tool.write_text(f"#!/bin/bash\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} \"$@\"\n")
+    tool.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
     tool.chmod(0o755)
     return folder
 
