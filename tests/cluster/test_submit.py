@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.cluster
 # there, as it does where one user submits and runs.
 SBATCH = f"""#!/bin/bash
 [ "$(id -u)" != 0 ] || chown -R "$(stat -c %u:%g "$SHARED/home")" "$SHARED/my runs"
-exec {sys.executable} -m dray cluster exec -- sbatch "$@"
+exec {shlex.quote(sys.executable)} -m dray cluster exec -- sbatch "$@"
 """
 
 
