@@ -27,6 +27,7 @@ def main() -> None:
         world = {
             "nodes": [{"name": "n", "address": "n"}],
             "size": 1,
+            "port": 0,
             "identity": {"node": "N", "nodes": "NS", "name": "NN"},
         }
         plan.write_text(json.dumps({"folder": folder, "launcher": ["true"], "command": [], "world": world}))
@@ -34,7 +35,7 @@ def main() -> None:
             "python": [sys.executable, "-c", ""],
             "runner": [sys.executable, "-m", "dray.runner", str(plan)],
             "bare keeper": [sys.executable, "-S", "-E", "-c", ""],
-            "keeper": [sys.executable, "-S", "-E", str(rank.__file__), folder, "1", "true"],
+            "keeper": [sys.executable, "-S", "-E", str(rank.__file__), folder, "1", "n", "true"],
         }
         env = {**os.environ, "N": "0", "NS": "1", "NN": "n", "RANK": "0", "WORLD_SIZE": "1"}
         seconds: dict[str, list[float]] = {name: [] for name in commands}
