@@ -10,10 +10,12 @@ LOCK := containers/cpu/requirements.lock
 BASE_OPTION = $(if $(BASE),--base "$(BASE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check image-cpu image-cpu-docker smoke cluster cluster-down clean
+.PHONY: help install demo test check image-cpu image-cpu-docker smoke cluster cluster-down clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+install: .venv/installed ## Install dray and what it trains with into .venv
 
 demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks
 	@$(BIN)/dray run recipes/smoke-cpu.toml

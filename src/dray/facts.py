@@ -61,7 +61,9 @@ def parse(text: str, *, where: str) -> Facts:
     for number, line in enumerate(text.splitlines(), start=1):
         key, separator, value = line.partition("=")
         if not separator:
-            raise ConfigError("a line of the facts is not key=value", where=f"{where}, line {number}", found=repr(line))
+            raise ConfigError(
+                "a line of the facts is not key=value", where=f"{where}, line {number}", found=ascii(line[:60])
+            )
         if value:
             found[key] = value
     try:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,11 @@ def test_a_loss_that_is_no_number_fails_the_run(root: Path, tmp_path: Path) -> N
 
 
 def processes(text: str) -> list[str]:
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return [line for command in commands if text in (line := command.replace(b"\0", b" ").decode(errors="replace"))]
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended while we looked
+            commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [command for command in commands if text in command]
 
 
 def nothing_left(folder: Path) -> bool:

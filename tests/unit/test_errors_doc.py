@@ -18,9 +18,9 @@ from dray.runs.write import read_recipe, write
 HEAD = """\
 # What goes wrong, and what dray says
 
-Every message says what was set, what was found, where, and the fix. The exit code tells a script what to do: 78 the
-configuration is wrong, 69 a node or the fabric is unfit, 75 try again, anything else failed. A test produces each of
-these messages and holds this page against them.
+A message says what was wrong and, where dray knows them, what was wanted, what was found, where, and the fix. The exit
+code tells a script what to do: 78 the configuration is wrong, 69 a node or the fabric is unfit, 75 try again, anything
+else failed. A test produces each of these messages and holds this page against them.
 
 """
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -129,3 +129,37 @@ def test_help_is_there_without_a_traceback(root: Path, tmp_path: Path, words: li
     _, code, err = Desk(root, tmp_path).dray(*words)
     assert code in (0, 2)
     assert "Traceback" not in err
+
+
+RUBBISH = {
+    "facts that are no text": (["plan", "my.toml", "--facts", "rubbish"], 78),
+    "a name that no file can have": (["recipe", "check", "x" * 300], 78),
+    "brackets without end": (["recipe", "check", "deep"], 78),
+    "brackets without end in an override": (["recipe", "check", "my.toml", "model.type=" + "[" * 3000], 0),
+    "a batch that cannot come out": (["recipe", "check", "my.toml", "batch.per_device=3"], 78),
+    "an option that the plan would not know of": (["submit", "my.toml", "--dry-run", "--sbatch=--nodes=4"], 78),
+    "secrets": (["recipe", "check", "my.toml", "env.HF_TOKEN=a", "env.WANDB_API_KEY=b", "env.X=hf_c"], 78),
+    "what the launcher sets": (["recipe", "check", "my.toml", "env.RANK=1"], 78),
+    "facts beside nodes": (["plan", "my.toml", "--facts", "facts", "--nodes", "4"], 78),
+}
+
+
+@pytest.mark.parametrize("case", RUBBISH)
+def test_rubbish_ends_in_a_message(root: Path, tmp_path: Path, case: str) -> None:
+    (tmp_path / "rubbish").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "deep").write_text("name = " + "[" * 3000)
+    (tmp_path / "facts").write_text("scheduler=slurm\nnodelist=n1\nnodes=1\nengine=bare\nimage=p\n")
+    words, expected = RUBBISH[case]
+    _, code, err = Desk(root, tmp_path).dray(*words)
+    assert code == expected, err
+    assert "Traceback" not in err
+    assert err.startswith("dray: ") or expected == 0
+
+
+def test_all_secrets_of_a_recipe_are_named_and_none_is_shown(root: Path, tmp_path: Path) -> None:
+    _, _, err = Desk(root, tmp_path).dray(*RUBBISH["secrets"][0])
+    assert err == (
+        "dray: recipe my.toml has 1 error\n"
+        "  found:  env   HF_TOKEN, WANDB_API_KEY, X: this looks like a secret, and every run folder holds its recipe; "
+        "leave it out\n"
+    )

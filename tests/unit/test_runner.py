@@ -298,6 +298,14 @@ def test_a_record_that_cannot_be_written_does_not_hide_the_code(tmp_path: Path) 
     assert "cannot be written" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
+def runs(process: Path) -> bool:
+    """Whether this folder of /proc is a process that is neither gone nor only waiting to be reaped."""
+    try:
+        return "State:\tZ" not in (process / "status").read_text()
+    except OSError:
+        return False
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """As torchrun does, the launcher gives the rank a session of its own; no group holds them together."""
     (tmp_path / "logs").mkdir()
@@ -321,7 +329,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert rank.exists()
     started.kill()
     started.communicate()
-    while rank.exists() and "State:\tZ" not in (rank / "status").read_text():
+    while runs(rank):
         assert time.monotonic() < deadline
 
 

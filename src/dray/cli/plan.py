@@ -18,6 +18,8 @@ from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 from dray.spec.recipe import Recipe
 
+ASSUMED = "assumed, since nothing was probed: the nodes' names, the GPUs, one CPU a node, job number 0, Apptainer"
+
 
 class Format(enum.StrEnum):
     """How a plan is printed."""
@@ -67,7 +69,7 @@ def plan(
         print(render.node_script(decided), end="")
     else:
         if not facts_file:
-            print("assumed, since no --facts were given: the nodes' names, job number 0, Apptainer\n")
+            print(f"{ASSUMED}\n")
         print(render.text(decided), end="")
 
 
@@ -75,9 +77,10 @@ def _read(name: str) -> Facts:
     if name == "-":
         return facts.parse(sys.stdin.read(), where="standard input")
     try:
-        return facts.parse(Path(name).read_text(encoding="utf-8"), where=name)
+        return facts.parse(Path(name).read_text(encoding="utf-8", errors="replace"), where=name)
     except OSError as error:
-        raise ConfigError("the facts cannot be read", where=name, found=error.strerror) from error
+        fix = "slurm/probe.sh writes facts, inside a job"
+        raise ConfigError("the facts cannot be read", where=name, found=error.strerror, fix=fix) from error
 
 
 def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:

@@ -10,7 +10,8 @@ import typer
 
 from dray import checkout, render
 from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs, Site
-from dray.cli.plan import assumed
+from dray.cli.plan import ASSUMED, assumed
+from dray.errors import ConfigError
 from dray.images import place
 from dray.runs import submit as queue
 from dray.runs import write
@@ -33,6 +34,13 @@ def submit(
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options."""
     site = str(Path(site).absolute()) if site.endswith(".toml") else site  # the job stands elsewhere
+    for option in sbatch or []:
+        if option.startswith(("-N", "--nodes", "--gpus-per-node")):
+            raise ConfigError(
+                "the plan would not know of this option of sbatch",
+                found=f"--sbatch {option}",
+                fix="give --nodes and --gpus-per-node to dray submit itself",
+            )
     settings = write.read_recipe(recipe, overrides or [])
     facts = assumed(settings, nodes, gpus_per_node, site)
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
@@ -53,6 +61,6 @@ def submit(
         overrides=overrides or [],
     )
     if dry_run:
-        print(f"{shlex.join(argv)}\n\n{render.text(plan)}", end="")
+        print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}", end="")
         return
     print(f"job {queue.submit(argv, folder)} is in the queue\nrun folder: {folder}")

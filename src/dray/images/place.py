@@ -55,6 +55,11 @@ def required(checkout: Path, variant: str) -> Path:
         raise ConfigError(
             "the image is not there",
             wanted=f"{file} (the recipe's image is {variant})",
-            fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
+            fix=f"{_how_to_make(checkout, variant)}set DRAY_IMAGE to an image that dray has built",
         )
     return file
+
+
+def _how_to_make(checkout: Path, variant: str) -> str:
+    known = (checkout / "containers" / variant / "image.toml").exists()
+    return f"make image-{variant}, or " if known else f"dray cannot build a {variant} image yet: "

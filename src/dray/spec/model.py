@@ -74,7 +74,7 @@ def _read(path: Path, kind: str) -> str:
         raise ConfigError(
             f"{kind} {path} cannot be read",
             wanted="a readable TOML file",
-            found="a folder" if path.is_dir() else refused.strerror,
+            found="a folder" if isinstance(refused, IsADirectoryError) else refused.strerror,
         ) from refused
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode()  # some editors write the mark; TOML forbids it
@@ -101,7 +101,8 @@ def _missing(path: Path, kind: str) -> NoReturn:
 def _parse(text: str, path: Path, kind: str) -> Table:
     try:
         return tomllib.loads(text)
-    except ValueError as wrong:  # not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError
+    # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError, thousands of brackets are too deep.
+    except (ValueError, RecursionError) as wrong:
         problem = f"{kind} {path} is not valid TOML"
         rows = text.split("\n")
         place = _TOML_PLACE.fullmatch(str(wrong))
@@ -128,7 +129,7 @@ def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
 def _value(raw: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return raw
     value = parsed["value"]
     # A line break starts another key, and a time limit such as 01:30:00 is text to every model of ours.

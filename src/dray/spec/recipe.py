@@ -14,6 +14,11 @@ Variant = Literal["cpu", "cuda", "rocm"]
 Scalar = str | int | float | bool
 
 
+_SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
+_SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
+_OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+
+
 class Batch(Spec):
     """How many samples make one optimizer step. The global size is the promise; the rest follows from the world."""
 
@@ -95,12 +100,17 @@ class Recipe(Spec):
 
     @field_validator("env")
     @classmethod
-    def _no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
-        for name in env:
-            if any(word in name.upper().split("_") for word in ("TOKEN", "SECRET", "PASSWORD", "APIKEY")) or (
-                name.upper().endswith("API_KEY")
-            ):
-                raise ValueError(
-                    f"{name} looks like a secret; a recipe is copied into every run folder, so it cannot hold one"
-                )
+    def _only_the_recipes_own(cls, env: dict[str, str]) -> dict[str, str]:
+        secrets = [
+            name
+            for name, value in env.items()
+            if _SECRET_NAMES & set(name.upper().split("_")) or value.startswith(_SECRET_VALUES)
+        ]
+        if secrets:
+            raise ValueError(
+                f"{', '.join(secrets)}: this looks like a secret, and every run folder holds its recipe; leave it out"
+            )
+        ours = [name for name in env if name in _OURS or name.startswith(("SLURM_", "DRAY_"))]
+        if ours:
+            raise ValueError(f"{', '.join(ours)}: the scheduler and the launcher set this; leave it out")
         return env
