@@ -2,18 +2,23 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BASE ?=
+WHEELS ?=
+BUNDLE ?=
 NODES ?= 2
 GPUS_PER_NODE ?= 2
 
 BIN := .venv/bin
 LOCK := containers/cpu/requirements.lock
+locked = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' $(LOCK))
+TORCH = $(call locked,torch)
 BASE_OPTION = $(if $(BASE),--base "$(BASE)")
+IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle "$(BUNDLE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check image-cpu image-cpu-docker smoke cluster cluster-down clean
+.PHONY: help install demo test check smoke cluster cluster-down clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 install: .venv/installed ## Install dray and what it trains with into .venv
 
@@ -32,36 +37,50 @@ check: .venv/dev ## Lint, types, shell scripts, architecture
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py
 
-image-cpu: .venv/installed ## Build build/dray-cpu.sif (BASE=... for a base of your own)
-	@$(BIN)/dray image build cpu --format sif $(BASE_OPTION)
+image-%: .venv/host ## Build build/dray-%.sif: cpu, cuda, cuda12 or rocm (BASE=, WHEELS=, BUNDLE=)
+	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
-image-cpu-docker: .venv/installed ## Build the Docker image dray:cpu (BASE=... likewise)
-	@$(BIN)/dray image build cpu --format docker $(BASE_OPTION)
+image-%-docker: .venv/host ## Build the Docker image dray:% (likewise)
+	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
 smoke: .venv/installed ## Train in Docker: two containers are two nodes
 	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker
 
-cluster: .venv/installed ## A real two-node Slurm on this machine (NODES=, GPUS_PER_NODE=, BASE=)
+cluster: .venv/host ## A real two-node Slurm on this machine (NODES=, GPUS_PER_NODE=, BASE=)
 	@$(BIN)/dray cluster up --nodes $(NODES) --gpus-per-node $(GPUS_PER_NODE) $(BASE_OPTION)
 
-cluster-down: .venv/installed ## Take it down
+cluster-down: .venv/host ## Take it down
 	@$(BIN)/dray cluster down
 
 clean: ## Remove what was built here; runs stay
 	rm -rf build .venv
 
-# torch comes first and alone: which build of it there is (CPU, CUDA) is the business of pip's own configuration.
-.venv/installed: $(LOCK) pyproject.toml
+# What runs on this machine has the versions and hashes of the image; hashes in constraints want pip 26.1.
+PIP := $(BIN)/python -m pip install -qq
+OURS := $(shell sed -n '/^dependencies/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
+
+.venv/host: $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 	@$(PYTHON) -m venv .venv || \
 	  { echo "no virtual environment could be made (Debian: apt-get install python3-venv)" >&2; exit 69; }
+ifdef BUNDLE
+	@$(PIP) --no-index --find-links "$(BUNDLE)/wheels" $(OURS)
+	@$(PIP) --no-index --no-deps "$(BUNDLE)"/dray/*.whl
+else
+	@$(PIP) --upgrade 'pip>=26.1'
+	@$(PIP) --require-hashes --constraint $(LOCK) $(OURS)
+	@$(PIP) --no-deps --editable .
+endif
+	@touch $@
+
+# torch comes first and alone: which build of it there is (CPU, CUDA) is the business of pip's own configuration.
+.venv/installed: .venv/host
 	@echo "installing into .venv: torch (the largest part), then what $(LOCK) pins"
-	@$(BIN)/python -m pip install -qq "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(LOCK))"
-	@$(BIN)/python -m pip install -qq --no-deps --require-hashes -r $(LOCK)
-	@$(BIN)/python -m pip install -qq --no-deps --editable .
+	@$(PIP) $(TORCH)
+	@$(PIP) --require-hashes --constraint $(LOCK) $(OURS) $(TORCH) $(foreach name,transformers accelerate,$(call locked,$(name)))
 	@touch $@
 
 .venv/dev: .venv/installed
-	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@$(PIP) --editable '.[dev]'
 	@touch $@

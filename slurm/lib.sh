@@ -29,17 +29,30 @@ lib::engine() {
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
 }
 
-lib::image() { # RECIPE [key=value ...]: the image's file; the planner inside cannot choose the image it runs in
-  local -r recipe="$1"
-  shift
-  local variant override
-  variant="$(sed -n -E '/^\[/q; s/^image *= *["'\'']([^"'\'']*)["'\''].*/\1/p' "$recipe")"
+lib::said() { # KEY RECIPE [key=value ...]: what the recipe and the overrides say of a key above all tables
+  local -r key="$1" recipe="$2"
+  shift 2
+  local value override
+  value="$(sed -n -E '/^\[/q; s/^'"$key"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p' "$recipe")"
   for override in "$@"; do
-    [[ "$override" == image=* ]] && variant="${override#image=}"
+    [[ "$override" == "$key="* ]] && value="${override#"$key="}"
   done
+  echo "$value"
+}
+
+lib::image() { # RECIPE [key=value ...]: the image's file; the planner inside cannot choose the image it runs in
+  local variant digest
+  variant="$(lib::said image "$@")"
+  digest="$(lib::said image_digest "$@")"
   local -r image="${given_image:-$DRAY_HOME/build/dray-${variant:-cpu}.sif}"
   [[ -f "$image" ]] || lib::die 78 "the image is not there" "wanted: $image (the recipe's image is ${variant:-cpu})" \
     "fix:    make image-${variant:-cpu}, or set DRAY_IMAGE to an image that dray has built"
+  if [[ -n "$digest" ]]; then
+    local found
+    found="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
+    [[ "$found" == "$digest" ]] || lib::die 78 "the image is not the recipe's" "where:  $image on node $(</proc/sys/kernel/hostname)" \
+      "wanted: $digest (the recipe's image_digest)" "found:  $found" "fix:    copy that image here, or give the recipe this one's digest"
+  fi
   realpath -- "$image"
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only the build needed goes; what the image holds is written down; the image shows that it works.
+# What only the build needed goes; Python is compiled; what the image holds is written down; the image shows that it works.
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$(dirname "$0")/lib.sh"
 
@@ -7,6 +7,11 @@ source "$(dirname "$0")/lib.sh"
 "$VENV/bin/python3" -m pip uninstall --quiet --yes pip
 apt::get purge --autoremove --yes "python$DRAY_PYTHON-venv"
 apt::get clean
+
+# Compiled here, since an image is read-only at run time and every rank would compile again. Unchecked hashes: no time
+# gets into the bytes, and no import looks at the source's, a lookup in a mounted image. As with pip, sources for other
+# Pythons may fail.
+"$VENV/bin/python3" -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$VENV/lib" || true
 
 "$VENV/bin/python3" - "$VENV/image.json" <<'PYTHON'
 import json
@@ -17,6 +22,10 @@ from importlib.metadata import distributions, version
 
 image = {
     "variant": os.environ["DRAY_VARIANT"],
+    "accelerator": os.environ["DRAY_ACCELERATOR"],
+    "architectures": [one for one in os.environ["DRAY_ARCHITECTURES"].split(";") if one],
+    "driver": os.environ["DRAY_DRIVER"] or None,
+    "base": os.environ["DRAY_BASE"],
     "dray": version("dray"),
     "python": platform.python_version(),
     "packages": dict(sorted((found.name.lower(), found.version) for found in distributions())),
@@ -25,6 +34,7 @@ with open(sys.argv[1], "w") as out:
     json.dump(image, out, indent=2)
     out.write("\n")
 PYTHON
+"$VENV/bin/python3" "$(dirname "$0")/sbom.py" "$VENV/sbom.json"
 
 # Never /tmp, /var/tmp or a home folder: while Apptainer builds, they are the host's.
 rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/cache/debconf/*-old /var/cache/ldconfig/* /var/lib/dpkg/*-old

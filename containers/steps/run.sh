@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the steps in their order: run.sh [FIRST LAST], by number. This folder is the one list of them.
+# Runs the steps in their order. This folder is the one list of them.
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$(dirname "$0")/lib.sh"
 
@@ -8,7 +8,6 @@ exec 2>&1
 
 for step in "$(dirname "$0")"/[0-9][0-9]-*.sh; do
     name=$(basename "$step" .sh)
-    ((10#${name%%-*} >= 10#${1:-00} && 10#${name%%-*} <= 10#${2:-99})) || continue
     started=$SECONDS
     log::line "step $name"
     bash "$step"

@@ -9,6 +9,7 @@ from __future__ import annotations
 EXIT_FAILED = 1
 EXIT_UNFIT = 69
 EXIT_CONFIG = 78
+_ORDER = ("where", "wanted", "found", "fix")
 
 
 class DrayError(Exception):
@@ -35,8 +36,8 @@ class DrayError(Exception):
 
     def __str__(self) -> str:
         lines = [self.problem]
-        for name, value in self.details.items():
-            first, *rest = value.splitlines() or [""]
+        for name in sorted(self.details, key=_ORDER.index):
+            first, *rest = self.details[name].splitlines() or [""]
             lines.append(f"  {name + ':':<8}{first}")
             lines += [f"{'':<10}{line}" for line in rest]
         return "\n".join(lines)

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ def run(
             words,
             cwd=cwd,
             env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=None if show else subprocess.DEVNULL,  # who shows may also ask, as for a passphrase
             stdout=pipe,
             stderr=pipe,
             text=True,
@@ -63,6 +63,26 @@ def run(
             found="\n".join((done.err or done.out).strip().splitlines()[-15:]) or None,
         )
     return done
+
+
+def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> int:
+    """Run to the end, each line of both streams going to `on_line` as it comes; the exit code."""
+    with subprocess.Popen(  # noqa: S603  a list, never a shell
+        [str(word) for word in argv],
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as running:
+        try:
+            for line in running.stdout or ():
+                on_line(line.rstrip("\n"))
+        except BaseException:
+            running.terminate()
+            raise
+    return running.returncode
 
 
 class Running:

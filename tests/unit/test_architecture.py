@@ -32,7 +32,7 @@ FLOORS = {
     "cli": 8,
     "__main__": 9,
 }
-IN_IMAGE = {"runner", "train"}
+IN_IMAGE = {"runner", "checks", "train"}
 SUBPROCESS = {"subprocess", "multiprocessing", "pty"}
 
 
@@ -88,11 +88,11 @@ def test_only_process_opens_subprocesses() -> None:
     assert users == {"process.py"}
 
 
-def test_only_train_imports_torch() -> None:
+def test_only_train_and_checks_import_torch() -> None:
     users = {
         room(path) for path in modules() if {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}
     }
-    assert users == {"train"}
+    assert users == {"checks", "train"}
 
 
 def test_no_room_is_too_large() -> None:

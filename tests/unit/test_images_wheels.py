@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import platform
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from dray.errors import DrayError
-from dray.images import wheels
+from dray.errors import ConfigError, DrayError, UnfitError
+from dray.images import pip, wheels
+from dray.spec.image import Image, Vendor
 
-WHEEL = "tiny-1.0-py3-none-any.whl"
+INDEX = "https://download.pytorch.org/whl/rocm6.4"
+NOWHERE = "ERROR: No matching distribution found for"
+
+
+def wheel(folder: Path, name: str, version: str = "1.0", *, tag: str = "py3-none-any", body: str = "") -> str:
+    """Put a wheel into the folder; its hash."""
+    folder.mkdir(exist_ok=True)
+    about = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr(f"{name}.py", body)
+        made.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        made.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        made.writestr(f"{about}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Path:
-    """Where the host's pip looks for wheels: one folder with one wheel."""
+    """Where the host's pip looks for wheels: one folder."""
     folder = tmp_path / "the host's wheels"
     folder.mkdir()
-    with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
-        wheel.writestr("tiny.py", "")
-        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-        wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("tiny-1.0.dist-info/RECORD", "")
     config = tmp_path / "pip.conf"
     config.write_text(f"[global]\nno-index = true\nfind-links = {folder.as_uri()}\n")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -34,83 +47,164 @@ def index(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def _lock(tmp_path: Path, digest: str) -> Path:
-    lock = tmp_path / "requirements.lock"
-    lock.write_text(f"tiny==1.0 \\\n    --hash=sha256:{digest}\n")
-    return lock
+@pytest.fixture
+def fetch(tmp_path):
+    """Fetch what these lines pin into build/wheels; the names that come out."""
+
+    def fetch(*locks: str, vendors: tuple[Vendor, ...] = (), own: Path | None = None) -> list[str]:
+        paths = []
+        for number, text in enumerate(locks):
+            paths.append(tmp_path / f"{number}.lock")
+            paths[-1].write_text(text)
+        image = Image(variant="rocm", base=f"debian@sha256:{'0' * 64}", python="3.11", vendor=list(vendors))
+        found = wheels.fetch(locks=paths, image=image, folder=tmp_path / "wheels", wheels=own, say=said.append)
+        assert all(path.is_file() for path in found)
+        return [str(path.relative_to(tmp_path)) for path in found]
+
+    said: list[str] = []
+    fetch.said = said
+    return fetch
+
+
+def pin(name: str, digest: str, version: str = "1.0") -> str:
+    return f"{name}=={version} \\\n    --hash=sha256:{'1' * 64} \\\n    --hash=sha256:{digest}\n"
+
+
+def vendor(version: str, digest: str) -> Vendor:
+    return Vendor(name="torch", version=version, sha256=[digest], index=INDEX)
 
 
 def test_download_command():
-    argv = wheels.download_argv(lock=Path("a b/x.lock"), python="3.11", folder=Path("the wheels"))
+    argv = pip.download_argv(requirements=Path("a b/x"), python="3.11", folder=Path("the wheels"))
+    machine = platform.machine()
+    platforms = [f"manylinux_2_{glibc}" for glibc in range(28, 4, -1)]
+    platforms += ["manylinux2014", "manylinux2010", "manylinux1", "linux"]
     assert argv == [
-        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"),
-        *("--require-hashes", "--only-binary", ":all:", "--implementation", "cp", "--python-version", "3.11"),
-        *("--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_27_x86_64"),
-        *("--platform", "manylinux_2_26_x86_64", "--platform", "manylinux_2_24_x86_64"),
-        *("--platform", "manylinux_2_17_x86_64", "--platform", "manylinux2014_x86_64"),
-        *("--platform", "manylinux_2_12_x86_64", "--platform", "manylinux_2_5_x86_64"),
-        *("--platform", "linux_x86_64"),
-        *("--requirement", "a b/x.lock", "--dest", "the wheels"),
+        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+        *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--no-binary", "deepspeed"),
+        *("--no-build-isolation", "--use-pep517", "--implementation", "cp", "--python-version", "3.11"),
+        *(word for name in platforms for word in ("--platform", f"{name}_{machine}")),
+        *("--requirement", "a b/x", "--dest", "the wheels"),
     ]
 
 
-def test_second_fetch_needs_no_index(index, tmp_path):
-    lock = _lock(tmp_path, hashlib.sha256((index / WHEEL).read_bytes()).hexdigest())
-    folder = tmp_path / "build" / "wheels"
-    assert wheels.fetch(lock=lock, python="3.11", folder=folder) is True
-    (index / WHEEL).unlink()
-    assert wheels.fetch(lock=lock, python="3.11", folder=folder) is False
-    assert [path.name for path in folder.iterdir()] == [WHEEL]
+def test_second_fetch_needs_no_index(index, fetch):
+    lock = pin("tiny", wheel(index, "tiny"))
+    assert fetch(lock) == ["wheels/tiny-1.0-py3-none-any.whl"]
+    (index / "tiny-1.0-py3-none-any.whl").unlink()
+    assert fetch(lock) == ["wheels/tiny-1.0-py3-none-any.whl"]
+    assert fetch.said == ["dray: fetch 1 of 1 packages"]
 
 
-def test_damaged_wheel_is_fetched_again(index, tmp_path):
-    good = (index / WHEEL).read_bytes()
-    lock = _lock(tmp_path, hashlib.sha256(good).hexdigest())
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    (folder / WHEEL).write_bytes(good[:-1])
-    assert wheels.fetch(lock=lock, python="3.11", folder=folder) is True
-    assert (folder / WHEEL).read_bytes() == good
+def test_exactly_the_files_of_the_locks(index, fetch, tmp_path):
+    stored = tmp_path / "wheels"
+    other = "linux_sparc"
+    digests = [wheel(stored, "tiny", tag=f"cp311-cp311-{system}") for system in (f"linux_{platform.machine()}", other)]
+    wheel(stored, "tiny", "0.9")
+    wheel(stored, "former")
+    a_tool = pin("a-tool", wheel(index, "a_tool"))
+    tiny = f"tiny==1.0 --hash=sha256:{digests[0]} --hash=sha256:{digests[1]}\n"
+    assert fetch(tiny, a_tool + tiny) == [
+        "wheels/a_tool-1.0-py3-none-any.whl",
+        f"wheels/tiny-1.0-cp311-cp311-linux_{platform.machine()}.whl",
+    ]
 
 
-def test_wrong_hash_names_the_package(index, tmp_path):
-    got = hashlib.sha256((index / WHEEL).read_bytes()).hexdigest()
-    lock = _lock(tmp_path, "0" * 64)
+def test_damaged_wheel_is_fetched_again(index, fetch, tmp_path):
+    lock = pin("tiny", wheel(index, "tiny"))
+    wheel(tmp_path / "wheels", "tiny", body="half")
+    (name,) = fetch(lock)
+    assert (tmp_path / name).read_bytes() == (index / "tiny-1.0-py3-none-any.whl").read_bytes()
+
+
+def test_sources_are_fetched_and_not_run(index, fetch):
+    files = {"PKG-INFO": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 1.0\n", "setup.py": "raise SystemExit(9)\n"}
+    with tarfile.open(index / "deepspeed-1.0.tar.gz", "w:gz") as made:
+        for name, text in files.items():
+            about = tarfile.TarInfo(f"deepspeed-1.0/{name}")
+            about.size = len(text)
+            made.addfile(about, io.BytesIO(text.encode()))
+    digest = hashlib.sha256((index / "deepspeed-1.0.tar.gz").read_bytes()).hexdigest()
+    assert fetch(pin("deepspeed", digest)) == ["wheels/deepspeed-1.0.tar.gz"]
+
+
+def test_wrong_hash_names_the_package(index, fetch, tmp_path):
+    got = wheel(index, "tiny")
     with pytest.raises(DrayError) as raised:
-        wheels.fetch(lock=lock, python="3.11", folder=tmp_path / "wheels")
-    found = raised.value.details.pop("found")
-    assert "tiny==1.0 from file://" in found
-    assert f"Got        {got}" in found
+        fetch(f"tiny==1.0 --hash=sha256:{'0' * 64}\n")
+    found = raised.value.details.pop("found").splitlines()
+    assert found[0].startswith("    tiny==1.0 from file://")
+    assert found[1:] == [f"        Expected sha256 {'0' * 64}", f"             Got        {got}"]
+    assert raised.value.problem == "a fetched file is not the one that is locked"
     assert raised.value.details == {
-        "where": str(lock),
-        "wanted": "every package of the lock, with one of its hashes",
-        "fix": "a mirror or a cache hands out another file under this name: pip cache purge, or lock again",
+        "fix": "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
+    }
+    assert list((tmp_path / "wheels").iterdir()) == []
+
+
+def test_package_that_pip_does_not_find(index, fetch):
+    gone = pin("gone", "0" * 64, "2.0")
+    for minor in range(20):
+        wheel(index, "gone", f"1.{minor}")
+    with pytest.raises(UnfitError) as raised:
+        fetch(gone)
+    assert raised.value.details == {
+        "wanted": f"a wheel for Python 3.11 on {platform.machine()}",
+        "found": "ERROR: Could not find a version that satisfies the requirement gone==2.0 (from versions: ..., 1.19)\n"
+        f"{NOWHERE} gone==2.0",
+        "fix": "pip config list shows where pip looks; a proxy or a mirror may be missing there",
     }
 
 
-@pytest.mark.parametrize(
-    ("package", "fix"),
-    [
-        ("gone==2.0", "pip config list shows where pip looks; a proxy or a mirror may be missing there"),
-        (
-            "torch==2.13.0",
-            "this lock takes one build of torch, which main registries may not have: show pip the folder or the\n"
-            "index that has it, as in: pip config set global.find-links FOLDER",
-        ),
-    ],
-)
-def test_missing_package(index, tmp_path, package, fix):
-    lock = tmp_path / "requirements.lock"
-    lock.write_text(f"{package} --hash=sha256:{'0' * 64}\n")
-    with pytest.raises(DrayError) as raised:
-        wheels.fetch(lock=lock, python="3.11", folder=tmp_path / "wheels")
+def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
+    wheel(index, "torch", "2.8.0")
+    lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0")
+    with pytest.raises(UnfitError) as raised:
+        fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
+    assert raised.value.problem == "a wheel of the image is not where pip looks"
     assert raised.value.details == {
-        "where": str(lock),
-        "wanted": "every package of the lock, with one of its hashes",
-        "found": f"ERROR: Could not find a version that satisfies the requirement {package} (from versions: none)\n"
-        f"ERROR: No matching distribution found for {package}",
-        "fix": fix,
+        "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl",
+        "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
+        f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
+        "fix": f"pip config set global.extra-index-url {INDEX}\n"
+        "or bring the files in a folder: make image-rocm WHEELS=FOLDER\n"
+        "or, where there is no network, from a machine that has them: dray image bundle rocm",
     }
+    assert list((tmp_path / "wheels").iterdir()) == []
+
+
+def test_vendors_wheel_wins_over_the_registrys(index, fetch):
+    wheel(index, "torch", "2.13.0", body="for CUDA")
+    digest = wheel(index, "torch", "2.13.0+cpu")
+    vendors = (vendor("2.13.0+cpu", digest),)
+    assert fetch(pin("torch", digest, "2.13.0"), vendors=vendors) == ["wheels/torch-2.13.0+cpu-py3-none-any.whl"]
+
+
+def test_users_own_folder(index, fetch, tmp_path):
+    own = tmp_path / "my wheels"
+    wheel(own, "torch", "2.8.0", body="for CUDA")
+    digest = wheel(own, "torch", "2.8.0+rocm6.4")
+    lock = pin("torch", digest, "2.8.0+rocm6.4") + pin("tiny", wheel(index, "tiny"))
+    vendors = (vendor("2.8.0+rocm6.4", digest),)
+    assert fetch(lock, vendors=vendors, own=own) == [
+        "wheels/tiny-1.0-py3-none-any.whl",
+        "my wheels/torch-2.8.0+rocm6.4-py3-none-any.whl",
+    ]
+
+    got = wheel(own, "torch", "2.8.0+rocm6.4", body="tampered")
+    with pytest.raises(DrayError, match="not the one that is locked") as raised:
+        fetch(lock, vendors=vendors, own=own)
+    assert raised.value.details == {
+        "where": str(own / "torch-2.8.0+rocm6.4-py3-none-any.whl"),
+        "wanted": f"sha256 {'1' * 64}\nsha256 {digest}",
+        "found": f"sha256 {got}",
+        "fix": "bring the file again from its publisher, or take it out of the folder",
+    }
+
+
+def test_users_folder_that_is_not_there(fetch, tmp_path):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        fetch("", own=tmp_path / "nowhere")
 
 
 def test_own_wheel_follows_the_sources(tmp_path, monkeypatch):
@@ -128,15 +222,18 @@ def test_own_wheel_follows_the_sources(tmp_path, monkeypatch):
         "    name = 'dray-1-py3-none-any.whl'\n"
         "    with zipfile.ZipFile(os.path.join(folder, name), 'w') as wheel:\n"
         "        wheel.write('src/dray/__init__.py', 'dray/__init__.py')\n"
+        "        wheel.writestr('epoch', os.environ['SOURCE_DATE_EPOCH'])\n"
         "        wheel.writestr('dray-1.dist-info/METADATA', 'Metadata-Version: 2.1\\nName: dray\\nVersion: 1\\n')\n"
         "        wheel.writestr('dray-1.dist-info/WHEEL', 'Wheel-Version: 1.0\\nTag: py3-none-any\\n')\n"
         "        wheel.writestr('dray-1.dist-info/RECORD', '')\n"
         "    return name\n"
     )
     folder = tmp_path / "wheels"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
 
     made = wheels.own(checkout=checkout, folder=folder)
     first = made.stat().st_mtime_ns
+    assert zipfile.ZipFile(made).read("epoch") == b"315532800"
     assert wheels.own(checkout=checkout, folder=folder).stat().st_mtime_ns == first
 
     module.write_text("changed = True\n")

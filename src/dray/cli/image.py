@@ -1,18 +1,33 @@
-"""`dray image`: build the image that everything else runs in."""
+"""`dray image`: build the image that everything else runs in, and look into it."""
 
 from __future__ import annotations
 
 import enum
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray import checkout
+from dray.cli import image_lock, image_look
 from dray.errors import ConfigError
 from dray.images import build as make
+from dray.images import builder, bundle, inputs, place
+from dray.images.log import BuildLog
 
-app = typer.Typer(help="Build the image that a run starts from.", no_args_is_help=True)
+app = typer.Typer(help="Build the image that a run starts from, and look into it.", no_args_is_help=True)
+
+Variant = Annotated[str, typer.Argument(help="A folder of containers/: cpu, cuda, cuda12 or rocm.")]
+Base = Annotated[
+    str,
+    typer.Option(
+        envvar="DRAY_IMAGE_BASE",
+        help="An image reference, or the tar of a root filesystem; else that of image.toml.",
+    ),
+]
+Wheels = Annotated[Path | None, typer.Option(help="A folder of wheels of your own, besides what pip finds.")]
 
 
 class Format(enum.StrEnum):
@@ -22,29 +37,69 @@ class Format(enum.StrEnum):
     DOCKER = "docker"
 
 
-@app.callback()
-def _image() -> None:
-    """Keep `build` a verb of its own while it is the only one."""
-
-
 @app.command("build")
 def build(
-    variant: Annotated[str, typer.Argument(help="A folder of containers/, such as cpu.")],
-    kind: Annotated[Format, typer.Option("--format", help="A SIF for Apptainer, or a Docker image.")] = Format.SIF,
-    base: Annotated[
-        str,
-        typer.Option(
-            envvar="DRAY_IMAGE_BASE",
-            help="An image reference, or the tar of a root filesystem; else that of image.toml.",
-        ),
-    ] = "",
+    variant: Variant,
+    kind: Annotated[
+        list[Format] | None,
+        typer.Option("--format", help="A SIF for Apptainer, or a Docker image; may be given twice."),
+    ] = None,
+    base: Base = "",
+    wheels: Wheels = None,
+    bundled: Annotated[Path | None, typer.Option("--bundle", help="Build from a bundle, without a network.")] = None,
+    twice: Annotated[bool, typer.Option(help="Build two times from nothing, and refuse two that differ.")] = False,
+    force: Annotated[bool, typer.Option(help="Build also what is there already, of the same inputs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where the SIF goes; else build/dray-VARIANT.sif.")] = None,
 ) -> None:
-    """Build build/dray-VARIANT.sif, or the Docker image dray:VARIANT."""
-    root = checkout.root()
-    if kind is Format.SIF:
-        print(make.as_sif(root, variant, base=base or None, out=out))
-    elif out:
+    """Build build/dray-VARIANT.sif, or the Docker image dray:VARIANT, or both from the same files."""
+    formats = list(dict.fromkeys(kind or [Format.SIF]))
+    if out and Format.SIF not in formats:
         raise ConfigError("--out is for --format sif", found=out, fix="docker save writes a Docker image to a file")
-    else:
-        print(make.as_docker(root, variant, base=base or None))
+    if bundled and wheels:
+        raise ConfigError("a bundle has wheels of its own", found=f"--bundle {bundled} --wheels {wheels}")
+    built = make.build(
+        checkout.root(),
+        variant,
+        formats=formats,
+        base=base or None,
+        out=out,
+        wheels=wheels,
+        bundled=bundled,
+        twice=twice,
+        force=force,
+    )
+    for image in built:
+        print(image)
+
+
+@app.command("bundle")
+def bundle_(
+    variant: Variant,
+    out: Annotated[Path | None, typer.Option(help="The folder; else build/bundle-VARIANT.")] = None,
+    base: Base = "",
+    wheels: Wheels = None,
+) -> None:
+    """Gather all that a build reads in one folder, for a machine without a network."""
+    root = checkout.root()
+    with BuildLog(root / "build" / "logs" / f"{variant}-bundle.log") as log, log.explaining():
+        source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=log.line)
+        made = bundle.make(root, source, (out or root / "build" / f"bundle-{variant}").absolute(), say=log.line)
+    size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+    print(f"{made}  {size / 1e6:.0f} MB\nthere: make image-{variant} BUNDLE={made.name}")
+
+
+@app.command()
+def enter(variant: Variant) -> None:
+    """Open a shell in what a failed build has left, with the build's inputs in /mnt."""
+    root = checkout.root()
+    failed = place.failed(root, variant)
+    if not failed.is_dir():
+        raise ConfigError("no build of this image has failed", where=failed, fix=f"dray image build {variant}")
+    if not sys.stdin.isatty():
+        raise ConfigError("a shell needs a terminal", where=failed)
+    words = builder.shell(failed, binds={root / "build" / "inputs" / variant: "/mnt"})
+    os.execv(words[0], words)  # noqa: S606  the shell takes this program's place, terminal and all
+
+
+for verb in (image_lock.lock, image_look.inspect, image_look.verify, image_look.sign, image_look.diff):
+    app.command(verb.__name__)(verb)

@@ -55,7 +55,7 @@ def submit(
         script=checkout.root() / "slurm" / ("multinode.sh" if facts.nodes > 1 else "singlenode.sh"),
         options=options,
         folder=folder,
-        image=place.required(checkout.root(), settings.image).absolute(),
+        image=place.required(checkout.root(), settings.image, settings.image_digest).absolute(),
         site=site,
         recipe=recipe.absolute(),
         overrides=overrides or [],

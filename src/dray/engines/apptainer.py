@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dray.binds import Bind
 from dray.engines.words import Word, csv_line
 from dray.plan import Plan
+from dray.spec.image import ACCELERATORS
 
 _GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
 
@@ -20,7 +21,7 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         "--cleanenv",
         "--no-eval",  # else a $(...) in a variable's value is run
         "--no-mount=home,cwd",
-        *_GPU[plan.variant],
+        *_GPU[ACCELERATORS[plan.variant]],
         *(f"--mount={_mount(bind)}" for bind in plan.binds),
         f"--pwd={plan.folder}",
         plan.image,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dray.binds import Bind
 from dray.engines.words import OnNode, Word, csv_line
 from dray.plan import Plan
+from dray.spec.image import ACCELERATORS
 
 LABEL = "dray.run"
 _GPU = {"cpu": [], "cuda": ["--gpus=all"], "rocm": ["--device=/dev/kfd", "--device=/dev/dri"]}
@@ -31,7 +32,7 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         OnNode("--network-alias", name_variable),  # a hostname alone is not in the network's DNS
         f"--user={plan.user}",
         "--shm-size=1g",  # the default of 64 MB ends data workers and NCCL with a bus error
-        *_GPU[plan.variant],
+        *_GPU[ACCELERATORS[plan.variant]],
         *(f"--env={name}" for name in (*(v.name for v in plan.env), *plan.world.identity.values())),
         *(f"--mount={_mount(bind)}" for bind in plan.binds),
         f"--workdir={plan.folder}",

@@ -1,21 +1,28 @@
-"""Build a variant's image in one of its formats, by whichever way this machine has."""
+"""Build a variant's image: once, or twice to show that the same bytes come out."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
+import shutil
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import docker
 from docker.errors import DockerException
 
-from dray import dockerd
-from dray.errors import UnfitError
-from dray.images import builder, inputs, oci, place, sif
+from dray import __version__, dockerd
+from dray.errors import DrayError
+from dray.images import builder, bundle, inputs, place, record
+from dray.images.inputs import INPUTS_LABEL, Source
 from dray.images.log import BuildLog
+from dray.images.rootfs import LAYER, ROOTFS, SIF, TOOLS, local_base
+from dray.images.verify import digest
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,68 +32,153 @@ class Built:
     name: str
     size: int
     digest: str
-    seconds: float
+    seconds: float = 0
 
     def __str__(self) -> str:
         return f"{self.name}  {self.size / 1e6:.0f} MB  {self.digest}  ({self.seconds:.0f} s)"
 
 
-def as_sif(checkout: Path, variant: str, *, base: str | None = None, out: Path | None = None) -> Built:
-    """By Apptainer here, or by Apptainer in a container."""
+def build(
+    checkout: Path,
+    variant: str,
+    *,
+    formats: Sequence[str],
+    base: str | None = None,
+    out: Path | None = None,
+    wheels: Path | None = None,
+    bundled: Path | None = None,
+    twice: bool = False,
+    force: bool = False,
+) -> list[Built]:
+    """Make the image, and put it where a run looks for it. A failure leaves the images of before."""
     started = time.monotonic()
-    image = inputs.image(checkout, variant)
-    out = (out or place.sif(checkout, variant)).absolute()
-    where = base or image.base
-    sif.local_base(where)
-    client = _docker_for_sif()
-    with BuildLog(checkout / "build" / "logs" / f"{variant}-sif.log") as log, log.explaining():
-        folder = inputs.gather(checkout, image, say=log.line)
-        with sif.replacing(out) as scratch:
-            if client is None:
-                sif.build(inputs=folder, base=where, scratch=scratch, on_line=log.line)
-            else:
-                builder.build(client, checkout=checkout, inputs=folder, base=where, scratch=scratch, on_line=log.line)
-    with out.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Built(name=str(out), size=out.stat().st_size, digest=f"sha256:{digest}", seconds=time.monotonic() - started)
+    sif = (out or place.sif(checkout, variant)).absolute()
+    sif.parent.mkdir(parents=True, exist_ok=True)
+    with BuildLog(checkout / "build" / "logs" / f"{variant}.log") as log, log.explaining():
+        if bundled:
+            source = bundle.opened(checkout, bundled, variant)
+        else:
+            source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, say=log.line)
+        made_from = source.digest()
+        there = [] if twice or force else _there(source, sif, formats, made_from)
+        if there:
+            log.line("dray: there already, of the same inputs (--force builds it again)")
+            return there
+        with _made(checkout, source, near=sif, formats=formats, say=log.line) as scratch:
+            if twice:
+                log.line("dray: once more, from nothing")
+                with _made(checkout, source, near=sif, formats=formats, say=log.line) as again:
+                    _need_same(place.failed(checkout, variant), scratch, again)
+            if "docker" in formats:
+                log.line("dray: load the Docker image")
+                _load(scratch / LAYER, place.docker_tag(variant))
+            if "sif" in formats:
+                _deliver(source, scratch, sif, made_from)
+            seconds = time.monotonic() - started
+            return [replace(one, seconds=seconds) for one in _there(source, sif, formats, made_from)]
 
 
-def as_docker(checkout: Path, variant: str, *, base: str | None = None) -> Built:
-    """By the Docker Engine."""
-    started = time.monotonic()
-    image = inputs.image(checkout, variant)
-    client = dockerd.client()
-    tag = place.docker_tag(variant)
-    before = {str(found.id) for found in client.images.list(tag)}
-    with BuildLog(checkout / "build" / "logs" / f"{variant}-docker.log") as log, log.explaining():
-        folder = inputs.gather(checkout, image, say=log.line)
-        digest = oci.build(client, inputs=folder, base=base or image.base, tag=tag, on_line=log.line)
-    for old in before - {digest}:
-        # Over a gigabyte that nobody can name any more, unless a container or another tag still holds it.
-        with suppress(DockerException):
-            client.images.remove(old)
-    size = int(client.images.get(digest).attrs["Size"])
-    return Built(name=tag, size=size, digest=digest, seconds=time.monotonic() - started)
+def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) -> list[Built]:
+    """The images in all of these formats, if they are there and were made from the same."""
+    found = []
+    if "sif" in formats:
+        known = record.read(sif)
+        if known is None or known.inputs != made_from or not sif.is_file() or sif.stat().st_size != known.sif.size:
+            return []
+        found.append(Built(name=str(sif), size=known.sif.size, digest=f"sha256:{known.sif.sha256}"))
+    if "docker" in formats:
+        tag = place.docker_tag(source.image.variant)
+        with closing(dockerd.client()) as client, dockerd.doing(f"look for {tag}"):
+            images = client.images.list(tag)
+        if not images or images[0].labels.get(INPUTS_LABEL) != made_from:
+            return []
+        found.append(Built(name=tag, size=int(images[0].attrs["Size"]), digest=str(images[0].id)))
+    return found
 
 
-def _docker_for_sif() -> docker.DockerClient | None:
-    """None: Apptainer works right here."""
-    tool = sif.apptainer()
-    if tool and os.geteuid() != 0:
-        return None
-    try:
-        return dockerd.client()
-    except UnfitError as error:
-        if tool:
-            raise UnfitError(
-                "root's own Apptainer builds need more rights than containers and shared machines grant",
-                wanted=f"{tool} as an ordinary user, or a Docker Engine",
-                found=f"{tool} as root; {error.problem}",
-                fix="run the same command as an ordinary user",
-            ) from error
-        raise UnfitError(
-            "nothing here can build a SIF",
-            wanted="Apptainer, or a Docker Engine to run it in",
-            found=f"no apptainer on PATH; {error.problem}",
-            fix="install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io",
-        ) from error
+@contextmanager
+def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str], say: Say) -> Iterator[Path]:
+    """A folder with the image in each format, beside the place it goes to: the last move is then a rename."""
+    with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
+        scratch = Path(made)
+        base = local_base(source.base)
+        words = [str(source.inputs / "dray.def"), str(base or source.base), made, "--bind", f"{source.inputs}:/mnt"]
+        words += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
+        words += ["--sif"] if "sif" in formats else []
+        if "docker" in formats:
+            words += [
+                "--docker",
+                place.docker_tag(source.image.variant),
+                "--label",
+                f"{INPUTS_LABEL}={source.digest()}",
+            ]
+        try:
+            builder.run(
+                checkout,
+                "dray.images.rootfs",
+                words,
+                binds={source.inputs: False, scratch: True} | ({base: False} if base else {}),
+                on_line=say,
+                network=base is None,  # everything else has been fetched
+                saved=source.inputs / bundle.BUILDER,
+            )
+        except DrayError as error:
+            _keep(place.failed(checkout, source.image.variant), scratch, error)
+            raise
+        yield scratch
+
+
+def _keep(failed: Path, scratch: Path, error: DrayError) -> None:
+    """The sandbox of a build that failed stays, so that somebody can look around in it."""
+    for sandbox in (*scratch.glob(f"build-temp-*/{ROOTFS}"), *scratch.glob(ROOTFS)):
+        shutil.rmtree(failed, ignore_errors=True)
+        failed.parent.mkdir(parents=True, exist_ok=True)
+        sandbox.replace(failed)
+        error.details.setdefault("fix", f"dray image enter {failed.name} opens a shell where it failed")
+        return
+
+
+def _need_same(failed: Path, first: Path, second: Path) -> None:
+    """Refuse two builds that differ; both stay, to be looked at."""
+    for name in (SIF, LAYER):
+        if not (first / name).exists() or digest(first / name) == digest(second / name):
+            continue
+        failed.parent.mkdir(parents=True, exist_ok=True)
+        kept = [failed.with_name(f"{failed.name}-{number}-{name}") for number in (1, 2)]
+        for scratch, path in zip((first, second), kept, strict=True):
+            (scratch / name).replace(path)
+        raise DrayError(
+            "two builds from the same inputs differ",
+            found="\n".join(f"{digest(path)}  {path}" for path in kept),
+            fix=f"dray image diff '{kept[0]}' '{kept[1]}' names the files" if name == SIF else None,
+        )
+
+
+def _deliver(source: Source, scratch: Path, sif: Path, made_from: str) -> None:
+    os.chown(scratch / SIF, os.getuid(), os.getgid())
+    facts = inputs.facts(source.inputs)
+    known = record.Record(
+        variant=source.image.variant,
+        dray=__version__,
+        base=facts["DRAY_BASE"],
+        inputs=made_from,
+        epoch=int(facts["SOURCE_DATE_EPOCH"]),
+        tools=json.loads((scratch / TOOLS).read_text()),
+        sif=record.File(sha256=digest(scratch / SIF).removeprefix("sha256:"), size=(scratch / SIF).stat().st_size),
+    )
+    # A moment without a record is better than one with another image's.
+    record.path_for(sif).unlink(missing_ok=True)
+    (scratch / SIF).replace(sif)
+    record.write(sif, known)
+
+
+def _load(archive: Path, tag: str) -> None:
+    with closing(dockerd.client()) as client, dockerd.doing(f"load {tag}"):
+        before = {str(found.id) for found in client.images.list(tag)}
+        with archive.open("rb") as file:
+            client.images.load(file)
+        image = client.images.get(tag)
+        for old in before - {str(image.id)}:
+            # Over a gigabyte that nobody can name any more, unless a container or another tag still holds it.
+            with suppress(DockerException):
+                client.images.remove(old)

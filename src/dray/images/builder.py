@@ -1,32 +1,143 @@
-"""Where the host has Docker but no Apptainer for an ordinary user: the same build inside a container."""
+"""Where images are made: by the Apptainer of this machine, or in a container that has one."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import ssl
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from docker.types import Mount
 
-from dray import dockerd
-from dray.errors import DrayError, UnfitError
-from dray.images import inputs as build_inputs
-from dray.images.sif import IMAGE, local_base
+from dray import dockerd, process
+from dray.errors import ConfigError, DrayError, UnfitError
+from dray.images.rootfs import apptainer
 
 if TYPE_CHECKING:
     import docker
     from docker.models.containers import Container
 
 TAG = "dray:builder"
-_HOME = Path("/dray")
+_SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
+_PROXIES = ("http_proxy", "https_proxy", "no_proxy")
+
+
+def run(
+    checkout: Path,
+    module: str,
+    words: Sequence[str],
+    *,
+    binds: Mapping[Path, bool],
+    on_line: Callable[[str], None],
+    network: bool = False,
+    saved: Path | None = None,
+) -> None:
+    """Run one of dray's programs that need Apptainer. `binds` are what it touches, and whether it writes there.
+
+    `saved` is where a bundle has the builder's image.
+    """
+    with engine() as client:
+        if client is None:
+            code = process.follow([sys.executable, "-m", module, *words], on_line=on_line)
+        else:
+            on_line("dray: builder")
+            tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
+            code = _in_container(client, tools, checkout, module, words, binds=binds, on_line=on_line, network=network)
+    if code != 0:
+        raise DrayError(f"the build failed with exit code {code}")
+
+
+@contextmanager
+def engine() -> Iterator[docker.DockerClient | None]:
+    """None: Apptainer works right here."""
+    tool = apptainer()
+    if tool and os.geteuid() != 0:
+        yield None
+        return
+    try:
+        client = dockerd.client()
+    except UnfitError as error:
+        if tool:
+            raise UnfitError(
+                "root's own Apptainer builds need more rights than containers and shared machines grant",
+                wanted=f"{tool} as an ordinary user, or a Docker Engine",
+                found=f"{tool} as root; {error.problem}",
+                fix="run the same command as an ordinary user",
+            ) from error
+        raise UnfitError(
+            "nothing here can build an image",
+            wanted="Apptainer, or a Docker Engine to run it in",
+            found=f"no apptainer on PATH; {error.problem}",
+            fix="install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io",
+        ) from error
+    with closing(client):
+        yield client
+
+
+def _in_container(
+    client: docker.DockerClient,
+    tools: str,
+    checkout: Path,
+    module: str,
+    words: Sequence[str],
+    *,
+    binds: Mapping[Path, bool],
+    on_line: Callable[[str], None],
+    network: bool,
+) -> int:
+    """Under other names, since Apptainer finds no mount whose path has a space."""
+    mounts = [Mount(target="/dray/src", source=str(checkout / "src"), type="bind", read_only=True)]
+    for number, (path, writes) in enumerate(binds.items()):
+        target = f"/dray/{number}{path.suffix}"
+        mounts.append(Mount(target=target, source=str(path), type="bind", read_only=not writes))
+        words = [word.replace(str(path), target) for word in words]
+        if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
+            os.chown(path, user(), user())
+    environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    if network:
+        environment |= proxies(os.environ)
+        bundle = certificates()
+        if bundle:
+            mounts.append(bind(bundle))
+            environment["SSL_CERT_FILE"] = str(bundle)
+    with (
+        dockerd.doing("build in a container"),
+        container(
+            client,
+            tools,
+            ["python3", "-m", module, *words],
+            mounts=mounts,
+            environment=environment,
+            network=network,
+        ) as inside,
+    ):
+        for line in _lines(inside.logs(stream=True)):
+            on_line(line)
+        return int(inside.wait()["StatusCode"])
+
+
+def shell(sandbox: Path, *, binds: Mapping[Path, str]) -> list[str]:
+    """The command that opens a shell in a sandbox, as the root that its steps had."""
+    words = ["shell", "--writable", "--fakeroot", "--no-home"]
+    words += [word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")]
+    with engine() as client:
+        if client is None:
+            return [process.which(apptainer() or "") or "apptainer", *words, str(sandbox)]
+    docker = process.which("docker")
+    if not docker:
+        raise UnfitError("a shell needs Docker's command line client", where=sandbox, fix="install it")
+    volumes = [word for path in (sandbox, *binds) for word in ("--volume", f"{path}:{path}")]
+    options = [word for name in (*_SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)]
+    return [docker, "run", "--rm", "--interactive", "--tty", *options, *volumes, TAG, "apptainer", *words, str(sandbox)]
 
 
 def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
-    """The image with Apptainer and spython, built where it is not yet."""
+    """The image with Apptainer, built where it is not yet."""
     context = checkout / "containers" / "cluster"
     return dockerd.build(
         client,
@@ -37,6 +148,11 @@ def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], 
         target="builder",
         on_line=on_line,
     )
+
+
+def _loaded(client: docker.DockerClient, saved: Path) -> str:
+    with dockerd.doing(f"load {saved}"), saved.open("rb") as file:
+        return str(client.images.load(file)[0].id)
 
 
 def _base(client: docker.DockerClient, containerfile: Path) -> str:
@@ -55,15 +171,39 @@ def user() -> int:
     return os.getuid() or 1000
 
 
+def proxies(environment: Mapping[str, str]) -> dict[str, str]:
+    """The host's proxies under the lower-case names, the only ones that apt reads."""
+    found = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
+    return {name: value for name, value in found.items() if value}
+
+
+def certificates() -> Path | None:
+    """The host's CA bundle: SSL_CERT_FILE, else where its own OpenSSL looks."""
+    named = os.environ.get("SSL_CERT_FILE")
+    if named and not Path(named).is_file():
+        raise ConfigError(
+            "the CA bundle is not there", where="SSL_CERT_FILE", found=named, fix="correct it, or unset SSL_CERT_FILE"
+        )
+    found = ssl.get_default_verify_paths().cafile
+    return Path(found) if found else None
+
+
 @contextmanager
 def container(
-    client: docker.DockerClient, image: str, command: list[str], *, mounts: list[Mount], environment: dict[str, str]
+    client: docker.DockerClient,
+    image: str,
+    command: list[str],
+    *,
+    mounts: list[Mount],
+    environment: dict[str, str],
+    network: bool = False,
 ) -> Iterator[Container]:
     """A container in which an ordinary user's Apptainer works; gone afterwards, whatever happens."""
     host = client.api.create_host_config(
         mounts=mounts,
+        network_mode="default" if network else "none",
         # Apptainer makes user and mount namespaces of its own; it needs no capability for that.
-        security_opt=["seccomp=unconfined", "apparmor=unconfined"],
+        security_opt=list(_SECURITY),
     )
     made = client.api.create_container(
         image,
@@ -81,53 +221,9 @@ def container(
         started.remove(force=True)
 
 
-def build(
-    client: docker.DockerClient,
-    *,
-    checkout: Path,
-    inputs: Path,
-    base: str,
-    scratch: Path,
-    on_line: Callable[[str], None],
-) -> None:
-    """dray.images.sif.build, inside."""
-    mounts = [_bind(checkout / "src", "src"), _bind(inputs, "inputs"), _bind(scratch, "scratch", read_only=False)]
-    path = local_base(base)
-    if path:
-        mounts.append(_bind(path, f"base-{path.name}"))
-        base = str(_HOME / f"base-{path.name}")
-    _hand_over(scratch, inputs / "host" / "env")
-    command = ["python3", "-m", "dray.images.sif", str(_HOME / "inputs"), base, str(_HOME / "scratch")]
-    environment = build_inputs.proxies(os.environ) | {
-        "PYTHONPATH": str(_HOME / "src"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if (inputs / "host" / "ca.crt").exists():
-        environment["SSL_CERT_FILE"] = str(_HOME / "inputs" / "host" / "ca.crt")
-    on_line("dray: builder")
-    tools = image(client, checkout, on_line)
-    with (
-        dockerd.doing("build in a container"),
-        container(client, tools, command, mounts=mounts, environment=environment) as inside,
-    ):
-        for line in _lines(inside.logs(stream=True)):
-            on_line(line)
-        code = int(inside.wait()["StatusCode"])
-    if code != 0:
-        raise DrayError(f"the build in a container failed with exit code {code}")
-    os.chown(scratch / IMAGE, os.getuid(), os.getgid())
-
-
-def _bind(source: Path, name: str, *, read_only: bool = True) -> Mount:
-    return Mount(target=str(_HOME / name), source=str(source), type="bind", read_only=read_only)
-
-
-def _hand_over(*paths: Path) -> None:
-    """Root's own files are not the ordinary user's to read."""
-    if os.getuid() == 0:
-        for path in paths:
-            os.chown(path, user(), user())
+def bind(path: Path, *, read_only: bool = True) -> Mount:
+    """The same path inside."""
+    return Mount(target=str(path), source=str(path), type="bind", read_only=read_only)
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:

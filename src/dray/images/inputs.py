@@ -1,21 +1,38 @@
-"""All that a build reads, in one folder: the context of a Docker build, and /mnt of an Apptainer build."""
+"""All that a build reads, in one folder: /mnt of an Apptainer build, the context of a Docker build."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
 import shutil
-import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dray.errors import ConfigError
-from dray.images import wheels
+from dray.images import debs, lock, wheels
+from dray.images.rootfs import local_base
 from dray.spec.image import Image
 from dray.spec.model import load
 
-_PROXIES = ("http_proxy", "https_proxy", "no_proxy")
+# How a Docker image tells what it was made from.
+INPUTS_LABEL = "dray.inputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """All that an image is made from."""
+
+    image: Image
+    inputs: Path
+    base: str
+
+    def digest(self) -> str:
+        """One digest of everything: the same digest gives the same image."""
+        lines = [f"{digest}  {name}\n" for name, digest in sums(self.inputs).items()]
+        return hashlib.sha256("".join([facts(self.inputs)["DRAY_BASE"], "\n", *lines]).encode()).hexdigest()
 
 
 def image(checkout: Path, variant: str) -> Image:
@@ -28,66 +45,102 @@ def image(checkout: Path, variant: str) -> Image:
     return load(Image, checkout / "containers" / variant / "image.toml")
 
 
-def gather(checkout: Path, image: Image, *, say: Callable[[str], None]) -> Path:
-    """Fetch what is not there yet, and make the folder anew from the checkout and the host."""
-    wheel_folder = checkout / "build" / "wheels"
+def gather(
+    checkout: Path,
+    variant: str,
+    *,
+    base: str | None = None,
+    own_wheels: Path | None = None,
+    say: Callable[[str], None],
+) -> Source:
+    """Fetch what is not there yet, and make the folder anew from the checkout."""
+    described = image(checkout, variant)
+    base = base or described.base
+    local_base(base)
+    lock.require_fresh(checkout, described)
+    build = checkout / "build"
     say("dray: wheels")
-    new = wheels.fetch(lock=_lock(checkout, image), python=image.python, folder=wheel_folder / image.variant)
-    say(f"dray: wheels {'fetched' if new else 'are all there'}")
-    own = wheels.own(checkout=checkout, folder=wheel_folder / "dray")
-    return lay_out(checkout, image, fetched=wheel_folder / image.variant, own=own)
+    folder = build / "wheels"
+    fetched = wheels.fetch(
+        locks=_locks(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
+    )
+    own = wheels.own(checkout=checkout, folder=folder / "dray")
+    packages = debs.fetch(checkout, base=base, say=say)
+    folder = lay_out(checkout, described, fetched=fetched, own=own, packages=packages, base=debs.identity(base))
+    return Source(image=described, inputs=folder, base=base)
 
 
-def lay_out(checkout: Path, image: Image, *, fetched: Path, own: Path) -> Path:
+def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path, packages: Path, base: str) -> Path:
     """build/inputs/<variant>, as the steps, the definition and the Containerfile expect it."""
-    source = checkout / "containers" / image.variant
+    containers = checkout / "containers"
+    source = containers / image.variant
     folder = checkout / "build" / "inputs" / image.variant
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(checkout / "containers" / "steps", folder / "steps")
-    shutil.copytree(fetched, folder / "wheels", copy_function=_link)
-    (folder / "dray").mkdir()
-    shutil.copy2(own, folder / "dray")
-    shutil.copy2(_lock(checkout, image), folder)
+    shutil.copytree(containers / "steps", folder / "steps", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, files in (("wheels", fetched), ("debs", sorted(packages.iterdir())), ("dray", [own])):
+        (folder / name).mkdir()
+        for file in files:
+            link(file, folder / name / file.name)
+    for path in _locks(checkout, image):
+        shutil.copy2(path, folder)
     shutil.copy2(source / f"dray-{image.variant}.def", folder / "dray.def")
-    containerfile = (source / "Containerfile").read_text()
-    (folder / "Containerfile").write_text(containerfile + _docker_labels(image.labels))
+    environment = _environment(containers / "environment") | image.environment
+    (folder / "environment").write_text(_assign(environment))
     (folder / "labels").write_text("".join(f"{key} {value}\n" for key, value in image.labels.items()))
-    (folder / "image.env").write_text(_assign({"DRAY_VARIANT": image.variant, "DRAY_PYTHON": image.python}))
-    _host(folder / "host", os.environ)
+    (folder / "Containerfile").write_text(
+        (source / "Containerfile").read_text() + _docker("ENV", environment) + _docker("LABEL", image.labels)
+    )
+    said = {
+        "DRAY_VARIANT": image.variant,
+        "DRAY_PYTHON": image.python,
+        "DRAY_ACCELERATOR": image.accelerator,
+        "DRAY_ARCHITECTURES": ";".join(image.architectures),
+        "DRAY_DRIVER": image.driver or "",
+        "DRAY_BASE": base,
+        "SOURCE_DATE_EPOCH": str(lock.epoch(_locks(checkout, image)[0])),
+    }
+    (folder / "image.env").write_text(_assign(said))
     return folder
 
 
-def _lock(checkout: Path, image: Image) -> Path:
-    return checkout / "containers" / image.variant / "requirements.lock"
+def facts(folder: Path) -> dict[str, str]:
+    """What image.env says."""
+    words = shlex.split((folder / "image.env").read_text())
+    return dict(word.split("=", 1) for word in words)
 
 
-def proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """The host's proxies under the lower-case names, the only ones that apt reads."""
-    found = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
-    return {name: value for name, value in found.items() if value}
+def sums(folder: Path) -> dict[str, str]:
+    """The digest of every file of an image's inputs, by its name there."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
-def _host(folder: Path, environment: Mapping[str, str]) -> None:
-    folder.mkdir()
-    (folder / "env").touch(mode=0o600)  # a proxy's address may hold a password
-    (folder / "env").write_text(_assign(proxies(environment)))
-    bundle = ssl.get_default_verify_paths().cafile
-    if bundle:
-        shutil.copyfile(bundle, folder / "ca.crt")
+def _locks(checkout: Path, image: Image) -> list[Path]:
+    """What stays in the image, and where there are any the tools that its build needs."""
+    source = checkout / "containers" / image.variant
+    return [path for path in (source / "requirements.lock", source / "build.lock") if path.exists()]
+
+
+def _environment(file: Path) -> dict[str, str]:
+    lines = (line for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    return dict(line.split("=", 1) for line in lines)
 
 
 def _assign(values: Mapping[str, str]) -> str:
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
 
 
-def _docker_labels(labels: Mapping[str, str]) -> str:
-    return "".join(f"LABEL {key}={json.dumps(value).replace('$', chr(92) + '$')}\n" for key, value in labels.items())
+def _docker(word: str, values: Mapping[str, str]) -> str:
+    return "".join(f"{word} {key}={json.dumps(value).replace('$', chr(92) + '$')}\n" for key, value in values.items())
 
 
-def _link(source: str, target: str) -> str:
-    """Hundreds of megabytes that are already on this disk need no second copy."""
+def link(source: str | Path, target: str | Path) -> None:
+    """Gigabytes that are already on this disk need no second copy."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-    return target

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -9,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from dray.errors import DrayError
+from dray.errors import DrayError, UnfitError
 
-# Apptainer's line comes before a minute of silence.
-_SHOWN = ("dray: ", "INFO:    Creating SIF file")
+_SHOWN = ("dray: ", "Downloading ")
+_FULL = "No space left on device"
 
 
 class BuildLog:
@@ -43,7 +45,23 @@ class BuildLog:
         try:
             yield
         except DrayError as error:
-            if self._last:
-                error.details.setdefault("found", "\n".join(self._last))
+            said = "\n".join(self._last)
+            if _FULL in f"{said}\n{error.details.get('found')}":
+                raise self._disk_full() from error
+            if said:
+                error.details.setdefault("found", said)
                 error.details.setdefault("where", str(self.path))
             raise
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise self._disk_full() from error
+
+    def _disk_full(self) -> UnfitError:
+        build = self.path.parent.parent
+        return UnfitError(
+            "the disk is full",
+            where=build,
+            found=f"{shutil.disk_usage(build).free / 1e9:.1f} GB free; a build takes four times the unpacked image",
+            fix=f"make room; {build} may be removed whole: it holds what was fetched and built",
+        )

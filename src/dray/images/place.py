@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dray import dockerd
 from dray.errors import ConfigError, UnfitError
+from dray.images import verify
 
 
 def docker_tag(variant: str) -> str:
@@ -43,23 +44,25 @@ def sif(checkout: Path, variant: str) -> Path:
     return checkout / "build" / f"dray-{variant}.sif"
 
 
+def failed(checkout: Path, variant: str) -> Path:
+    """The sandbox of the last build that failed."""
+    return checkout / "build" / "failed" / variant
+
+
 def to_run(checkout: Path, variant: str) -> Path:
     """The file that a job starts: DRAY_IMAGE, else the variant's own."""
     return Path(os.environ.get("DRAY_IMAGE") or sif(checkout, variant))
 
 
-def required(checkout: Path, variant: str) -> Path:
-    """The same, and it must be there before anything is queued."""
+def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
+    """The same, and before anything is queued it must be there, and be the one that the recipe wants."""
     file = to_run(checkout, variant)
     if not file.is_file():
         raise ConfigError(
             "the image is not there",
             wanted=f"{file} (the recipe's image is {variant})",
-            fix=f"{_how_to_make(checkout, variant)}set DRAY_IMAGE to an image that dray has built",
+            fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
         )
+    if digest:
+        verify.require(file, digest, "the recipe's image_digest")
     return file
-
-
-def _how_to_make(checkout: Path, variant: str) -> str:
-    known = (checkout / "containers" / variant / "image.toml").exists()
-    return f"make image-{variant}, or " if known else f"dray cannot build a {variant} image yet: "

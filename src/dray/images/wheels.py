@@ -1,59 +1,51 @@
-"""Wheels are fetched on the host, once, with the host's own pip configuration; the build itself then needs neither."""
+"""All files that the locks name, and dray's own wheel: gathered on the host, so that a build needs no index."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import hashlib
+import platform
+import re
 import shutil
-import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from dray import process
-from dray.errors import DrayError, UnfitError
+from dray.errors import ConfigError, DrayError
+from dray.images import lock, pip
+from dray.images.lock import Pin
+from dray.spec.image import Image
 
-# pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
-_PLATFORMS = tuple(
-    f"{tag}_x86_64"
-    for tag in (
-        *(f"manylinux_2_{glibc}" for glibc in (28, 27, 26, 24, 17)),
-        "manylinux2014",
-        *(f"manylinux_2_{glibc}" for glibc in (12, 5)),
-        "linux",
-    )
-)
-# An empty configuration, so that "are they all there" asks no index.
-_NO_CONFIG = {"PIP_CONFIG_FILE": os.devnull}
+# The first moment that a wheel, being a zip file, can hold. Not a lock's date: all variants share dray's wheel.
+_EPOCH = "315532800"
 
 
-def download_argv(*, lock: Path, python: str, folder: Path) -> list[str]:
-    """What fetches every locked wheel, wherever the host's pip looks for wheels."""
-    return [
-        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"),
-        *("--require-hashes", "--only-binary", ":all:", "--implementation", "cp", "--python-version", python),
-        *(word for platform in _PLATFORMS for word in ("--platform", platform)),
-        *("--requirement", str(lock), "--dest", str(folder)),
-    ]
-
-
-def fetch(*, lock: Path, python: str, folder: Path) -> bool:
-    """Have every wheel of the lock in `folder`, with the right hash; whether anything had to be fetched."""
-    _need_pip()
-    folder.mkdir(parents=True, exist_ok=True)
-    argv = download_argv(lock=lock, python=python, folder=folder)
-    there = [*argv, "--isolated", "--no-index", "--find-links", str(folder)]
-    if process.run(there, env=_NO_CONFIG, check=False).code == 0:
-        return False
-    done = process.run(argv, check=False)
-    if done.code != 0:
-        said = [line for line in done.err.splitlines() if not line.startswith(("WARNING:", "[notice]"))]
-        raise DrayError(
-            "pip cannot fetch the locked wheels",
-            where=lock,
-            wanted="every package of the lock, with one of its hashes",
-            found="\n".join(said) or f"exit code {done.code}",
-            fix=_fix("\n".join(said)),
-        )
-    return True
+def fetch(
+    *,
+    locks: Sequence[Path],
+    image: Image,
+    folder: Path,
+    wheels: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Exactly the files of the locks: from the user's own `wheels`, from `folder`, or else from where pip looks."""
+    if wheels and not wheels.is_dir():
+        raise ConfigError("there is no such folder of wheels", where=wheels)
+    pins = {pin.name: pin for path in locks for pin in lock.read(path)}
+    found = _find(pins, [wheels, folder] if wheels else [folder], image.python)
+    there = {_name(path) for path in found}
+    versions = {vendor.name: vendor.version for vendor in image.vendor}
+    missing = [replace(pin, version=versions.get(name, pin.version)) for name, pin in pins.items() if name not in there]
+    if wheels:
+        _refuse_others(missing, wheels, image.python)
+    # Vendors' first and alone: the rest is not worth its minutes where one of these cannot be had.
+    for of_vendors in (True, False):
+        wanted = [pin for pin in missing if (pin.name in versions) is of_vendors]
+        if wanted:
+            say(f"dray: fetch {len(wanted)} of {len(pins)} packages")
+            found += pip.download(wanted, image=image, folder=folder, say=say)
+    return sorted(found, key=lambda path: path.name)
 
 
 def own(*, checkout: Path, folder: Path) -> Path:
@@ -66,26 +58,58 @@ def own(*, checkout: Path, folder: Path) -> Path:
     made = next(folder.glob("*.whl"), None)
     if made and made.stat().st_mtime > newest:
         return made
-    _need_pip()
     shutil.rmtree(folder, ignore_errors=True)
-    pip = (sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--quiet", "--no-deps")
-    process.run([*pip, "--wheel-dir", folder, checkout])
+    argv = [*pip.command("wheel"), "--quiet", "--wheel-dir", str(folder), str(checkout)]
+    process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH})
     return next(folder.glob("*.whl"))
 
 
-def _need_pip() -> None:
-    if importlib.util.find_spec("pip") is None:
-        raise UnfitError(
-            "fetching wheels needs pip", where=sys.executable, fix=f"{sys.executable} -m ensurepip, then again"
-        )
+def _find(pins: Mapping[str, Pin], folders: Iterable[Path], python: str) -> list[Path]:
+    """The files in these folders that are locked and fit, each once."""
+    files = [
+        path
+        for folder in folders
+        for path in sorted(folder.glob("*-*"))
+        if _name(path) in pins and path.is_file() and _fits(path, python)
+    ]
+    found: dict[str, Path] = {}
+    with ThreadPoolExecutor() as pool:
+        for path, digest in zip(files, pool.map(_digest, files), strict=True):
+            if digest in pins[_name(path)].hashes:
+                found.setdefault(digest, path)
+    return list(found.values())
 
 
-def _fix(said: str) -> str:
-    if "torch==" in said:
-        return (
-            "this lock takes one build of torch, which main registries may not have: show pip the folder or the\n"
-            "index that has it, as in: pip config set global.find-links FOLDER"
-        )
-    if "DO NOT MATCH THE HASHES" in said:
-        return "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
-    return "pip config list shows where pip looks; a proxy or a mirror may be missing there"
+def _refuse_others(missing: Iterable[Pin], wheels: Path, python: str) -> None:
+    """Who brings a file of the right name wants it in the image, and should hear why it is not taken."""
+    by_name = {pin.name: pin for pin in missing}
+    for path in sorted(wheels.glob("*-*.whl")):
+        pin = by_name.get(_name(path))
+        if pin and pin.version == path.name.split("-")[1] and _fits(path, python):
+            raise DrayError(
+                "a wheel is not the one that is locked",
+                where=path,
+                wanted="\n".join(f"sha256 {one}" for one in pin.hashes),
+                found=f"sha256 {_digest(path)}",
+                fix="bring the file again from its publisher, or take it out of the folder",
+            )
+
+
+def _name(path: Path) -> str:
+    """The package that a file holds, written as in a lock."""
+    return re.sub(r"[-_.]+", "-", path.name.partition("-")[0]).lower()
+
+
+def _fits(path: Path, python: str) -> bool:
+    """Whether a wheel is for this Python and this machine. Sources are for all."""
+    if path.suffix != ".whl":
+        return True
+    digits = python.replace(".", "")
+    interpreters, abi, systems = (part.split(".") for part in path.stem.split("-")[-3:])
+    ours = abi == ["abi3"] or bool({f"cp{digits}", f"py{digits}", "py3"} & set(interpreters))
+    return ours and any(system == "any" or system.endswith(f"_{platform.machine()}") for system in systems)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

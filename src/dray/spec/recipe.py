@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from dray.spec.image import Variant
 from dray.spec.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
 Launcher = Literal["torchrun"]
-Variant = Literal["cpu", "cuda", "rocm"]
 Scalar = str | int | float | bool
 
 
@@ -81,6 +81,8 @@ class Recipe(Spec):
     """One line that says what it is for."""
     image: Variant = "cpu"
     """The image's variant."""
+    image_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    """The SHA-256 that the SIF must have, as `dray image build` prints it."""
     launcher: Launcher = "torchrun"
     """What starts the ranks in the container."""
     nodes: Count = 1

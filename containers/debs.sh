@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Runs in an image's base, before the build and with a network: every package that debian.in asks for and the base has
+# not got goes to /srv, in the versions of debian.lock where the sources still have them. dray.images.debs reads it.
+set -euo pipefail
+
+exec 2>&1
+
+# The host's proxies and certificates; a base image's own bundle does not do behind a proxy with certificates of its own.
+set -a
+# shellcheck source=/dev/null
+source /mnt/env
+set +a
+options=(--quiet=2 -o APT::Sandbox::User=root -o Acquire::Retries=3 -o Dir::Cache::archives=/srv)
+[[ ! -e /mnt/ca.crt ]] || options+=(-o Acquire::https::CAInfo=/mnt/ca.crt)
+[[ ! -e /mnt/sources.list ]] || cp /mnt/sources.list /etc/apt/sources.list
+
+debs::get() { apt-get "${options[@]}" install --download-only --yes --no-install-recommends "$@"; }
+
+apt-get "${options[@]}" update
+mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' /mnt/debian.in)
+mapfile -t locked < <(awk '{ print $1 "=" $2 }' /mnt/debian.lock)
+if ((${#locked[@]} == 0)) || ! debs::get "${locked[@]}" >/srv/apt.log; then
+    debs::get "${wanted[@]}"
+fi
+rm -rf /srv/apt.log /srv/partial /srv/lock
+
+# What the base itself holds, with the hash that the archive gives, for the bill of materials.
+dpkg-query --show --showformat '${Package}=${Version}\n' | xargs apt-cache show 2>/dev/null |
+    awk '/^Package: / { name = $2 } /^Version: / { version = $2 } /^Architecture: / { arch = $2 }
+         /^SHA256: / { print name, version, arch, $2 }' | sort -u >/srv/base.sha256 || true

@@ -1,0 +1,107 @@
+"""`dray image inspect|verify|sign|diff`: what an image is, and whether it is the one that it should be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dray import checkout
+from dray.images import diff as differences
+from dray.images import look, place, record, siffile
+from dray.images import sign as signatures
+from dray.images import verify as identity
+from dray.spec.image import Variant
+
+_TOP = 15
+
+Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a variant that was built here.")]
+
+
+def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """Show what an image is and what takes its space, without starting it."""
+    report = look.report(siffile.read(_file(image)))
+    if as_json:
+        print(json.dumps(asdict(report), indent=1))
+        return
+    lines = {
+        "image": f"{report.file} ({report.size / 1e6:.0f} MB, {report.unpacked / 1e6:.0f} MB unpacked)",
+        "digest": report.digest,
+        "signed": f"with {', '.join(report.signed)} (dray image verify checks it)" if report.signed else "no",
+        "variant": f"{report.variant}, {report.architecture}",
+        "base": report.base or "unknown: the image's record is not here",
+        "python": report.python,
+        "dray": report.dray,
+        **report.versions,
+    }
+    console, width = Console(highlight=False), max(map(len, lines))
+    for name, value in lines.items():
+        console.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
+    console.print(_table(report.packages))
+
+
+def verify(
+    image: Image,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe, whose image_digest the image must have.")] = None,
+    digest: Annotated[str | None, typer.Option(help="sha256:... that the image must have.")] = None,
+    signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check who signed it.")] = True,
+) -> None:
+    """Refuse an image that is not the wanted one, byte for byte, or that nobody known has signed."""
+    sif = siffile.read(_file(image))
+    wanted, source = identity.wanted(sif.path, said=digest, recipe=recipe)
+    found = identity.require(sif.path, wanted, source)
+    signers = signatures.check(sif) if signature else []
+    print(
+        f"{sif.path}\n{found} ({source})\n"
+        + (f"signed by {', '.join(signers)}" if signature else "signature unchecked")
+    )
+
+
+def sign(
+    image: Image,
+    key: Annotated[str, typer.Option(help="The key's fingerprint, or its end; needed where there are several.")] = "",
+) -> None:
+    """Sign an image with a key of Apptainer's keyring. The file's digest changes, and its record with it."""
+    sif = siffile.read(_file(image))
+    known = record.read(sif.path)
+    if known:
+        identity.require(sif.path, *identity.wanted(sif.path))
+    fingerprint = signatures.sign(sif, key)
+    digest = identity.digest(sif.path)
+    if known:
+        made = record.File(sha256=digest.removeprefix("sha256:"), size=sif.path.stat().st_size)
+        record.updated(sif.path, known, sif=made, signed=fingerprint)
+    print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A SIF.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+) -> None:
+    """Name what makes two images differ, and why; exit code 1 where anything does."""
+    found = differences.sifs(first, second)
+    for line in found or [f"identical: {identity.digest(first)}"]:
+        print(line)
+    raise typer.Exit(1 if found else 0)
+
+
+def _file(image: str) -> Path:
+    if image in get_args(Variant):
+        return place.sif(checkout.root(), image)
+    return Path(image)
+
+
+def _table(packages: dict[str, int]) -> Table:
+    table = Table("package", "MB unpacked")
+    table.columns[1].justify = "right"
+    for name, size in list(packages.items())[:_TOP]:
+        table.add_row(name, f"{size / 1e6:.1f}")
+    rest = list(packages.values())[_TOP:]
+    if rest:
+        table.add_row(f"{len(rest)} others", f"{sum(rest) / 1e6:.1f}", style="dim")
+    return table

@@ -1,0 +1,126 @@
+"""Debian's packages, fetched by apt in the very base that they are for; the build itself then needs no network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import unquote
+
+from dray.errors import DrayError
+from dray.images import builder
+from dray.images.rootfs import local_base
+
+LOCK = "debian.lock"
+
+
+def fetch(checkout: Path, *, base: str, say: Callable[[str], None]) -> Path:
+    """The folder with the packages for this base, fetched if it is not there yet."""
+    containers = checkout / "containers"
+    asked = [identity(base), *((containers / name).read_text() for name in ("debian.in", LOCK, "debs.sh"))]
+    folder = checkout / "build" / "debs" / hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
+    if not folder.exists():
+        say("dray: Debian packages")
+        _download(checkout, folder, base=base, lock=containers / LOCK, say=say)
+    for difference in differences(folder, containers / LOCK):
+        say(f"dray: not as locked: {difference}")
+    return folder
+
+
+def lock(checkout: Path, *, base: str, say: Callable[[str], None]) -> list[str]:
+    """Write debian.lock from what the sources have today; what changed."""
+    path = checkout / "containers" / LOCK
+    with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as scratch:
+        nothing, folder = Path(scratch) / LOCK, Path(scratch) / "debs"
+        nothing.touch()
+        _download(checkout, folder, base=base, lock=nothing, say=say)
+        changed = differences(folder, path)
+        path.write_text("".join(f"{line}\n" for line in _found(folder)))
+    return changed
+
+
+def identity(base: str) -> str:
+    """What a base is: its digest."""
+    path = local_base(base)
+    if path is None or path.is_dir():
+        return base
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def differences(folder: Path, lock: Path) -> list[str]:
+    """What is there in another version than the lock's, or with other bytes."""
+    locked = {line.split()[0]: line for line in lock.read_text().splitlines()}
+    found = {line.split()[0]: line for line in _found(folder)}
+    return [
+        f"{name} {_said(locked.get(name))} -> {_said(found.get(name))}"
+        for name in sorted(locked.keys() | found.keys())
+        if locked.get(name) != found.get(name)
+    ]
+
+
+def _said(line: str | None) -> str:
+    return line.split()[1] if line else "none"
+
+
+def _found(folder: Path) -> list[str]:
+    """NAME VERSION ARCHITECTURE SHA256 of each package."""
+    lines = []
+    for deb in sorted(folder.glob("*.deb")):
+        name, version, architecture = deb.stem.split("_")
+        lines.append(f"{name} {unquote(version)} {architecture} {hashlib.sha256(deb.read_bytes()).hexdigest()}")
+    return lines
+
+
+def _download(checkout: Path, folder: Path, *, base: str, lock: Path, say: Callable[[str], None]) -> None:
+    containers = checkout / "containers"
+    with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as made:
+        scratch = Path(made)
+        inputs, out, work = scratch / "inputs", scratch / "out", scratch / "work"
+        for each in (inputs, out, work):
+            each.mkdir()
+        for source in (containers / "debian.in", containers / "debs.sh", containers / "debs.def", lock):
+            shutil.copy2(source, inputs)
+        _host(inputs, os.environ)
+        binds = {inputs: False, out: True, work: True}
+        path = local_base(base)
+        binds |= {path: False} if path else {}
+        words = [str(inputs / "debs.def"), str(path or base), str(work), "--bind", f"{inputs}:/mnt"]
+        words += ["--bind", f"{out}:/srv"]
+        try:
+            builder.run(checkout, "dray.images.rootfs", words, binds=binds, on_line=say, network=True)
+        except DrayError as error:
+            if path is None:
+                error.details["wanted"] = f"the base {base} from its registry, and Debian's packages for it"
+                error.details["fix"] = (
+                    "where nothing can be pulled: containers/base/make-base.sh bookworm build/base/bookworm.tar\n"
+                    "and BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)"
+                )
+            raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        out.replace(folder)
+
+
+def _build(checkout: Path) -> Path:
+    folder = checkout / "build"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _host(folder: Path, environment: Mapping[str, str]) -> None:
+    """What apt needs of this machine: the proxies, the certificates, sources of the user's own. None of it is kept."""
+    (folder / "env").touch(mode=0o600)  # a proxy's address may hold a password
+    proxies = builder.proxies(environment)
+    (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in proxies.items()))
+    if os.getuid() == 0:
+        os.chown(folder / "env", builder.user(), builder.user())
+    bundle = builder.certificates()
+    if bundle:
+        shutil.copyfile(bundle, folder / "ca.crt")
+    sources = environment.get("APT_SOURCES")
+    if sources:
+        shutil.copyfile(sources, folder / "sources.list")

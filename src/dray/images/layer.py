@@ -1,0 +1,92 @@
+"""A root filesystem as a Docker image of one layer: the SIF's files, and the same bytes every time."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import shlex
+import tarfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+# What Apptainer adds to a root filesystem for itself.
+_APPTAINERS = {".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity"}
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def pack(rootfs: Path, out: Path, *, epoch: int, inputs: Path, tag: str, labels: Mapping[str, str]) -> None:
+    """Write `out`, an archive for `docker load` and `podman load`."""
+    print("dray: pack the Docker image", flush=True)
+    tar = out.with_suffix(".layer")
+    with tar.open("wb") as file:
+        write(rootfs, file, epoch=epoch)
+    with tar.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    config = _config(inputs, layer=digest, epoch=epoch, labels=labels)
+    name = f"{hashlib.sha256(config).hexdigest()}.json"
+    manifest = json.dumps([{"Config": name, "RepoTags": [tag], "Layers": [f"{digest}/layer.tar"]}]).encode()
+    with tarfile.open(out, "w", format=tarfile.GNU_FORMAT) as archive:
+        for path, content in ((name, config), ("manifest.json", manifest)):
+            archive.addfile(_sealed(tarfile.TarInfo(path), epoch, size=len(content)), io.BytesIO(content))
+        with tar.open("rb") as file:
+            whole = _sealed(tarfile.TarInfo(f"{digest}/layer.tar"), epoch, size=tar.stat().st_size)
+            archive.addfile(whole, file)
+    tar.unlink()
+
+
+def write(rootfs: Path, out: BinaryIO, *, epoch: int) -> None:
+    """The layer: every file in order, all of them root's, all of the same time."""
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for path in _walk(rootfs):
+            entry = _sealed(tar.gettarinfo(path, path.relative_to(rootfs).as_posix()), epoch)
+            if entry.isreg():
+                with path.open("rb") as file:
+                    tar.addfile(entry, file)
+            else:
+                tar.addfile(entry)
+
+
+def _walk(rootfs: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(rootfs):
+        here = Path(folder)
+        folders.sort()
+        names = sorted([*files, *(name for name in folders if (here / name).is_symlink())])
+        if here == rootfs:
+            folders[:] = [name for name in folders if name not in _APPTAINERS]
+            names = [name for name in names if name not in _APPTAINERS]
+        else:
+            yield here
+        yield from (here / name for name in names)
+
+
+def _sealed(entry: tarfile.TarInfo, epoch: int, *, size: int | None = None) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = epoch
+    if size is not None:
+        entry.size = size
+    return entry
+
+
+def _config(inputs: Path, *, layer: str, epoch: int, labels: Mapping[str, str]) -> bytes:
+    made = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return json.dumps(
+        {
+            "architecture": MACHINES.get(platform.machine(), platform.machine()),
+            "os": "linux",
+            "created": made,
+            "config": {
+                "Env": [shlex.split(line)[0] for line in (inputs / "environment").read_text().splitlines()],
+                "Cmd": ["dray", "--help"],
+                "Labels": dict(labels),
+            },
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer}"]},
+            "history": [{"created": made, "created_by": "dray image build"}],
+        },
+        sort_keys=True,
+    ).encode()

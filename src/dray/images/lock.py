@@ -1,0 +1,197 @@
+"""Locks: every file that an image may hold, by its hash, resolved from what its requirements ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dray import process
+from dray.errors import ConfigError, DrayError, UnfitError
+from dray.spec.image import Image
+
+# It has no wheels; the image's build makes one, where its operators can be compiled.
+SOURCE_ONLY = "deepspeed"
+_MAIN = "requirements.in"
+_PROJECT = "../../pyproject.toml"
+_PLATFORM = "x86_64-manylinux_2_28"
+# What only torch's builds for CUDA need.
+_FOR_CUDA = re.compile(r"nvidia-.*|cuda-.*|triton")
+_HEAD = re.compile(r"# dray image lock \S+, (\d{4}-\d\d-\d\d)\n# from (.*)\n")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A package in one version, and the hash of each file that may be taken for it."""
+
+    name: str
+    version: str
+    hashes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " \\\n    ".join((f"{self.name}=={self.version}", *(f"--hash=sha256:{one}" for one in self.hashes)))
+
+
+def read(lock: Path) -> list[Pin]:
+    """What a lock pins, in its order."""
+    pins = []
+    for line in _text(lock).replace("\\\n", " ").splitlines():
+        if line and not line.startswith("#"):
+            first, *rest = line.split()
+            name, _, version = first.partition("==")
+            pins.append(Pin(name, version, tuple(word.removeprefix("--hash=sha256:") for word in rest)))
+    return pins
+
+
+def epoch(lock: Path) -> int:
+    """The lock's date, which is the time of everything in the image."""
+    return int(datetime.fromisoformat(_head(lock)[0]).replace(tzinfo=UTC).timestamp())
+
+
+def require_fresh(checkout: Path, image: Image) -> None:
+    """Refuse a lock that was made from something else than there is now."""
+    for source in _sources(checkout, image):
+        lock = source.with_suffix(".lock")
+        said, now = _head(lock)[1], _origins(source, image)
+        changed = [name for name in {**now, **said} if said.get(name) != now.get(name)]
+        if changed:
+            raise _stale(lock, f"changed since then: {', '.join(changed)}")
+
+
+def update(checkout: Path, image: Image, *, upgrade: bool = False) -> list[str]:
+    """Resolve again and put all locks of the variant in place, or none; what changed."""
+    uv = _uv()
+    changes: list[str] = []
+    (checkout / "build").mkdir(exist_ok=True)
+    with TemporaryDirectory(dir=checkout / "build", prefix=".lock-") as made:
+        copy = Path(made)
+        shutil.copytree(checkout / "containers", copy / "containers")
+        shutil.copy2(checkout / "pyproject.toml", copy)
+        for source in _sources(copy, image):
+            changes += _lock(uv, source, image, upgrade=upgrade)
+        for source in _sources(checkout, image):
+            lock = source.with_suffix(".lock")
+            (copy / lock.relative_to(checkout)).replace(lock)
+    return changes
+
+
+def _sources(checkout: Path, image: Image) -> list[Path]:
+    """What stays in the image, then the tools of its build, which must not change what stays."""
+    folder = checkout / "containers" / image.variant
+    return [folder / _MAIN, *folder.glob("build.in")]
+
+
+def _lock(uv: str, source: Path, image: Image, *, upgrade: bool) -> list[str]:
+    lock = source.with_suffix(".lock")
+    before = read(lock) if lock.exists() else []
+    main = source.name == _MAIN
+    # uv keeps to the versions in the output file that is there.
+    argv = [
+        *(uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"),
+        *("--python-version", image.python, "--python-platform", _PLATFORM),
+        *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, *(["--upgrade"] if upgrade else [])),
+        *("--output-file", lock.name, source.name, *([_PROJECT] if main else [])),
+    ]
+    date = _HEAD.match(_text(lock)) if before else None
+    # With a folder of wheels, whose build of torch comes out would be that folder's choice.
+    done = process.run(argv, cwd=source.parent, env={"UV_FIND_LINKS": ""}, check=False)
+    if done.code != 0:
+        raise _unsolved(source, image, done.err)
+    pins = _with_vendors(read(lock), source, image) if main else read(lock)
+    day = date[1] if date and pins == before else datetime.now(UTC).date().isoformat()
+    origins = ", ".join(f"{name} {digest}" for name, digest in _origins(source, image).items())
+    lines = (f"# dray image lock {image.variant}, {day}", f"# from {origins}", *map(str, pins))
+    lock.write_text("".join(f"{line}\n" for line in lines))
+    return list(_changes(before, pins))
+
+
+def _with_vendors(pins: Iterable[Pin], source: Path, image: Image) -> list[Pin]:
+    """Vendors' wheels in the place of the registry's; with torch's go the libraries that only the registry's needs."""
+    kept = {pin.name: pin for pin in pins}
+    if any(vendor.name == "torch" for vendor in image.vendor):
+        asked = {re.split(r"[^\w.-]", line)[0] for _, lines in _asked(source) for line in lines}
+        kept = {name: pin for name, pin in kept.items() if name in asked or not _FOR_CUDA.fullmatch(name)}
+    for vendor in image.vendor:
+        # On a CPU any build of torch serves: `make demo` takes the one that is installed.
+        version = vendor.version.partition("+")[0] if image.accelerator == "cpu" else vendor.version
+        kept[vendor.name] = Pin(vendor.name, version, tuple(vendor.sha256))
+    return [kept[name] for name in sorted(kept)]
+
+
+def _changes(before: Iterable[Pin], now: Iterable[Pin]) -> Iterator[str]:
+    old, new = ({pin.name: pin for pin in pins} for pins in (before, now))
+    for name in sorted(old.keys() | new.keys()):
+        was, is_ = old.get(name), new.get(name)
+        if was and is_ and was.version == is_.version and was != is_:
+            yield f"{name} {is_.version}: other hashes"
+        elif was != is_:
+            yield f"{name} {was.version if was else 'none'} -> {is_.version if is_ else 'none'}"
+
+
+def _origins(source: Path, image: Image) -> dict[str, str]:
+    """All that a lock is made from, each with a digest of what counts in it."""
+    texts = {os.path.relpath(path, source.parent): "\n".join(lines) for path, lines in _asked(source)}
+    texts["image.toml"] = json.dumps(image.model_dump(include={"python", "vendor"}), sort_keys=True)
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A file's lines without comments, then those of what it names; dray itself runs in images, so its needs too."""
+    lines = [line for raw in _text(source).splitlines() if (line := re.sub(r"(^|\s+)#.*", "", raw).strip())]
+    yield source, lines
+    for line in lines:
+        option, _, name = line.partition(" ")
+        if option in {"-r", "-c"}:
+            yield from _asked(source.parent / name.strip())
+    if source.name == _MAIN:
+        project = source.parent / _PROJECT
+        yield project, tomllib.loads(_text(project))["project"]["dependencies"]
+
+
+def _head(lock: Path) -> tuple[str, dict[str, str]]:
+    """When and from what a lock was made."""
+    if not lock.exists():
+        raise _stale(lock, "there is no such file")
+    head = _HEAD.match(_text(lock))
+    if not head:
+        raise _stale(lock, "it does not say when and from what it was made")
+    origins = (origin.rpartition(" ") for origin in head[2].split(", "))
+    return head[1], {name: digest for name, _, digest in origins}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as missing:
+        raise ConfigError("a file that a lock is made from is not there", where=path) from missing
+
+
+def _uv() -> str:
+    beside = Path(sys.executable).with_name("uv")
+    uv = process.which("uv") or (str(beside) if beside.exists() else None)
+    if not uv:
+        raise UnfitError("locking needs uv", where=sys.executable, fix=f"{sys.executable} -m pip install uv")
+    return uv
+
+
+def _stale(lock: Path, found: str) -> ConfigError:
+    fix = f"dray image lock {lock.parent.name}"
+    return ConfigError("the lock does not fit its requirements", where=lock, found=found, fix=fix)
+
+
+def _unsolved(source: Path, image: Image, said: str) -> DrayError:
+    where = f"containers/{image.variant}/{source.name}"
+    if "Failed to fetch" in said:
+        fix = "try again; UV_DEFAULT_INDEX names a mirror: uv does not read pip's configuration"
+        return DrayError("uv cannot ask the package index", where=where, found=said.strip(), fix=fix)
+    fix = "change the requirement; what comes as source only needs a step of its own in the build"
+    return ConfigError("no set of packages fits these requirements", where=where, found=said.strip(), fix=fix)

@@ -1,0 +1,121 @@
+"""The host's own pip, with the host's own configuration, downloads what is pinned and runs nothing of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dray import process
+from dray.errors import DrayError, UnfitError
+from dray.images.lock import SOURCE_ONLY, Pin
+from dray.spec.image import Image
+
+# pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
+_PLATFORMS = (
+    *(f"manylinux_2_{glibc}" for glibc in range(28, 4, -1)),
+    *("manylinux2014", "manylinux2010", "manylinux1", "linux"),
+)
+
+
+def command(verb: str) -> list[str]:
+    """The first words of every call."""
+    if importlib.util.find_spec("pip") is None:
+        fix = f"{sys.executable} -m ensurepip, then again"
+        raise UnfitError("fetching wheels needs pip", where=sys.executable, fix=fix)
+    return [sys.executable, "-m", "pip", verb, "--disable-pip-version-check", "--no-deps"]
+
+
+def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]:
+    """What fetches pinned files, wherever the host's pip looks for them."""
+    return [
+        *(*command("download"), "--progress-bar", "off", "--require-hashes"),
+        *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
+        *("--implementation", "cp", "--python-version", python),
+        *(word for name in _PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
+        *("--requirement", str(requirements), "--dest", str(folder)),
+    ]
+
+
+def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[str], None]) -> list[Path]:
+    """All of them, or none. A file that comes out has the right hash and is in place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".new-") as made:
+        scratch = Path(made)
+        requirements, files = scratch / "requirements", scratch / "files"
+        requirements.write_text("".join(f"{pin}\n" for pin in pins))
+        files.mkdir()
+        _stand_in(scratch / "setuptools")
+        argv = download_argv(requirements=requirements, python=image.python, folder=files)
+        if _indexes(pins, image):
+            # A vendor's index that a firewall swallows would cost more than a minute otherwise.
+            argv += ["--retries", "2"]
+        path = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
+        lines: list[str] = []
+
+        def on_line(line: str) -> None:
+            lines.append(line)
+            if line.lstrip().startswith("Downloading"):
+                say(line.strip())
+
+        # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines.
+        if process.follow(argv, on_line=on_line, env={"PYTHONPATH": path, "TMPDIR": made}) != 0:
+            raise _failed(pins, image, folder, _said(lines))
+        return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
+
+
+def _stand_in(package: Path) -> None:
+    package.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copyfile(Path(__file__).with_name("sdist.py"), package / "build_meta.py")
+
+
+def _indexes(pins: Sequence[Pin], image: Image) -> list[str]:
+    names = {pin.name for pin in pins}
+    return list(dict.fromkeys(vendor.index for vendor in image.vendor if vendor.name in names))
+
+
+def _failed(pins: Sequence[Pin], image: Image, folder: Path, said: str) -> DrayError:
+    """Why pip has not fetched everything, and what to do."""
+    if "DO NOT MATCH THE HASHES" in said:
+        fix = "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
+        return DrayError("a fetched file is not the one that is locked", found=said.partition("\n")[2], fix=fix)
+    if "No matching distribution" not in said:
+        room = f"make room in {folder}" if "No space left" in said else None
+        return DrayError("pip cannot fetch the locked files", found=said, fix=room)
+    indexes = _indexes(pins, image)
+    if indexes:
+        cp = "cp" + image.python.replace(".", "")
+        ending = f"{cp}-{cp}-*_{platform.machine()}.whl"
+        return UnfitError(
+            "a wheel of the image is not where pip looks",
+            wanted="\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins),
+            found=said,
+            fix=f"pip config set global.extra-index-url {' '.join(indexes)}\n"
+            f"or bring the files in a folder: make image-{image.variant} WHEELS=FOLDER\n"
+            f"or, where there is no network, from a machine that has them: dray image bundle {image.variant}",
+        )
+    return UnfitError(
+        "a locked file is not where pip looks",
+        wanted=f"a wheel for Python {image.python} on {platform.machine()}",
+        found=said,
+        fix="pip config list shows where pip looks; a proxy or a mirror may be missing there",
+    )
+
+
+def _said(lines: Sequence[str]) -> str:
+    """What pip says in the end, and the cause where that is the network."""
+    start = next((at for at, line in enumerate(lines) if line.lower().startswith("error:")), 0)
+    errors = [line for line in lines[start:] if line.strip() and not line.startswith(("WARNING:", "[notice]"))]
+    if any(line.startswith("Traceback") for line in errors):
+        errors = errors[-1:]
+    # Dozens of versions say no more than the last one.
+    short = (re.sub(r"(from versions: )[^)]{40,}, ", r"\1..., ", line) for line in errors)
+    broken = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line]
+    return "\n".join((*short, *(re.sub(r"<[^>]*>:? ?", "", line) for line in broken[-1:])))

@@ -1,0 +1,79 @@
+"""What is known of a built image, in a file beside it: dray-cpu.sif has dray-cpu.sif.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dray.errors import ConfigError
+from dray.spec.image import Digest
+from dray.spec.model import Spec
+
+
+class File(Spec):
+    """The SIF."""
+
+    sha256: Digest
+    """Of the whole file; it changes when the file is signed."""
+    size: int
+    """Bytes."""
+
+
+class Record(Spec):
+    """One build."""
+
+    variant: str
+    """Which image."""
+    dray: str
+    """The version of dray in it."""
+    base: str
+    """The image that it was built on, or the digest of the tar."""
+    inputs: Digest
+    """Digest of all that it was built from."""
+    epoch: int
+    """The time that all of its files carry."""
+    tools: dict[str, str]
+    """Versions of what built it: apptainer, mksquashfs."""
+    sif: File
+    signed: str | None = None
+    """Fingerprint of the key that signed the SIF."""
+
+
+def path_for(sif: Path) -> Path:
+    """Where the record of this image is."""
+    return sif.with_name(f"{sif.name}.json")
+
+
+def read(sif: Path) -> Record | None:
+    """The record, if there is one."""
+    path = path_for(sif)
+    try:
+        return Record.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError("the image's record cannot be read", where=path, found=error.strerror) from error
+    except ValidationError as wrong:
+        lines = [f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in wrong.errors()]
+        raise ConfigError(
+            "the image's record is damaged",
+            where=path,
+            found="\n".join(lines),
+            fix="build the image again; or remove the record, and say --digest",
+        ) from wrong
+
+
+def write(sif: Path, record: Record) -> None:
+    """Put it beside the image, whole or not at all."""
+    path = path_for(sif)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def updated(path: Path, record: Record, /, **changes: object) -> Record:
+    """Write the record with what has come since."""
+    changed = record.model_copy(update=changes)
+    write(path, changed)
+    return changed

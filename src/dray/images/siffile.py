@@ -1,0 +1,235 @@
+"""The SIF container file, read and written here: Apptainer's own differs with each version, and with each build."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import struct
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from dray.errors import ConfigError
+from dray.images.layer import MACHINES
+
+LAUNCH = b"#!/usr/bin/env run-singularity\n"
+MAGIC = b"SIF_MAGIC\0"
+VERSION = b"01\0"
+ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0"}
+KINDS = {
+    0x4001: "definition",
+    0x4002: "environment",
+    0x4003: "labels",
+    0x4004: "partition",
+    0x4005: "signature",
+    0x4006: "metadata",
+    0x4007: "other",
+    0x4008: "message",
+}
+_NUMBERS = {kind: number for number, kind in KINDS.items()}
+# launch, magic, version, architecture, id, created, modified, free, total, and offset and size of descriptors and data
+_HEADER = struct.Struct("<32s10s3s3s16s8q")
+# kind, used, id, group, link, offset, size, size with padding, created, modified, user, group, name, of the kind's own
+_DESCRIPTOR = struct.Struct("<i?3I7q128s384s")
+_PARTITION = struct.Struct("<2i3s")  # filesystem, role, architecture
+_SQUASHFS, _PRIMARY = 1, 2
+_GROUP = 0xF0000001
+_TOTAL, _MOST = 48, 4096
+_TABLE = 4096
+_DATA = _TABLE + _TOTAL * _DESCRIPTOR.size
+_PAGE = 4096
+_METADATA = "inspect-metadata.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the things that the file holds."""
+
+    id: int
+    kind: str
+    group: int
+    link: int
+    offset: int
+    size: int
+    name: str
+    extra: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sif:
+    """A SIF as its header and descriptors tell."""
+
+    path: Path
+    id: str
+    architecture: str
+    created: int
+    modified: int
+    parts: tuple[Part, ...]
+    system: Part
+    """The squashfs with the root filesystem."""
+
+    def signers(self) -> list[str]:
+        """Fingerprints of the keys that its signatures name; whether they hold is for Apptainer to say."""
+        return [part.extra[4:24].hex().upper() for part in self.parts if part.kind == "signature"]
+
+    def content(self, kind: str) -> bytes:
+        """All parts of one kind; for small ones."""
+        with self.path.open("rb") as file:
+            return b"".join(_piece(file, part) for part in self.parts if part.kind == kind)
+
+
+def write(squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"") -> None:
+    """Make `out` of a squashfs, as `apptainer build` lays it out, with nothing of this machine or moment in it."""
+    parts = [("definition", "", definition), *([("metadata", _METADATA, metadata)] if metadata else [])]
+    architecture = ARCHITECTURES[_here()]
+    with out.open("wb") as file, squashfs.open("rb") as source:
+        table, end = b"", _DATA
+        for kind, name, content in parts:
+            file.seek(end)
+            file.write(content)
+            table += _described(kind, table, start=end, offset=end, size=len(content), epoch=epoch, name=name)
+            end += len(content)
+        start = -(-end // _PAGE) * _PAGE  # mounting wants whole pages
+        file.seek(start)
+        shutil.copyfileobj(source, file, 1 << 20)
+        size, extra = file.tell() - start, _PARTITION.pack(_SQUASHFS, _PRIMARY, architecture)
+        table += _described("partition", table, start=end, offset=start, size=size, epoch=epoch, extra=extra)
+        source.seek(0)
+        identity = uuid.UUID(bytes=hashlib.file_digest(source, "sha256").digest()[:16], version=4).bytes
+        free = _TOTAL - len(table) // _DESCRIPTOR.size
+        places = (free, _TOTAL, _TABLE, _DATA - _TABLE, _DATA, start + size - _DATA)
+        file.seek(0)
+        file.write(_HEADER.pack(LAUNCH, MAGIC, VERSION, architecture, identity, epoch, epoch, *places))
+        file.seek(_TABLE)
+        file.write(table)
+    out.chmod(0o755)
+
+
+def metadata(rootfs: Path, definition: bytes) -> bytes:
+    """What `apptainer inspect` shows; without it, it would have to mount the image and start a shell in it."""
+    folder = rootfs / ".singularity.d"
+    scripts = sorted({*folder.glob("env/10-docker*.sh"), *folder.glob("env/9*-environment.sh")})
+    texts = {name: folder / name for name in ("runscript", "test", "startscript") if (folder / name).exists()}
+    labels = folder / "labels.json"
+    attributes = {
+        "environment": {f"/{path.relative_to(rootfs)}": _text(path) for path in scripts},
+        "labels": json.loads(labels.read_bytes()) if labels.exists() else {},
+        "deffile": definition.decode().rstrip("\n"),
+        **{name: _text(path) for name, path in texts.items()},
+    }
+    return json.dumps({"data": {"attributes": attributes}, "type": "container"}, sort_keys=True).encode()
+
+
+def read(path: Path) -> Sif:
+    """The file's header and descriptors; what is no whole SIF with a root filesystem is refused."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would have no end
+            raise _refused(path, "a folder" if path.is_dir() else "no regular file")
+        with path.open("rb") as file:
+            return _read(path, file)
+    except FileNotFoundError:
+        raise ConfigError("the image is not there", wanted=path, fix="make image-VARIANT builds one") from None
+    except OSError as error:
+        raise ConfigError("the image cannot be read", where=path, found=error.strerror) from error
+
+
+def _read(path: Path, file: IO[bytes]) -> Sif:
+    size = file.seek(0, 2)
+    head = _at(file, 0, _HEADER.size)
+    if len(head) < _HEADER.size or head[32:42] != MAGIC:
+        raise _refused(path, "an empty file" if not size else f"a file that begins with {head[:16]!r}")
+    _, _, version, architecture, identity, created, modified, _, total, table, length, *_ = _HEADER.unpack(head)
+    if version != VERSION:
+        raise _refused(path, f"version {version!r}", wanted="a SIF of version 01")
+    if not 0 <= total <= min(length // _DESCRIPTOR.size, _MOST) or not 0 <= table <= size - length:
+        raise _refused(path, f"a table of {total} descriptors in {length} bytes at {table}, in a file of {size} bytes")
+    parts = tuple(_parts(_at(file, table, total * _DESCRIPTOR.size)))
+    for part in parts:
+        if part.offset < 0 or not 0 <= part.size <= size - part.offset:
+            raise _refused(
+                path,
+                f"the {part.kind} at {part.offset} has {part.size} bytes, the file {size}",
+                wanted="a whole SIF; this one was cut short, or its table is damaged",
+            )
+    system = _system(path, file, parts, architecture)
+    named = {code: name for name, code in ARCHITECTURES.items()}
+    return Sif(
+        path=path.resolve(),
+        id=str(uuid.UUID(bytes=identity)),
+        architecture=named[architecture],
+        created=created,
+        modified=modified,
+        parts=parts,
+        system=system,
+    )
+
+
+def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: bytes) -> Part:
+    """The root filesystem, which must be a squashfs of the header's architecture."""
+    primary = struct.pack("<i", _PRIMARY)
+    systems = [part for part in parts if part.kind == "partition" and part.extra[4:8] == primary]
+    if len(systems) != 1:
+        raise _refused(path, f"{len(systems)} root filesystems", wanted="a SIF with one root filesystem")
+    filesystem, _, its = _PARTITION.unpack(systems[0].extra[: _PARTITION.size])
+    if filesystem != _SQUASHFS or _at(file, systems[0].offset, 4) != b"hsqs":
+        raise _refused(path, "another filesystem, or an encrypted one", wanted="a SIF with a squashfs in it")
+    if architecture not in ARCHITECTURES.values() or its != architecture:
+        found = f"{architecture[:2]!r} in its header, {its[:2]!r} at its root filesystem"
+        wanted = " or ".join(f"{name} ({code[:2]!r})" for name, code in ARCHITECTURES.items())
+        raise _refused(path, found, wanted=f"a SIF of one architecture: {wanted}")
+    return systems[0]
+
+
+def _parts(table: bytes) -> Iterator[Part]:
+    for described in _DESCRIPTOR.iter_unpack(table):
+        kind, used, number, group, link, offset, size, *_, name, extra = described
+        if used:
+            yield Part(
+                id=number,
+                kind=KINDS.get(kind, f"part of kind {kind:#x}"),
+                group=group,
+                link=link,
+                offset=offset,
+                size=size,
+                name=name.rstrip(b"\0").decode(errors="replace"),
+                extra=extra,
+            )
+
+
+def _described(
+    kind: str, before: bytes, *, start: int, offset: int, size: int, epoch: int, name: str = "", extra: bytes = b""
+) -> bytes:
+    """A descriptor; `start` is where the part before it ends."""
+    number = len(before) // _DESCRIPTOR.size + 1
+    places = (offset, size, offset + size - start, epoch, epoch, 0, 0)
+    return _DESCRIPTOR.pack(_NUMBERS[kind], True, number, _GROUP, 0, *places, name.encode(), extra)
+
+
+def _here() -> str:
+    try:
+        return MACHINES[platform.machine()]
+    except KeyError as unknown:
+        raise ConfigError("images are made on x86_64 or aarch64", found=platform.machine()) from unknown
+
+
+def _at(file: IO[bytes], offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def _piece(file: IO[bytes], part: Part) -> bytes:
+    return _at(file, part.offset, part.size)
+
+
+def _text(path: Path) -> str:
+    return path.read_text().rstrip("\n")
+
+
+def _refused(
+    path: Path, found: str, wanted: str = "a SIF, as dray image build and apptainer build make them"
+) -> ConfigError:
+    return ConfigError("this is not an image that can be used", where=path, wanted=wanted, found=found)

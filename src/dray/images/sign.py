@@ -1,0 +1,111 @@
+"""Signatures of images: Apptainer makes and checks them, with the keys in its own keyring."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from dray import process
+from dray.errors import ConfigError
+from dray.images import builder, siffile, tools
+from dray.images.rootfs import apptainer
+from dray.images.siffile import Sif
+from dray.process import Done
+
+_FINGERPRINT = re.compile(r"^\s*(?:Fingerprint|F):\s+([0-9A-F]{40})\s*$", re.MULTILINE)
+
+
+def check(sif: Sif) -> list[str]:
+    """Who signed it. Each signature must hold, and its key be in the keyring."""
+    if not sif.signers():
+        raise ConfigError(
+            "the image is not signed", where=sif.path, fix=f"dray image sign {sif.path}; or verify --no-signature"
+        )
+    done = _apptainer(["verify", "--local", "--json", str(sif.path)], sif=sif.path)
+    if done.code == 0:
+        signers = [key["Signer"] for key in json.loads(done.out)["SignerKeys"]]
+        return sorted({f"{signer['Name']} {signer['Fingerprint'].upper()}" for signer in signers})
+    if "unknown entity" in done.err:
+        raise ConfigError(
+            "the image is signed with a key that is not known here",
+            where=sif.path,
+            wanted=f"a key of the keyring {keyring()}",
+            found=", ".join(sif.signers()),
+            fix=f"if you trust its owner, have the public key from them, then: {_in_words('key import FILE')}",
+        )
+    raise ConfigError(
+        "the image's signature does not hold: it was changed after it was signed",
+        where=sif.path,
+        found=_last(done),
+        fix="copy or build it again",
+    )
+
+
+def sign(sif: Sif, key: str = "") -> str:
+    """Sign with this key, or the only one; its fingerprint."""
+    if sif.signers():
+        raise ConfigError("the image is signed already", where=sif.path, found=", ".join(sif.signers()))
+    words = ["sign", "--keyidx", str(_index(key)), str(sif.path)]
+    tool = apptainer()
+    if tool and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
+        done = process.run([tool, *words], show=True, check=False)
+    else:
+        done = _apptainer(words, sif=sif.path, writes=True)
+    signers = siffile.read(sif.path).signers() if done.code == 0 else []
+    if not signers:
+        raise ConfigError(
+            "the image could not be signed",
+            where=sif.path,
+            found=_last(done) or f"exit code {done.code}",
+            fix="a key with a passphrase needs Apptainer on this machine, and a terminal on which it can ask",
+        )
+    return signers[0]
+
+
+def keyring() -> Path:
+    """Where Apptainer keeps keys."""
+    return Path(os.environ.get("APPTAINER_KEYSDIR") or Path.home() / ".apptainer" / "keys")
+
+
+def _index(key: str) -> int:
+    """Apptainer counts its keys, and takes none by name."""
+    listed = _apptainer(["key", "list", "--secret"])
+    if listed.code != 0:
+        raise ConfigError("Apptainer cannot read its keyring", where=keyring(), found=_last(listed))
+    keys = _FINGERPRINT.findall(listed.out)
+    if not keys:
+        raise ConfigError("there is no key to sign with", where=keyring(), fix=_in_words("key newpair"))
+    asked = key.upper().replace(" ", "").removeprefix("0X")
+    fitting = [found for found in keys if found.endswith(asked)]
+    if len(fitting) != 1:
+        raise ConfigError(
+            "which key is to sign?" if fitting else "there is no such key",
+            where=keyring(),
+            wanted="--key with one of:\n" + "\n".join(keys),
+            found=key or "no --key",
+        )
+    return keys.index(fitting[0])
+
+
+def _apptainer(words: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:
+    binds = {sif: writes} if sif else {}
+    if keyring().is_dir():
+        binds[keyring()] = True  # Apptainer mends its mode where others may read it
+    return tools.run([apptainer() or "apptainer", *words], binds=binds, env={"APPTAINER_KEYSDIR": str(keyring())})
+
+
+def _in_words(command: str) -> str:
+    """How a user runs Apptainer here."""
+    if tool := apptainer():
+        return f"{tool} {command}"
+    keys = shlex.quote(str(keyring()))
+    inside = f'-e APPTAINER_KEYSDIR=/keys -v "$PWD:/here" -w /here {builder.TAG} apptainer'
+    return f'mkdir -p -m 700 {keys} && docker run --rm -it -u "$(id -u)" -v {keys}:/keys {inside} {command}'
+
+
+def _last(done: Done) -> str:
+    return "\n".join((done.err or done.out).strip().splitlines()[-3:])

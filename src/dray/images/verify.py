@@ -1,0 +1,52 @@
+"""Whether an image is the one that it should be."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from dray.errors import ConfigError
+from dray.images import record
+from dray.spec.model import load
+from dray.spec.recipe import Recipe
+
+
+def digest(path: Path) -> str:
+    """The identity of an image: SHA-256 of the whole file."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def wanted(path: Path, *, said: str | None = None, recipe: Path | None = None) -> tuple[str, str]:
+    """The digest that this image must have, and who says so: the user, the recipe, or the record beside it."""
+    if said:
+        if not re.fullmatch("sha256:[0-9a-f]{64}", said):
+            raise ConfigError("this is no digest", wanted="sha256: and 64 hexadecimal digits", found=said)
+        return said, "--digest"
+    pinned = load(Recipe, recipe).image_digest if recipe else None
+    if pinned:
+        return pinned, f"image_digest of {recipe}"
+    known = record.read(path)
+    if known:
+        return f"sha256:{known.sif.sha256}", str(record.path_for(path))
+    raise ConfigError(
+        "nothing says which digest this image should have",
+        where=path,
+        wanted=f"--digest, image_digest in the recipe (--recipe), or the record {record.path_for(path)}",
+        fix="copy the record along with the image, or ask who built it for the digest",
+    )
+
+
+def require(path: Path, digest_wanted: str, source: str) -> str:
+    """The image's digest, which must be this one."""
+    found = digest(path)
+    if found != digest_wanted:
+        raise ConfigError(
+            "this is not the image that it should be",
+            where=path,
+            wanted=f"{digest_wanted} ({source})",
+            found=found,
+            fix="copy or build it again; it is another image, or was changed or damaged since",
+        )
+    return found

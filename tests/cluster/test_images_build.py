@@ -1,0 +1,324 @@
+"""Builds for real, of an image of one small step: the real definition, Containerfile, builder and packers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dray import dockerd
+from dray.errors import UnfitError
+from dray.images import builder, record
+
+ROOT = Path(__file__).resolve().parents[2]
+# The copy has this variant only in name; no other test has an image of it.
+VARIANT = "cuda12"
+MARK = f"mark-{secrets.token_hex(8)}"
+CONTROL = "control-word-of-the-step"
+PYTHON = "/usr/bin/python3"
+STEP = f"""#!/usr/bin/env bash
+source "$(dirname "$0")/lib.sh"
+log::line "sees $(ls "$INPUTS" | tr '\\n' ' ')and $(ls /sys/class/net)"
+mkdir -p "$VENV/bin"
+ln -s /bin/true "$VENV/bin/python3" # which the definition's %test calls
+echo {CONTROL} >"$VENV/control"
+[[ ! -e $INPUTS/steps/differ ]] || date +%N >"$VENV/now"
+[[ ! -e $INPUTS/steps/fail ]] || {{ echo "it went wrong here"; exit 5; }}
+"""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A copy of the checkout whose image has one small step of its own."""
+
+    path: Path
+    base: Path
+
+    def dray(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(*words), env=self.env(), cwd=self.path, capture_output=True, text=True, check=False
+        )
+
+    def argv(self, *words: str | Path) -> list[str | Path]:
+        return [sys.executable, "-m", "dray", "image", *words]
+
+    def env(self) -> dict[str, str]:
+        return {**os.environ, "DRAY_HOME": str(self.path), "DRAY_IMAGE_BASE": str(self.base)}
+
+    def build(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        return self.dray("build", VARIANT, *words)
+
+    @property
+    def sif(self) -> Path:
+        return self.path / "build" / f"dray-{VARIANT}.sif"
+
+    def left(self) -> list[str]:
+        """What lies in build/ besides what belongs there."""
+        known = {"debs", "wheels", "inputs", "logs", "failed"}
+        return sorted(path.name for path in (self.path / "build").iterdir() if path.name not in known)
+
+
+@pytest.fixture(scope="module")
+def base() -> Path:
+    named = os.environ.get("DRAY_IMAGE_BASE")
+    if not named:
+        if os.environ.get("DRAY_TEST_ALL") == "1":
+            pytest.fail("DRAY_TEST_ALL=1, and DRAY_IMAGE_BASE names no base")
+        pytest.skip("DRAY_IMAGE_BASE names no base (containers/base/make-base.sh makes one)")
+    return Path(named).resolve()
+
+
+@pytest.fixture(scope="module")
+def client():
+    with closing(dockerd.client()) as client:
+        try:
+            builder.image(client, ROOT, on_line=lambda line: None)
+        except UnfitError as error:
+            if os.environ.get("DRAY_TEST_ALL") == "1":
+                raise
+            pytest.skip(f"{error.problem} (set DRAY_CLUSTER_BASE)")
+        yield client
+
+
+@pytest.fixture(scope="module")
+def checkout(client, base, tmp_path_factory) -> Checkout:
+    """Named once, since fetching from Debian takes a moment; it asks Debian for one small package."""
+    path = tmp_path_factory.mktemp("images") / "my work"
+    shutil.copytree(ROOT / "containers", path / "containers")
+    shutil.copytree(ROOT / "src", path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", ".gitignore"):
+        shutil.copy(ROOT / name, path)
+    containers = path / "containers"
+    for step in (containers / "steps").glob("[0-9]*"):
+        step.unlink()
+    (containers / "steps" / "30-look.sh").write_text(STEP)
+    (containers / "debian.in").write_text("hello-traditional\n")
+    (containers / "debian.lock").write_text("")
+    (containers / VARIANT / "requirements.in").write_text("")
+    image = (containers / VARIANT / "image.toml").read_text()
+    (containers / VARIANT / "image.toml").write_text(re.sub(r"\[\[vendor\]\].*?\n\n", "", image, flags=re.DOTALL))
+    made = Checkout(path, base)
+    # dray's own dependencies are in every lock; nothing here needs them.
+    pyproject = (path / "pyproject.toml").read_text()
+    (path / "pyproject.toml").write_text(
+        re.sub(r"^dependencies = \[.*?^\]", "dependencies = []", pyproject, flags=re.DOTALL | re.MULTILINE)
+    )
+    locked = made.dray("lock", VARIANT)
+    assert locked.returncode == 0, locked.stderr
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(client):
+    yield
+    left = [one.name for one in client.containers.list(all=True) if (one.name or "").startswith("dray-builder-")]
+    assert left == []
+
+
+pytestmark = pytest.mark.docker
+
+
+def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monkeypatch):
+    bundle = tmp_path / "ca.crt"
+    shutil.copy("/etc/ssl/certs/ca-certificates.crt", bundle)
+    with bundle.open("a") as file:
+        file.write(f"# {MARK}\n")
+    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+    monkeypatch.setenv("no_proxy", f"{MARK}.invalid")
+    tag = f"dray:{VARIANT}"
+    try:
+        built = checkout.build("--format", "sif", "--format", "docker", "--twice")
+        assert built.returncode == 0, built.stderr
+        inputs = "Containerfile debs dray dray.def environment image.env labels requirements.lock steps wheels"
+        assert built.stderr.splitlines().count(f"dray: sees {inputs} and lo") == 2
+        image = client.images.get(tag)
+        container = client.containers.create(image, name="dray-test-tiny")
+        try:
+            content = b"".join(container.export())
+        finally:
+            container.remove(force=True)
+        assert content.count(CONTROL.encode()) == 1
+        assert content.count(MARK.encode()) == 0
+        assert MARK not in json.dumps([image.attrs, client.api.history(image.id)])
+        unpacked = tmp_path / "unpacked"
+        looked = checkout.dray("inspect", VARIANT)
+        assert looked.returncode == 78  # dray is not in it
+        known = record.read(checkout.sif)
+        assert known is not None
+        squash = tmp_path / "squash"
+        squash.write_bytes(checkout.sif.read_bytes())
+        subprocess.run(
+            ["unsquashfs", "-offset", _offset(checkout.sif), "-d", unpacked, squash], check=True, capture_output=True
+        )
+        found = subprocess.run(
+            ["grep", "-rlaF", "-e", CONTROL, "-e", MARK, "-e", str(checkout.path), unpacked],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.stdout.split() == [f"{unpacked}/opt/dray/control"]
+        # What is there of the same inputs is not built again.
+        again = checkout.build("--format", "sif", "--format", "docker")
+        assert "there already" in again.stderr
+        assert [line.split()[-4] for line in again.stdout.splitlines()] == [
+            line.split()[-4] for line in built.stdout.splitlines()
+        ]
+    finally:
+        if client.images.list(tag):
+            client.images.remove(tag, force=True)
+
+
+def _offset(sif: Path) -> str:
+    from dray.images import siffile
+
+    return str(siffile.read(sif).system.offset)
+
+
+def test_a_step_that_fails(checkout):
+    checkout.sif.parent.mkdir(exist_ok=True)
+    before = checkout.sif.read_bytes() if checkout.sif.exists() else None
+    flag = checkout.path / "containers" / "steps" / "fail"
+    flag.touch()
+    try:
+        failed = checkout.build("--force")
+    finally:
+        flag.unlink()
+    assert failed.returncode == 1
+    assert "\n          it went wrong here\n" in failed.stderr
+    assert f"  where:  {checkout.path}/build/logs/{VARIANT}.log\n" in failed.stderr
+    assert failed.stderr.endswith(f"  fix:    dray image enter {VARIANT} opens a shell where it failed\n")
+    assert (checkout.path / "build" / "failed" / VARIANT / "opt" / "dray" / "control").read_text() == f"{CONTROL}\n"
+    assert (checkout.sif.read_bytes() if checkout.sif.exists() else None) == before
+    assert all(not name.startswith(".") for name in checkout.left())
+    entered = checkout.dray("enter", VARIANT)
+    assert (entered.returncode, entered.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
+
+
+def test_two_builds_that_differ_are_refused(checkout):
+    flag = checkout.path / "containers" / "steps" / "differ"
+    flag.touch()
+    try:
+        differing = checkout.build("--twice")
+    finally:
+        flag.unlink()
+    assert differing.returncode == 1
+    assert "two builds from the same inputs differ" in differing.stderr
+    first, second = (checkout.path / "build" / "failed" / f"{VARIANT}-{number}-image.sif" for number in (1, 2))
+    shown = checkout.dray("diff", first, second)
+    assert shown.returncode == 1
+    assert [line for line in shown.stdout.splitlines() if "opt/dray" in line] == [
+        line for line in shown.stdout.splitlines() if "opt/dray/now" in line
+    ]
+    assert "opt/dray/now" in shown.stdout
+    assert checkout.dray("diff", first, first).returncode == 0
+
+
+def test_interrupted_build_leaves_the_old_image_and_no_container(checkout, tmp_path):
+    out = tmp_path / "my images" / f"dray-{VARIANT}.sif"
+    out.parent.mkdir()
+    out.write_text("old")
+    argv = checkout.argv("build", VARIANT, "--out", out)
+    with subprocess.Popen(argv, cwd=checkout.path, env=checkout.env(), stderr=subprocess.PIPE, text=True) as build:
+        assert build.stderr
+        said = []
+        for line in build.stderr:
+            said += [line] if line.startswith("dray: step") else []
+            if line == "dray: step 30-look\n":
+                build.send_signal(signal.SIGINT)
+        assert build.wait() == 130, said
+    assert said[0] == "dray: step 30-look\n"
+    assert out.read_text() == "old"
+    assert list(out.parent.iterdir()) == [out]
+
+
+class TestBundle:
+    @pytest.fixture(scope="class")
+    def bundle(self, checkout, tmp_path_factory) -> Path:
+        out = tmp_path_factory.mktemp("bundles") / "a bundle"
+        made = checkout.dray("bundle", VARIANT, "--out", out)
+        assert made.returncode == 0, made.stderr
+        return out
+
+    def test_builds_the_same_image_without_a_network(self, checkout, bundle, tmp_path, client):
+        first = checkout.build("--force", "--out", tmp_path / "first.sif")
+        assert first.returncode == 0, first.stderr
+        away = tmp_path / "away"
+        # No registry, no index, no archive: every name that is looked up is refused, and no Debian base is named.
+        env = {
+            **checkout.env(),
+            "DRAY_CLUSTER_BASE": "",
+            "https_proxy": "http://127.0.0.1:9",
+            "http_proxy": "http://127.0.0.1:9",
+        }
+        argv = checkout.argv("build", VARIANT, "--bundle", bundle, "--out", away / "second.sif")
+        second = subprocess.run(argv, env=env, cwd=checkout.path, capture_output=True, text=True, check=False)
+        assert second.returncode == 0, second.stderr
+        assert (away / "second.sif").read_bytes() == (tmp_path / "first.sif").read_bytes()
+
+    def test_docker_alone_builds_from_it(self, bundle, client):
+        """The commands of the bundle's README."""
+        readme = (bundle / "README.md").read_text()
+        lines = re.findall(r"^    (docker .*)$", readme, re.MULTILINE)
+        script = "\n".join(["set -e", *lines]).replace(f"dray:{VARIANT}", "dray-test:bundle")
+        try:
+            done = subprocess.run(["bash", "-c", script], cwd=bundle, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "dray: sees" in done.stdout
+            out = client.containers.run("dray-test:bundle", ["cat", "/opt/dray/control"], remove=True)
+            assert out == f"{CONTROL}\n".encode()
+            assert "PYTHONNOUSERSITE=1" in client.images.get("dray-test:bundle").attrs["Config"]["Env"]
+        finally:
+            for tag in ("dray-test:bundle", "dray-base:bundle"):
+                if client.images.list(tag):
+                    client.images.remove(tag, force=True)
+
+    def test_what_did_not_arrive_is_named(self, checkout, bundle, tmp_path):
+        copy = tmp_path / "bundle"
+        shutil.copytree(bundle, copy)
+        (copy / "steps" / "30-look.sh").write_text("echo changed\n")
+        (copy / "labels").unlink()
+        (copy / "more").touch()
+        refused = checkout.build("--bundle", copy)
+        assert refused.returncode == 78
+        assert refused.stderr == (
+            "dray: the bundle has not arrived whole\n"
+            f"  where:  {copy}\n"
+            "  found:  labels: missing\n"
+            "          more: not its own\n"
+            "          steps/30-look.sh: other bytes\n"
+            "  fix:    copy it again\n"
+        )
+
+    def test_no_bundle_and_another_variant_s(self, checkout, bundle, tmp_path):
+        refused = checkout.build("--bundle", tmp_path)
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: this is no bundle")
+        refused = checkout.dray("build", "cuda", "--bundle", bundle)
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the bundle is of another image")
+
+    def test_a_folder_that_is_there_is_not_overwritten(self, checkout, bundle):
+        refused = checkout.dray("bundle", VARIANT, "--out", bundle)
+        assert refused.returncode == 78
+        assert "the bundle's folder is there already" in refused.stderr
+
+
+def test_debian_packages_that_have_moved_on_are_told(checkout):
+    lock = checkout.path / "containers" / "debian.lock"
+    lock.write_text(f"hello-traditional 1.0-0 amd64 {'0' * 64}\n")
+    try:
+        built = checkout.build()
+    finally:
+        lock.write_text("")
+    assert built.returncode == 0, built.stderr
+    told = [line for line in built.stderr.splitlines() if line.startswith("dray: not as locked")]
+    assert len(told) == 1
+    assert re.fullmatch(r"dray: not as locked: hello-traditional 1\.0-0 -> \d\S+", told[0])

@@ -1,0 +1,487 @@
+"""SIFs of our own writing: Apptainer reads, starts, signs and checks them; dray looks into them and compares them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import typer
+from docker.types import Mount
+
+from dray import dockerd, process
+from dray.cli import image_look
+from dray.errors import ConfigError, UnfitError
+from dray.images import builder, contents, record, siffile, tools, verify
+from dray.images.record import File, Record
+
+pytestmark = pytest.mark.docker
+
+ROOT = Path(__file__).resolve().parents[2]
+EPOCH = 1_700_000_000
+DEFINITION = b"Bootstrap: docker\nFrom: debian\n"
+FACTS = {"variant": "cpu", "dray": "0.1.0", "python": "3.11.2", "base": "sha256:b", "packages": {"torch": "2.13.0+cpu"}}
+SITE = "opt/dray/lib/python3.11/site-packages"
+# Apptainer starts it although it has neither passwd nor scripts of Apptainer's own.
+SHELL = (
+    'cd /out && cp -L --parents $(ldd /usr/bin/dash | grep -o "/[^ ]*") /usr/bin/dash . && ln -s dash usr/bin/sh && '
+)
+SHELL += "ln -s usr/bin bin && mkdir proc sys dev tmp etc root home"
+
+
+@pytest.fixture(scope="module")
+def client():
+    with closing(dockerd.client()) as client:
+        try:
+            builder.image(client, ROOT, on_line=lambda line: None)
+        except UnfitError as error:
+            if os.environ.get("DRAY_TEST_ALL") == "1":
+                raise
+            pytest.skip(f"{error.problem} (set DRAY_CLUSTER_BASE to the base that the builder was built with)")
+        yield client
+
+
+@pytest.fixture
+def way(request, client, tmp_path, monkeypatch):
+    """This machine's own tools where it has them, or the container's."""
+    if getattr(request, "param", "container") == "here":
+        if not process.which("unsquashfs"):
+            pytest.skip("unsquashfs is not on this machine (Debian: apt-get install squashfs-tools)")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+
+
+both = pytest.mark.parametrize("way", ["here", "container"], indirect=True)
+
+
+@pytest.fixture
+def packed(way, tmp_path):
+    """Make a SIF of a folder."""
+
+    def pack(root: Path, *words: str, definition: bytes = DEFINITION, metadata: bytes = b"") -> Path:
+        squashfs = tmp_path / f"{root.name}.squashfs"
+        argv = ["mksquashfs", str(root), str(squashfs), "-noappend", "-quiet", "-no-progress", "-all-root"]
+        argv += ["-all-time", str(EPOCH), "-mkfs-time", str(EPOCH), *words]
+        done = tools.run(argv, binds={tmp_path: True})
+        assert done.code == 0, done.err
+        siffile.write(squashfs, root.with_suffix(".sif"), epoch=EPOCH, definition=definition, metadata=metadata)
+        return root.with_suffix(".sif")
+
+    return pack
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    root = tmp_path / "small"
+    for name, size in ((f"{SITE}/torch/lib.so", 5000), (f"{SITE}/six.py", 10), ("usr/lib/libc.so", 700)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(bytes(size))
+    (root / "opt/dray/image.json").write_text(json.dumps(FACTS))
+    return root
+
+
+@pytest.fixture(scope="module")
+def keyring(client, tmp_path_factory) -> Path:
+    """A key made on the spot."""
+    keys = tmp_path_factory.mktemp("keys")
+    keys.chmod(0o700)
+    words = ["--name", "Ann Tester", "--email", "ann@example.org", "--comment", "none", "--password", ""]
+    client.containers.run(
+        builder.TAG,
+        ["apptainer", "key", "newpair", *words, "--bit-length", "2048", "--push=false"],
+        user=f"{os.getuid()}:{os.getgid()}",
+        volumes={str(keys): {"bind": "/keys", "mode": "rw"}},
+        environment={"APPTAINER_KEYSDIR": "/keys"},
+        remove=True,
+        network_disabled=True,
+    )
+    return keys
+
+
+@pytest.fixture
+def keys(keyring, monkeypatch) -> Path:
+    monkeypatch.setenv("APPTAINER_KEYSDIR", str(keyring))
+    return keyring
+
+
+def refusal(call, *args, **words) -> str:
+    with pytest.raises(ConfigError) as raised:
+        call(*args, **words)
+    assert raised.value.exit_code == 78
+    return str(raised.value)
+
+
+def recorded(sif: Path) -> Record:
+    """As a build leaves it."""
+    known = Record(
+        variant="cpu",
+        dray="0.1.0",
+        base="sha256:b",
+        inputs="0" * 64,
+        epoch=EPOCH,
+        tools={},
+        sif=File(sha256=verify.digest(sif).removeprefix("sha256:"), size=sif.stat().st_size),
+    )
+    record.write(sif, known)
+    return known
+
+
+def flipped(sif: Path, offset: int) -> None:
+    with sif.open("r+b") as file:
+        file.seek(offset)
+        old = file.read(1)
+        file.seek(offset)
+        file.write(bytes([old[0] ^ 1]))
+
+
+def apptainer(client, folder: Path, script: str) -> tuple[int, str]:
+    """As an ordinary user, on the files of this folder, which are in /work."""
+    folder.chmod(0o755)  # pytest keeps its folders to their owner
+    mounts = [Mount(target="/work", source=str(folder), type="bind")]
+    with builder.container(client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}) as inside:
+        code = inside.wait()["StatusCode"]
+        return code, inside.logs(stdout=True, stderr=code != 0).decode()
+
+
+def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
+    root = tmp_path / "shell"
+    root.mkdir()
+    client.containers.run(
+        builder.TAG,
+        ["sh", "-c", SHELL],
+        user=f"{os.getuid()}:{os.getgid()}",
+        volumes={str(root): {"bind": "/out", "mode": "rw"}},
+        remove=True,
+        network_disabled=True,
+    )
+    labels = json.dumps({"a": "b"})
+    (root / ".singularity.d").mkdir()
+    (root / ".singularity.d" / "labels.json").write_text(labels)
+    sif = packed(root, metadata=siffile.metadata(root, DEFINITION))
+    read = siffile.read(sif)
+    ours = [f"{part.id} 1 NONE {part.offset}-{part.offset + part.size}" for part in read.parts]
+    code, said = apptainer(
+        client,
+        tmp_path,
+        "set -e; cd /work;"
+        "apptainer sif list shell.sif | grep '^[0-9]' | tr -d '|' | tr -s ' ' | cut -d ' ' -f 1-4;"
+        "apptainer sif header shell.sif | grep -E '^(ID|Version|Primary|Modified)' | tr -s ' ';"
+        "apptainer inspect --deffile shell.sif; apptainer inspect shell.sif;"
+        "apptainer --quiet exec --unsquash --contain shell.sif sh -c 'echo started'",
+    )
+    assert (code, said.splitlines()) == (
+        0,
+        [
+            *ours,
+            "Version: 01",
+            f"Primary Architecture: {read.architecture}",
+            f"ID: {read.id}",
+            "Modified At: 2023-11-14 22:13:20 +0000 UTC",
+            "Bootstrap: docker",
+            "From: debian",
+            "a: b",
+            "started",
+        ],
+    )
+
+
+def test_apptainer_would_write_the_same(client, packed, small, tmp_path):
+    """All of it but for the launch line, the id and the times."""
+    sif = packed(small)
+    (tmp_path / "def").write_bytes(DEFINITION)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    folder.chmod(0o777)
+    code, said = apptainer(
+        client,
+        tmp_path,
+        "set -e; cd /work/theirs; apptainer sif new a.sif; apptainer sif add --datatype 1 --groupid 1 a.sif ../def;"
+        "apptainer sif add --datatype 4 --groupid 1 --parttype 2 --partfs 1 "
+        f"--partarch {siffile.ARCHITECTURES[siffile.read(sif).architecture][:2].decode().lstrip('0')} "
+        "a.sif ../small.squashfs; chmod 644 a.sif",
+    )
+    assert code == 0, said
+    theirs, ours = bytearray((folder / "a.sif").read_bytes()), bytearray(sif.read_bytes())
+    for whole in (theirs, ours):
+        whole[:32] = bytes(32)
+        whole[48:80] = bytes(32)  # id, created, modified
+        for row in range(2):
+            start = 4096 + 585 * row + 41
+            whole[start : start + 16] = bytes(16)
+    assert theirs == ours
+
+
+@both
+def test_inspect(packed, small, capsys):
+    sif = packed(small)
+    image_look.inspect(str(sif), as_json=True)
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(sif),
+        "variant": "cpu",
+        "digest": verify.digest(sif),
+        "size": sif.stat().st_size,
+        "architecture": siffile.read(sif).architecture,
+        "signed": [],
+        "base": "sha256:b",
+        "python": "3.11.2",
+        "dray": "0.1.0",
+        "versions": {"torch": "2.13.0+cpu"},
+        "unpacked": 5710 + len(json.dumps(FACTS)),
+        "packages": {"torch": 5000, "Debian": 700, "opt/dray": len(json.dumps(FACTS)), "six": 10},
+    }
+    image_look.inspect(str(sif))
+    assert capsys.readouterr().out.splitlines()[1:8] == [
+        f"digest   {verify.digest(sif)}",
+        "signed   no",
+        f"variant  cpu, {siffile.read(sif).architecture}",
+        "base     sha256:b",
+        "python   3.11.2",
+        "dray     0.1.0",
+        "torch    2.13.0+cpu",
+    ]
+
+
+@both
+def test_inspect_what_others_built(packed, small):
+    facts = small / "opt/dray/image.json"
+    facts.write_text("[]")
+    sif = packed(small)
+    assert refusal(image_look.inspect, str(sif)) == (
+        f"the image does not say what it is\n  where:  {sif}: /opt/dray/image.json\n"
+        "  found:  TypeError('list indices must be integers or slices, not str')"
+    )
+    facts.unlink()
+    sif = packed(small)
+    assert refusal(image_look.inspect, str(sif)) == (
+        f"dray did not build this image\n  where:  {sif}\n  wanted: /opt/dray/image.json in it"
+    )
+
+
+@both
+def test_a_damaged_squashfs(packed, small):
+    sif = packed(small)
+    with sif.open("r+b") as file:
+        file.seek(siffile.read(sif).system.offset + 40)
+        file.write(bytes(100))
+    assert refusal(image_look.inspect, str(sif)).startswith(
+        f"the image's files cannot be read\n  where:  {sif}\n  found:  "
+    )
+    other = shutil.copy(sif, sif.with_name("other.sif"))
+    flipped(other, siffile.read(sif).system.offset + 200)
+    assert refusal(image_look.diff, sif, other).startswith(
+        f"the image's files cannot be read\n  where:  {sif}\n  found:  "
+    )
+
+
+def differences(first: Path, second: Path, capsys) -> tuple[int, list[str]]:
+    with pytest.raises(typer.Exit) as ended:
+        image_look.diff(first, second)
+    return ended.value.exit_code, capsys.readouterr().out.splitlines()
+
+
+@both
+def test_diff_names_files_and_reasons(packed, small, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(small, other)
+    for root, mark in ((small, "a"), (other, "b")):
+        (root / "d").mkdir()
+        (root / "d" / f"only-{mark}").touch()
+        (root / "d" / "text").write_text(f"one\n{mark}\n")
+        (root / "d" / "large").write_text(mark * 70_000)
+        (root / "d" / "bytes").write_bytes(b"\xff" + mark.encode())
+        (root / "d" / "link").symlink_to(f"to {mark}")
+        (root / "d" / "mode").touch(0o644 if mark == "a" else 0o600)
+        (root / "d" / "new\nline \x1b[1m").write_text(mark)
+        (root / "d" / "same").touch()
+        (root / "d" / "hard").hardlink_to(root / "d" / "same")
+    (small / "d" / "kind").touch()
+    (other / "d" / "kind").mkdir()
+    first, second = packed(small), packed(other, "-comp", "xz", "-b", "64K", definition=b"Bootstrap: docker\nFrom: x\n")
+    read = siffile.read(first), siffile.read(second)
+    assert differences(first, second, capsys) == (
+        1,
+        [
+            f"header: id: {read[0].id} | {read[1].id}",
+            "definition: line 2: 'From: debian' | 'From: x'",
+            "/d/bytes: content: 2 | 2 bytes",
+            "/d/kind: file | folder",
+            "/d/large: content (70000 | 70000 bytes)",
+            "/d/link: leads to: to a | to b",
+            "/d/mode: mode: 644 | 600",
+            "/d/new\\nline \\x1b[1m: content: line 1: 'a' | 'b'",
+            "/d/only-a: only in the first",
+            "/d/only-b: only in the second",
+            "/d/text: content: line 2: 'a' | 'b'",
+            "squashfs: block size: 131072 | 65536",
+            "squashfs: compression: gzip | xz",
+        ],
+    )
+
+
+def test_diff_owner_and_time(packed, small, tmp_path, capsys):
+    other = shutil.copytree(small, tmp_path / "other")
+    first, second = packed(small), packed(other, "-force-gid", "8", "-all-time", str(EPOCH + 1))
+    code, lines = differences(first, second, capsys)
+    assert (code, [line for line in lines if line.startswith("/usr/lib/libc.so")]) == (
+        1,
+        ["/usr/lib/libc.so: owner: 0/0 | 0/8", "/usr/lib/libc.so: time: 1700000000 | 1700000001"],
+    )
+
+
+def test_diff_of_the_same_files_packed_otherwise(packed, small, tmp_path, capsys):
+    first, second = packed(small), packed(shutil.copytree(small, tmp_path / "other"), "-no-fragments")
+    read = siffile.read(first), siffile.read(second)
+    assert differences(first, second, capsys) == (
+        1,
+        [f"header: id: {read[0].id} | {read[1].id}", "squashfs: the same files, packed in another way"],
+    )
+
+
+def test_odd_files_are_read_whole(packed, small):
+    """Against Python's own look at the folder; two of them have the same content, and squashfs keeps one."""
+    for name, content in (
+        ("a b", b"1" * 300_000),
+        ('q"\\', b"1" * 300_000),
+        ("nl\nx", b"2"),
+        ("z\udcff", b""),
+        ("0", b"3"),
+    ):
+        (small / name).write_bytes(content)
+    os.truncate(small / "0", 1 << 21)
+    seen = contents.entries(siffile.read(packed(small)))
+    files = {str(path.relative_to(small)): path.read_bytes() for path in small.rglob("*") if path.is_file()}
+    assert {name: (entry.size, entry.content) for name, entry in seen.items() if entry.kind == "file"} == {
+        name: (len(content), verify.hashlib.sha256(content).hexdigest()) for name, content in files.items()
+    }
+    sif = siffile.read(small.with_suffix(".sif"))
+    assert contents.texts(sif, ["nl\nx", 'q"\\']) == {"nl\nx": b"2", 'q"\\': b"1" * 300_000}
+
+
+def test_sign_and_verify(packed, small, keys, capsys):
+    sif = packed(small)
+    known = recorded(sif)
+    unsigned = verify.digest(sif)
+    image_look.sign(str(sif))
+    signed, fingerprint = verify.digest(sif), siffile.read(sif).signers()[0]
+    assert capsys.readouterr().out == f"{sif}\n{signed}\nsigned with {fingerprint}\n"
+    assert signed != unsigned
+    made = File(sha256=signed.removeprefix("sha256:"), size=sif.stat().st_size)
+    assert record.read(sif) == known.model_copy(update={"sif": made, "signed": fingerprint})
+    image_look.verify(str(sif))
+    assert capsys.readouterr().out == (
+        f"{sif}\n{signed} ({sif}.json)\nsigned by Ann Tester (none) <ann@example.org> {fingerprint}\n"
+    )
+    assert refusal(image_look.sign, str(sif)) == (
+        f"the image is signed already\n  where:  {sif}\n  found:  {fingerprint}"
+    )
+
+
+def test_without_a_record_signing_prints_the_digest(packed, small, keys, capsys):
+    sif = packed(small)
+    image_look.sign(str(sif), key=siffile.read(signed_once(sif, keys)).signers()[0][-8:].lower())
+    assert capsys.readouterr().out.splitlines()[1] == verify.digest(sif)
+    assert not record.path_for(sif).exists()
+
+
+def signed_once(sif: Path, keys: Path) -> Path:
+    copy = Path(shutil.copy(sif, sif.with_name("copy.sif")))
+    image_look.signatures.sign(siffile.read(copy))
+    return copy
+
+
+def test_no_byte_may_change(packed, small, keys):
+    sif = packed(small)
+    recorded(sif)
+    image_look.sign(str(sif))
+    signed = verify.digest(sif)
+    parts = {part.kind: part for part in siffile.read(sif).parts}
+    # time in the header, unused descriptor, definition, squashfs, signature
+    for offset in (
+        64,
+        20_000,
+        parts["definition"].offset,
+        parts["partition"].offset + 99,
+        parts["signature"].offset + 99,
+    ):
+        flipped(sif, offset)
+        for signature in (True, False):
+            assert refusal(image_look.verify, str(sif), signature=signature) == (
+                f"this is not the image that it should be\n  where:  {sif}\n  wanted: {signed} ({sif}.json)\n"
+                f"  found:  {verify.digest(sif)}\n"
+                "  fix:    copy or build it again; it is another image, or was changed or damaged since"
+            )
+        flipped(sif, offset)
+    image_look.verify(str(sif))
+
+
+def test_a_signature_sees_changes_that_a_digest_was_made_for(packed, small, keys):
+    sif = packed(small)
+    image_look.sign(str(sif))
+    parts = {part.kind: part for part in siffile.read(sif).parts}
+    for part, found in (("definition", 1), ("partition", 2)):
+        flipped(sif, parts[part].offset + 10)
+        said = refusal(image_look.verify, str(sif), digest=verify.digest(sif))
+        assert said == (
+            "the image's signature does not hold: it was changed after it was signed\n"
+            f"  where:  {sif}\n"
+            "  found:  INFO:    Verifying image with PGP key material\n"
+            f"          FATAL:   Failed to verify container: integrity: data object integrity compromised: {found}\n"
+            "  fix:    copy or build it again"
+        )
+        flipped(sif, parts[part].offset + 10)
+
+
+def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
+    sif = packed(small)
+    image_look.sign(str(sif))
+    monkeypatch.setenv("APPTAINER_KEYSDIR", str(tmp_path / "no keys"))
+    inside = '-e APPTAINER_KEYSDIR=/keys -v "$PWD:/here" -w /here dray:builder apptainer'
+    quoted = f"'{tmp_path}/no keys'"
+    docker = f'mkdir -p -m 700 {quoted} && docker run --rm -it -u "$(id -u)" -v {quoted}:/keys {inside}'
+    assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
+        f"the image is signed with a key that is not known here\n  where:  {sif}\n"
+        f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {siffile.read(sif).signers()[0]}\n"
+        f"  fix:    if you trust its owner, have the public key from them, then: {docker} key import FILE"
+    )
+    assert refusal(image_look.signatures.sign, siffile.read(packed(small))) == (
+        f"there is no key to sign with\n  where:  {tmp_path}/no keys\n  fix:    {docker} key newpair"
+    )
+
+
+def test_a_key_that_is_not_there(packed, small, keys):
+    sif = packed(small)
+    known = siffile.read(signed_once(sif, keys)).signers()[0]
+    whole = sif.read_bytes()
+    assert refusal(image_look.sign, str(sif), key="ABCD") == (
+        f"there is no such key\n  where:  {keys}\n  wanted: --key with one of:\n          {known}\n  found:  ABCD"
+    )
+    assert sif.read_bytes() == whole
+
+
+def test_neither_the_tool_nor_an_engine(small, packed, tmp_path, monkeypatch):
+    sif = packed(small)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(UnfitError) as raised:
+        image_look.inspect(str(sif))
+    assert str(raised.value) == (
+        "unsquashfs is not on this machine, nor a Docker Engine to run it in\n"
+        "  found:  no Docker Engine runs on this machine\n"
+        "  fix:    install apptainer and squashfs-tools, or Docker Engine"
+    )
+
+
+def test_no_container_stays(client, packed, small):
+    contents.entries(siffile.read(packed(small)))
+    assert [one.name for one in client.containers.list(all=True) if one.name.startswith("dray-tools-")] == []
+
+
+def test_the_container_has_no_network_and_is_the_caller(way):
+    assert tools.run(["sh", "-c", "ls /sys/class/net; id -u; echo aside >&2; exit 3"], binds={}) == process.Done(
+        argv=("sh", "-c", "ls /sys/class/net; id -u; echo aside >&2; exit 3"),
+        code=3,
+        out=f"lo\n{os.getuid()}\n",
+        err="aside\n",
+    )

@@ -1,0 +1,312 @@
+"""The root filesystem: Apptainer's whole command, what a base becomes, and the bytes that it is packed into."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shlex
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from dray.errors import ConfigError, DrayError, UnfitError
+from dray.images import build, layer, rootfs, squash
+from dray.images.log import BuildLog
+
+DIGEST = f"sha256:{'a' * 64}"
+EPOCH = 1_700_000_000
+
+
+def _rootfs(folder: Path, program: Path = Path("/usr/bin/env")) -> Path:
+    """The least that is taken for a root filesystem."""
+    (folder / "usr" / "bin").mkdir(parents=True)
+    shutil.copy(program, folder / "usr" / "bin" / "env")
+    return folder
+
+
+def test_command():
+    argv = rootfs.build_argv(
+        tool="apptainer",
+        definition=Path("/my work/inputs/dray.def"),
+        binds={Path("/my work/inputs"): "/mnt", Path("/out"): "/srv"},
+        bootstrap="localimage",
+        source="base",
+        rootfs=Path("/my work/.new/rootfs"),
+    )
+    assert argv == [
+        *("apptainer", "build", "--sandbox", "--no-cleanup"),
+        *("--bind", "/my work/inputs:/mnt", "--bind", "/out:/srv"),
+        *("--build-arg", "BOOTSTRAP=localimage", "--build-arg", "BASE=base"),
+        *("/my work/.new/rootfs", "/my work/inputs/dray.def"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a,b", "a:b"])
+def test_a_folder_that_apptainer_cannot_bind(name):
+    with pytest.raises(ConfigError) as raised:
+        rootfs.build_argv(
+            tool="apptainer",
+            definition=Path("d"),
+            binds={Path(name): "/mnt"},
+            bootstrap="",
+            source="",
+            rootfs=Path("r"),
+        )
+    assert raised.value.details == {"found": name, "fix": "move the checkout to another folder"}
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [
+        (f"debian:bookworm-slim@{DIGEST}", ("docker", f"debian@{DIGEST}")),
+        (f"docker://reg.invalid:5000/a/b:1@{DIGEST}", ("docker", f"reg.invalid:5000/a/b@{DIGEST}")),
+        (f"reg.invalid:5000/a/b@{DIGEST}", ("docker", f"reg.invalid:5000/a/b@{DIGEST}")),
+        ("debian:bookworm-slim", ("docker", "debian:bookworm-slim")),
+        ("oras://reg.invalid/a:1", ("oras", "reg.invalid/a:1")),
+    ],
+)
+def test_references(base, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert rootfs.start_from(base, tmp_path) == expected
+
+
+def test_a_folder_stays_where_it_is(tmp_path):
+    folder = _rootfs(tmp_path / "a folder")
+    assert rootfs.start_from(str(folder), tmp_path) == ("localimage", str(folder))
+
+
+def test_tar_is_unpacked_without_devices(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    with tarfile.open(tmp_path / "a base.tar", "w") as tar:
+        tar.add(_rootfs(tmp_path / "made") / "usr", "./usr")
+        null = tarfile.TarInfo("./dev/null")
+        null.type = tarfile.CHRTYPE
+        tar.addfile(null)
+    assert rootfs.start_from(str(tmp_path / "a base.tar"), tmp_path / "scratch") == ("localimage", "base")
+    found = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("*"))
+    assert found == ["base", "base/usr", "base/usr/bin", "base/usr/bin/env"]
+
+
+def test_missing_base(tmp_path):
+    base = str(tmp_path / "no.tar")
+    with pytest.raises(ConfigError) as raised:
+        rootfs.local_base(base)
+    assert raised.value.details == {
+        "wanted": "an image reference, a SIF, a folder, or the tar of a root filesystem",
+        "found": base,
+        "fix": f"make one: containers/base/make-base.sh bookworm {base}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("head", "problem", "found"),
+    [
+        (b"\x7fELF" + bytes(14) + b"\x16\x00", "the base is no root filesystem", "no /usr/bin/env in it"),
+        (b"\x7fELF" + bytes(14) + b"\xb7\x00", "the base is of another architecture", "one for arm64"),
+        (b"#!/bin/sh", "the base is no root filesystem", "no /usr/bin/env in it"),
+    ],
+)
+def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    (tmp_path / "env").write_bytes(head)
+    base = _rootfs(tmp_path / "base", tmp_path / "env")
+    with pytest.raises(ConfigError) as raised:
+        rootfs.start_from(str(base), tmp_path)
+    assert str(raised.value) == (
+        f"{problem}\n"
+        f"  where:  {base}\n"
+        "  wanted: one for amd64, which this machine runs\n"
+        f"  found:  {found}\n"
+        "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar makes one here"
+    )
+
+
+def test_apptainer_runs_in_the_scratch_folder_with_the_lock_s_date(tmp_path, monkeypatch, capfd):
+    tool = tmp_path / "bin" / "singularity"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/bash\necho "$PWD $SOURCE_DATE_EPOCH $SINGULARITY_TMPDIR"; printf "%s|" "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    scratch = tmp_path / "my scratch"
+    scratch.mkdir()
+    base = _rootfs(tmp_path / "base")
+    definition = tmp_path / "dray.def"
+    made = rootfs.make(definition=definition, binds={}, base=str(base), scratch=scratch, epoch=EPOCH)
+    assert made == scratch / "rootfs"
+    argv = rootfs.build_argv(
+        tool="singularity", definition=definition, binds={}, bootstrap="localimage", source=str(base), rootfs=made
+    )
+    assert capfd.readouterr().out == f"{shlex.join(argv)}\n{scratch} {EPOCH} {scratch}\n{'|'.join(argv[1:])}|"
+
+
+def test_squashfs_command(tmp_path):
+    assert squash.argv(tmp_path / "rootfs", tmp_path / "out", epoch=EPOCH) == [
+        *("mksquashfs", f"{tmp_path}/rootfs", f"{tmp_path}/out"),
+        *("-noappend", "-no-progress", "-quiet", "-no-xattrs", "-no-exports"),
+        *("-all-root", "-root-mode", "0755", "-all-time", f"{EPOCH}", "-mkfs-time", f"{EPOCH}"),
+        *squash.COMPRESSION,
+    ]
+
+
+class TestLayer:
+    @pytest.fixture
+    def tree(self, tmp_path) -> Path:
+        tree = tmp_path / "rootfs"
+        for name in ("opt/b", "opt/a", ".singularity.d/env", "usr/.singularity.d"):
+            (tree / name).mkdir(parents=True)
+        (tree / "opt" / "b" / "two").write_text("2")
+        (tree / "opt" / "b" / "two").chmod(0o4755)
+        os.link(tree / "opt" / "b" / "two", tree / "opt" / "b" / "three")
+        (tree / "opt" / "a" / "one").write_text("1")
+        (tree / "bin").symlink_to("usr")
+        (tree / "environment").symlink_to(".singularity.d/env")
+        (tree / "usr" / "environment").touch()
+        return tree
+
+    @pytest.fixture
+    def inputs(self, tmp_path) -> Path:
+        folder = tmp_path / "inputs"
+        folder.mkdir()
+        (folder / "environment").write_text("A='1 2'\nB=3\n")
+        return folder
+
+    def test_what_is_in_it(self, tree):
+        out = io.BytesIO()
+        layer.write(tree, out, epoch=EPOCH)
+        out.seek(0)
+        with tarfile.open(fileobj=out) as tar:
+            found = [(entry.name, entry.type, oct(entry.mode), entry.linkname) for entry in tar]
+            owners = {(entry.uid, entry.gid, entry.uname, entry.gname, entry.mtime) for entry in tar}
+        assert [name for name, *_ in found] == [
+            *("bin", "opt", "opt/a", "opt/a/one", "opt/b", "opt/b/three", "opt/b/two"),
+            *("usr", "usr/environment", "usr/.singularity.d"),
+        ]
+        assert ("bin", tarfile.SYMTYPE, "0o777", "usr") in found
+        assert ("opt/b/three", tarfile.REGTYPE, "0o4755", "") in found
+        assert ("opt/b/two", tarfile.LNKTYPE, "0o4755", "opt/b/three") in found
+        assert owners == {(0, 0, "", "", EPOCH)}
+
+    def test_the_archive(self, tree, inputs, tmp_path):
+        out = tmp_path / "image.tar"
+        layer.pack(tree, out, epoch=EPOCH, inputs=inputs, tag="dray:x", labels={"a.b": "c d", "made": "here"})
+        with tarfile.open(out) as tar:
+            read = {entry.name: tar.extractfile(entry).read() for entry in tar}
+        manifest = json.loads(read["manifest.json"])[0]
+        config = read[manifest["Config"]]
+        (whole,) = manifest["Layers"]
+        digest = hashlib.sha256(read[whole]).hexdigest()
+        assert manifest == {
+            "Config": f"{hashlib.sha256(config).hexdigest()}.json",
+            "RepoTags": ["dray:x"],
+            "Layers": [f"{digest}/layer.tar"],
+        }
+        assert json.loads(config) == {
+            "architecture": layer.MACHINES[os.uname().machine],
+            "os": "linux",
+            "created": "2023-11-14T22:13:20Z",
+            "config": {
+                "Env": ["A=1 2", "B=3"],
+                "Cmd": ["dray", "--help"],
+                "Labels": {"a.b": "c d", "made": "here"},
+            },
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+            "history": [{"created": "2023-11-14T22:13:20Z", "created_by": "dray image build"}],
+        }
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["image.tar", "inputs", "rootfs"]
+
+    def test_the_same_bytes_whatever_the_files_times_and_order(self, tree, inputs, tmp_path):
+        copy = tmp_path / "copy"
+        for path in sorted(tree.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                (copy / path.relative_to(tree)).mkdir(parents=True, exist_ok=True)
+        shutil.copytree(tree, copy, symlinks=True, dirs_exist_ok=True)
+        (copy / "opt" / "b" / "two").unlink()
+        os.link(copy / "opt" / "b" / "three", copy / "opt" / "b" / "two")
+        os.utime(copy / "opt" / "a" / "one", (1, 1))
+        for folder in (tree, copy):
+            layer.pack(folder, folder.with_suffix(".tar"), epoch=EPOCH, inputs=inputs, tag="dray:x", labels={})
+        assert tree.with_suffix(".tar").read_bytes() == copy.with_suffix(".tar").read_bytes()
+
+
+class TestWays:
+    """Which of them this machine has."""
+
+    @pytest.fixture(autouse=True)
+    def _no_engine(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+    def test_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(UnfitError) as raised, build.builder.engine():
+            pass
+        assert str(raised.value) == (
+            "nothing here can build an image\n"
+            "  wanted: Apptainer, or a Docker Engine to run it in\n"
+            "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
+            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io"
+        )
+
+    def test_root_with_apptainer_only(self, tmp_path, monkeypatch):
+        (tmp_path / "apptainer").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(UnfitError) as raised, build.builder.engine():
+            pass
+        assert str(raised.value) == (
+            "root's own Apptainer builds need more rights than containers and shared machines grant\n"
+            "  wanted: apptainer as an ordinary user, or a Docker Engine\n"
+            "  found:  apptainer as root; no Docker Engine runs on this machine\n"
+            "  fix:    run the same command as an ordinary user"
+        )
+
+
+def test_ca_bundle_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.crt"))
+    with pytest.raises(ConfigError) as raised:
+        build.builder.certificates()
+    assert str(raised.value) == (
+        "the CA bundle is not there\n"
+        "  where:  SSL_CERT_FILE\n"
+        f"  found:  {tmp_path}/ca.crt\n"
+        "  fix:    correct it, or unset SSL_CERT_FILE"
+    )
+
+
+class TestLog:
+    """What becomes of a build's errors."""
+
+    def _failed(self, path: Path, error: Exception, *lines: str) -> DrayError:
+        with pytest.raises(DrayError) as raised, BuildLog(path) as log, log.explaining():
+            self._fail(log, error, *lines)
+        return raised.value
+
+    def _fail(self, log: BuildLog, error: Exception, *lines: str) -> None:
+        for line in lines:
+            log.line(line)
+        raise error
+
+    def test_a_failure_shows_the_last_lines(self, tmp_path, capsys):
+        path = tmp_path / "logs" / "cpu.log"
+        error = self._failed(path, UnfitError("the build failed"), "dray: step 10-system", "something else")
+        assert str(error) == (
+            f"the build failed\n  found:  dray: step 10-system\n          something else\n  where:  {path}"
+        )
+        assert capsys.readouterr() == ("", "dray: step 10-system\n")
+        assert path.read_text() == "dray: step 10-system\nsomething else\n"
+
+    @pytest.mark.parametrize(
+        ("error", "lines"),
+        [
+            (OSError(28, "No space left on device"), ()),
+            (DrayError("x"), ("dpkg: error: cannot copy: No space left on device",)),
+            (DrayError("pip", found="[Errno 28] No space left on device"), ()),
+        ],
+    )
+    def test_a_full_disk(self, error, lines, tmp_path):
+        full = self._failed(tmp_path / "logs" / "cpu.log", error, *lines)
+        assert str(full).startswith(f"the disk is full\n  where:  {tmp_path}\n  found:  ")
+        assert full.exit_code == 69

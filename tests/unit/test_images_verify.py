@@ -1,0 +1,242 @@
+"""Which digest an image must have, its record, and what two images differ in."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import platform
+from pathlib import Path
+
+import pytest
+import typer
+
+from dray.cli import image_look
+from dray.errors import ConfigError
+from dray.images import contents, diff, look, record, siffile, verify
+from dray.images.contents import Entry
+from dray.images.record import File, Record
+
+ZERO, ONE = "0" * 64, "1" * 64
+RECIPE = 'name = "r"\n{}[batch]\nglobal_size = 1\n[train]\nsteps = 1\nlr = 1.0\n'
+KNOWN = Record(
+    variant="cpu",
+    dray="0.1.0",
+    base="debian@sha256:0",
+    inputs=ZERO,
+    epoch=1,
+    tools={"apptainer": "1.4.5"},
+    sif=File(sha256=ONE, size=7),
+)
+
+
+@pytest.fixture
+def sif(tmp_path) -> Path:
+    return made(tmp_path / "dray-cpu.sif")
+
+
+def made(path: Path, *, squashfs: bytes = b"hsqs" + bytes(200), epoch: int = 1, definition: bytes = b"a\nb\n") -> Path:
+    packed = path.with_suffix(".squashfs")
+    packed.write_bytes(squashfs)
+    siffile.write(packed, path, epoch=epoch, definition=definition)
+    packed.unlink()
+    return path
+
+
+def refusal(call, *args, **words) -> str:
+    with pytest.raises(ConfigError) as raised:
+        call(*args, **words)
+    assert raised.value.exit_code == 78
+    return str(raised.value)
+
+
+def test_a_record_lies_beside_its_image(sif):
+    record.write(sif, KNOWN)
+    assert (sif.parent / "dray-cpu.sif.json").read_text() == (
+        '{\n "variant": "cpu",\n "dray": "0.1.0",\n "base": "debian@sha256:0",\n'
+        f' "inputs": "{ZERO}",\n "epoch": 1,\n "tools": {{\n  "apptainer": "1.4.5"\n }},\n'
+        f' "sif": {{\n  "sha256": "{ONE}",\n  "size": 7\n }},\n "signed": null\n}}\n'
+    )
+    assert record.read(sif) == KNOWN
+    assert record.updated(sif, KNOWN, signed="A") == record.read(sif) == KNOWN.model_copy(update={"signed": "A"})
+    assert sorted(path.name for path in sif.parent.iterdir()) == ["dray-cpu.sif", "dray-cpu.sif.json"]
+
+
+def test_no_record(sif):
+    assert record.read(sif) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        (KNOWN.model_dump_json().replace(ONE, "1"), "sif.sha256 String should match pattern '^[0-9a-f]{64}$'"),
+        (
+            KNOWN.model_dump_json().replace("variant", "kind"),
+            "variant Field required\nkind Extra inputs are not permitted",
+        ),
+    ],
+)
+def test_a_damaged_record(sif, text, found):
+    record.path_for(sif).write_text(text)
+    assert refusal(record.read, sif) == (
+        f"the image's record is damaged\n  where:  {sif}.json\n  found:  "
+        + found.replace("\n", "\n          ")
+        + "\n  fix:    build the image again; or remove the record, and say --digest"
+    )
+
+
+def test_who_says_which_digest(sif, tmp_path):
+    record.write(sif, KNOWN)
+    pinned, loose = tmp_path / "pinned.toml", tmp_path / "loose.toml"
+    pinned.write_text(RECIPE.format(f'image_digest = "sha256:{ZERO}"\n'))
+    loose.write_text(RECIPE.format(""))
+    said = "sha256:" + "2" * 64
+    assert verify.wanted(sif, said=said, recipe=pinned) == (said, "--digest")
+    assert verify.wanted(sif, recipe=pinned) == (f"sha256:{ZERO}", f"image_digest of {pinned}")
+    assert verify.wanted(sif, recipe=loose) == (f"sha256:{ONE}", f"{sif}.json")
+    assert verify.wanted(sif) == (f"sha256:{ONE}", f"{sif}.json")
+
+
+def test_nobody_says_which_digest(sif):
+    assert refusal(verify.wanted, sif) == (
+        f"nothing says which digest this image should have\n  where:  {sif}\n"
+        f"  wanted: --digest, image_digest in the recipe (--recipe), or the record {sif}.json\n"
+        "  fix:    copy the record along with the image, or ask who built it for the digest"
+    )
+
+
+@pytest.mark.parametrize("said", [ONE, "sha256:1", f"sha256:{ONE}0", f"sha256:{ONE[:-1]}G"])
+def test_no_digest_at_all(sif, said):
+    assert refusal(verify.wanted, sif, said=said) == (
+        f"this is no digest\n  wanted: sha256: and 64 hexadecimal digits\n  found:  {said}"
+    )
+
+
+def test_the_digest_decides(sif, capsys):
+    whole = sif.read_bytes()
+    digest = f"sha256:{hashlib.sha256(whole).hexdigest()}"
+    image_look.verify(str(sif), digest=digest, signature=False)
+    assert capsys.readouterr().out == f"{sif}\n{digest} (--digest)\nsignature unchecked\n"
+    # header, descriptor table, space between parts, definition, squashfs
+    for offset in (72, 20_000, 32_300, 32_176, 32_800):
+        sif.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        found = f"sha256:{hashlib.sha256(sif.read_bytes()).hexdigest()}"
+        for signature in (True, False):
+            assert refusal(image_look.verify, str(sif), digest=digest, signature=signature) == (
+                f"this is not the image that it should be\n  where:  {sif}\n  wanted: {digest} (--digest)\n"
+                f"  found:  {found}\n"
+                "  fix:    copy or build it again; it is another image, or was changed or damaged since"
+            )
+
+
+def test_the_record_of_another_image(sif):
+    record.write(sif, KNOWN)
+    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(image_look.verify, str(sif), signature=False)
+    assert f"wanted: sha256:{ONE} ({sif}.json)" in refusal(image_look.sign, str(sif))
+
+
+def test_a_link_leads_to_the_image_and_its_record(sif, tmp_path, capsys):
+    link = tmp_path / "latest.sif"
+    link.symlink_to(sif.name)
+    digest = verify.digest(sif)
+    record.write(sif, KNOWN.model_copy(update={"sif": File(sha256=digest.removeprefix("sha256:"), size=1)}))
+    image_look.verify(str(link), signature=False)
+    assert capsys.readouterr().out == f"{sif}\n{digest} ({sif}.json)\nsignature unchecked\n"
+
+
+def test_a_variant_is_the_image_built_here(tmp_path, monkeypatch):
+    (tmp_path / "containers" / "steps").mkdir(parents=True)
+    monkeypatch.setenv("DRAY_HOME", str(tmp_path))
+    assert refusal(image_look.verify, "cuda12") == (
+        f"the image is not there\n  wanted: {tmp_path}/build/dray-cuda12.sif\n  fix:    make image-VARIANT builds one"
+    )
+
+
+def test_unsigned(sif):
+    assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
+        f"the image is not signed\n  where:  {sif}\n  fix:    dray image sign {sif}; or verify --no-signature"
+    )
+
+
+def test_nothing_differs(sif, capsys):
+    with pytest.raises(typer.Exit) as ended:
+        image_look.diff(sif, made(sif.with_name("other.sif")))
+    assert ended.value.exit_code == 0
+    assert capsys.readouterr().out == f"identical: {verify.digest(sif)}\n"
+
+
+def test_only_the_container_differs(sif, capsys):
+    other = made(sif.with_name("other.sif"), epoch=2, definition=b"a\nB\n")
+    with pytest.raises(typer.Exit) as ended:
+        image_look.diff(sif, other)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().out == (
+        "header: created: 1 | 2\nheader: modified: 1 | 2\ndefinition: line 2: 'b' | 'B'\n"
+    )
+
+
+def test_only_a_byte_that_means_nothing_differs(sif):
+    other = made(sif.with_name("other.sif"))
+    whole = other.read_bytes()
+    other.write_bytes(whole[:32_300] + b"\1" + whole[32_301:])
+    assert diff.sifs(sif, other) == ["the table of parts, or bytes between them"]
+
+
+# As unsquashfs writes it.
+DESCRIBED = (
+    b"/ D 1 755 0 0\n"
+    b"empty R 1 4755 0 0 0 0 0\nff I 1 600 0 0 f\nhard R 1 644 0 0 3 0 0\nnew\\\nline R 1 644 0 0 2 3 0\n"
+    b'nonutf\xff R 1 644 0 0 2 5 0\nnul C 1 644 0 0 1 3\nquo\\"te\\\\back R 1 644 0 0 2 7 0\nsp\\ ace D 1 755 0 0\n'
+    b'sp\\ ace/a\\ b L hard\nsp\\ ace/li\\ nk S 1 777 0 0 target with "x" space\nends\\\\\\\\ D 2 755 7 8\n'
+    b"older\nunsquashfs R 1 644 0 0 0 0\n"
+    b"#\n# START OF DATA - DO NOT MODIFY\n#\nhi\nx\nz\ny\n"
+)
+
+
+def test_names_as_odd_as_they_come():
+    stream = io.BytesIO(DESCRIBED)
+    plain = {"owner": "0/0", "time": "1"}
+    assert {name.decode(errors="replace"): entry for name, entry in contents._described(stream)} == {
+        "/": Entry(kind="folder", mode="755", **plain),
+        "empty": Entry(kind="file", mode="4755", content="0 0 0", **plain),
+        "ff": Entry(kind="socket or pipe", mode="600", content="f", **plain),
+        "hard": Entry(kind="file", mode="644", content="3 0 0", size=3, **plain),
+        "new\nline": Entry(kind="file", mode="644", content="2 3 0", size=2, **plain),
+        "nonutf\ufffd": Entry(kind="file", mode="644", content="2 5 0", size=2, **plain),
+        "nul": Entry(kind="device", mode="644", content="1 3", **plain),
+        'quo"te\\back': Entry(kind="file", mode="644", content="2 7 0", size=2, **plain),
+        "sp ace": Entry(kind="folder", mode="755", **plain),
+        "sp ace/a b": Entry(kind="hard link", content="hard"),
+        "sp ace/li nk": Entry(kind="link", mode="777", content='target with "x" space', **plain),
+        "older\nunsquashfs": Entry(kind="file", mode="644", content="0 0", **plain),
+        "ends\\\\": Entry(kind="folder", mode="755", owner="7/8", time="2"),
+    }
+    assert stream.read() == b"hi\nx\nz\ny\n"
+
+
+def test_what_belongs_to_a_package():
+    site = "opt/dray/lib/python3.11/site-packages"
+    sizes = {
+        f"{site}/torch/lib/libtorch.so": 50,
+        f"{site}/torch-2.13.0+cpu.dist-info/RECORD": 5,
+        f"{site}/numpy.libs/a.so": 3,
+        f"{site}/six.py": 1,
+        "opt/dray/bin/dray": 2,
+        "usr/lib/libc.so": 20,
+        "opt/other": 1,
+    }
+    assert look._by_package(sizes) == {"torch": 55, "Debian": 21, "numpy": 3, "opt/dray": 2, "six": 1}
+
+
+def test_the_table_has_an_end(capsys):
+    image_look.Console(width=60).print(image_look._table({f"package{number}": 10**6 for number in range(17)}))
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[1:-1] for row in (rows[3], rows[17], rows[18])] == [
+        ["package0", "│", "1.0"],
+        ["package14", "│", "1.0"],
+        ["2", "others", "│", "2.0"],
+    ]
+
+
+def test_machines_that_dray_knows():
+    assert platform.machine() in siffile.MACHINES
