@@ -19,7 +19,7 @@ debs::get() { apt-get "${options[@]}" install --download-only --yes --no-install
 apt-get "${options[@]}" update
 mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' /mnt/debian.in)
 mapfile -t locked < <(awk '{ print $1 "=" $2 }' /mnt/debian.lock)
-if ((${#locked[@]} == 0)) || ! debs::get "${locked[@]}" >/srv/apt.log; then
+if ((${#locked[@]} == 0)) || ! debs::get "${wanted[@]}" "${locked[@]}" >/srv/apt.log; then
     debs::get "${wanted[@]}"
 fi
 rm -rf /srv/apt.log /srv/partial /srv/lock

@@ -1,18 +1,12 @@
-"""The built images from inside, and builds with planted marks of the host."""
+"""The built cpu images from inside: the same files as a SIF and as a Docker image."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import secrets
-import shutil
-import signal
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,35 +14,44 @@ from docker.types import Mount
 
 from dray import __version__, dockerd
 from dray.errors import UnfitError
-from dray.images import builder, inputs, oci, sif
+from dray.images import builder, lock, record, verify
 
 ROOT = Path(__file__).resolve().parents[2]
-# New each time: Docker would not run the steps again for inputs that it knows.
-MARK = f"mark-{secrets.token_hex(8)}"
-CONTROL = "control-word-of-the-step"
+CPU = ROOT / "containers" / "cpu"
 # Printed inside an image, as the last line.
 LOOK = r"""
 import importlib.util, json, os, pathlib, subprocess, sys
 import torch, transformers
+from deepspeed.git_version_info import installed_ops
 def said(*argv):
     done = subprocess.run(argv, capture_output=True, text=True)
     return [done.returncode, done.stdout.strip()]
-left = []
+left, stale = [], []
 for folder, folders, files in os.walk("/"):
     if folder == "/":
         folders[:] = set(folders) - {"proc", "sys", "dev", "tmp"}
-    left += [f"{folder}/{name}" for name in files if name.endswith(".whl") or name in ("pip.conf", "requirements.lock")]
+    left += [f"{folder}/{name}" for name in files
+             if name.endswith((".whl", ".deb", ".a")) or name in ("pip.conf", "requirements.lock", "nvcc", "cicc")]
+site = pathlib.Path(sys.prefix, "lib", "python3.11", "site-packages")
+for compiled in site.rglob("*.pyc"):
+    with compiled.open("rb") as file:
+        if file.read(8)[4:] != b"\1\0\0\0":  # unchecked hash
+            stale.append(str(compiled))
 certificates = pathlib.Path("/etc/ca-certificates.conf").read_text().splitlines()
 print(json.dumps({
     "python": sys.executable,
     "torch": torch.__version__,
     "cuda": torch.version.cuda,
-    "transformers": transformers.__version__,
     "pip": importlib.util.find_spec("pip") is not None,
     "dray": said("dray", "--version"),
     "plan": said("dray", "plan", "--help")[0],
+    "deepspeed": said("ds_report")[0],
+    "operators": sorted(name for name, there in installed_ops.items() if there),
+    "compiler": said("gcc", "-dumpversion")[0],
     "runner": importlib.util.find_spec("dray.runner.__main__") is not None,
     "left": left,
+    "stale": stale,
+    "times": sorted({int(path.lstat().st_mtime) for path in site.iterdir()}),
     "mnt": os.listdir("/mnt"),
     "lists": os.listdir("/var/lib/apt/lists"),
     "logs": [str(path) for path in pathlib.Path("/var/log").rglob("*") if path.is_file()],
@@ -58,15 +61,14 @@ print(json.dumps({
     "environment": {name: os.environ.get(name) for name in (
         "PATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "http_proxy", "SSL_CERT_FILE")},
     "image": json.loads(pathlib.Path("/opt/dray/image.json").read_text()),
+    "materials": sorted({part["purl"].split("/")[0] for part in
+        json.loads(pathlib.Path("/opt/dray/sbom.json").read_text())["components"]}),
 }))
 """
-STEP = f"""#!/usr/bin/env bash
-source "$(dirname "$0")/lib.sh"
-log::line "sees $http_proxy and $(cat "$INPUTS/host/ca.crt") and $(ls "$INPUTS/wheels")"
-mkdir -p "$VENV/bin"
-ln -s /bin/true "$VENV/bin/python3"
-echo {CONTROL} >"$VENV/control"
-"""
+# The builder has no FUSE.
+EXEC = ("exec", "--unsquash", "--contain", "/image.sif")
+
+pytestmark = [pytest.mark.docker, pytest.mark.docker_image, pytest.mark.sif]
 
 
 @pytest.fixture(scope="module")
@@ -75,30 +77,15 @@ def client():
         yield client
 
 
-@contextmanager
-def _unless_unfit(variable: str):
-    try:
-        yield
-    except UnfitError as error:
-        if os.environ.get("DRAY_TEST_ALL") == "1":
-            raise
-        pytest.skip(f"{error.problem} (set {variable} to the base that the images were built with)")
-
-
-@pytest.fixture(scope="module")
-def base(client) -> str:
-    """What the tiny images are built on: the base of the real ones."""
-    base = os.environ.get("DRAY_IMAGE_BASE") or inputs.image(ROOT, "cpu").base
-    with _unless_unfit("DRAY_IMAGE_BASE"):
-        dockerd.base_image(client, base)
-    return base
-
-
 @pytest.fixture(scope="module")
 def apptainer(client) -> Callable[..., tuple[int, str]]:
     """Apptainer on an image, as an ordinary user."""
-    with _unless_unfit("DRAY_CLUSTER_BASE"):
+    try:
         tools = builder.image(client, ROOT, on_line=lambda line: None)
+    except UnfitError as error:
+        if os.environ.get("DRAY_TEST_ALL") == "1":
+            raise
+        pytest.skip(f"{error.problem} (set DRAY_CLUSTER_BASE)")
 
     def run(image: Path, *command: str) -> tuple[int, str]:
         mounts = [Mount(target="/image.sif", source=str(image), type="bind", read_only=True)]
@@ -110,47 +97,47 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
     return run
 
 
-# The builder has no FUSE.
-EXEC = ("exec", "--unsquash", "--contain", "/image.sif")
-
-
 @pytest.fixture(params=["docker", "sif"])
-def seen(request, client, apptainer) -> dict:
+def seen(request, client, apptainer, sif) -> dict:
     """What LOOK sees inside."""
     if request.param == "docker":
         out = client.containers.run(
             "dray:cpu", ["python3", "-c", LOOK], name="dray-test-look", remove=True, network_disabled=True
         )
         return json.loads(out.splitlines()[-1])
-    code, said = apptainer(ROOT / "build" / "dray-cpu.sif", *EXEC, "python3", "-c", LOOK)
+    code, said = apptainer(sif, *EXEC, "python3", "-c", LOOK)
     assert code == 0, said
     return json.loads(said.splitlines()[-1])
 
 
-def _locked() -> dict[str, str]:
-    lock = (ROOT / "containers" / "cpu" / "requirements.lock").read_text()
-    return dict(re.findall(r"^([a-z0-9._-]+)==(\S+)", lock, re.MULTILINE))
-
-
-@pytest.mark.docker
-@pytest.mark.docker_image
-@pytest.mark.sif
-def test_what_an_image_holds(seen):
+def test_what_an_image_holds(seen, sif):
     image = seen.pop("image")
     packages = {name.replace("_", "-"): version for name, version in image.pop("packages").items()}
-    assert packages == {**_locked(), "torch": "2.13.0+cpu", "dray": __version__}
+    locked = {pin.name: pin.version for pin in lock.read(CPU / "requirements.lock")}
+    assert packages == {**locked, "torch": "2.13.0+cpu", "dray": __version__}
     assert image.pop("python").startswith("3.11.")
-    assert image == {"variant": "cpu", "dray": __version__}
+    assert image == {
+        "variant": "cpu",
+        "accelerator": "cpu",
+        "architectures": [],
+        "driver": None,
+        "base": record.read(sif).base,
+        "dray": __version__,
+    }
     assert seen == {
         "python": "/opt/dray/bin/python3",
         "torch": "2.13.0+cpu",
         "cuda": None,
-        "transformers": _locked()["transformers"],
         "pip": False,
         "dray": [0, f"dray {__version__}"],
         "plan": 0,
+        "deepspeed": 0,
+        "operators": ["async_io", "cpu_adam", "deepspeed_shm_comm", "fused_adam", "pin_memory"],
+        "compiler": 0,
         "runner": True,
         "left": [],
+        "stale": [],
+        "times": [lock.epoch(CPU / "requirements.lock")],
         "mnt": [],
         "lists": [],
         "logs": [],
@@ -164,94 +151,59 @@ def test_what_an_image_holds(seen):
             "http_proxy": None,
             "SSL_CERT_FILE": None,
         },
+        "materials": ["pkg:deb", "pkg:pypi"],
     }
 
 
-@pytest.mark.docker
-@pytest.mark.docker_image
-@pytest.mark.sif
-def test_both_carry_the_labels(client, apptainer):
-    wanted = tomllib.loads((ROOT / "containers" / "cpu" / "image.toml").read_text())["labels"]
-    assert client.images.get("dray:cpu").labels == wanted
-    code, said = apptainer(ROOT / "build" / "dray-cpu.sif", "inspect", "--labels", "--json", "/image.sif")
+def test_both_carry_the_labels(client, apptainer, sif):
+    wanted = tomllib.loads((CPU / "image.toml").read_text())["labels"]
+    known = record.read(sif)
+    assert client.images.get("dray:cpu").labels == {**wanted, "dray.inputs": known.inputs}
+    code, said = apptainer(sif, "inspect", "--labels", "--json", "/image.sif")
     assert code == 0
-    labels = json.loads(said)["data"]["attributes"]["labels"]
-    assert {key: labels.get(key) for key in wanted} == wanted
+    assert json.loads(said)["data"]["attributes"]["labels"] == wanted
 
 
-@pytest.fixture
-def tiny(base, apptainer, tmp_path, monkeypatch) -> Path:
-    """The inputs of an image of one small step, with the real definition, Containerfile and runner of steps.
-
-    It comes after what needs a network: the proxy that it sets leads nowhere.
-    """
-    checkout = tmp_path / "my work"
-    shutil.copytree(ROOT / "containers", checkout / "containers")
-    for step in (checkout / "containers" / "steps").glob("[0-9]*"):
-        step.unlink()
-    (checkout / "containers" / "steps" / "30-look.sh").write_text(STEP)
-    wheels = checkout / "wheels"
-    wheels.mkdir()
-    (wheels / "a-1-py3-none-any.whl").write_text(MARK)
-    (checkout / "bundle.crt").write_text(f"{MARK}-bundle")
-    monkeypatch.setenv("SSL_CERT_FILE", str(checkout / "bundle.crt"))
-    monkeypatch.setenv("http_proxy", f"http://{MARK}.invalid:1")
-    return inputs.lay_out(checkout, inputs.image(checkout, "cpu"), fetched=wheels, own=wheels / "a-1-py3-none-any.whl")
+def test_the_record_is_of_this_image(sif):
+    known = record.read(sif)
+    assert verify.digest(sif) == f"sha256:{known.sif.sha256}"
+    assert known.epoch == lock.epoch(CPU / "requirements.lock")
 
 
-SEEN = f"dray: sees http://{MARK}.invalid:1 and {MARK}-bundle and a-1-py3-none-any.whl"
+def test_its_own_checks_pass(client):
+    out = client.containers.run(
+        "dray:cpu",
+        ["python3", "-m", "dray.checks", "--json"],
+        name="dray-test-checks",
+        remove=True,
+        network_disabled=True,
+    )
+    results = json.loads(out)["results"]
+    assert [one for one in results if one["state"] == "FAIL"] == []
+    assert {one["check"] for one in results if one["state"] == "ok"} >= {"torch", "triton", "deepspeed", "cpu_adam"}
 
 
-@pytest.mark.docker
-def test_nothing_of_the_host_stays_in_a_docker_image(client, base, tiny):
-    # Wheels come into the Docker build only after the steps below 50.
-    step = tiny / "steps" / "30-look.sh"
-    step.rename(step.with_name("60-look.sh"))
-    lines: list[str] = []
-    made = oci.build(client, inputs=tiny, base=base, tag="dray-test:tiny", on_line=lines.append)
-    container = client.containers.create(made, name="dray-test-tiny")
-    try:
-        assert SEEN in lines
-        content = b"".join(container.export())
-        assert content.count(CONTROL.encode()) == 1
-        assert content.count(MARK.encode()) == 0
-        assert MARK not in json.dumps([client.images.get(made).attrs, client.api.history(made)])
-    finally:
-        container.remove(force=True)
-        client.images.remove("dray-test:tiny", force=True)
+# What would be compiled at run time fails there.
+NO_COMPILER = "mkdir /tmp/bin && ln -s /opt/dray/bin/python3 /tmp/bin/ && PATH=/tmp/bin exec /opt/dray/bin/python3"
 
 
-@pytest.mark.docker
-def test_nothing_of_the_host_stays_in_a_sif(client, base, apptainer, tiny, tmp_path):
-    lines: list[str] = []
-    out = tmp_path / "tiny.sif"
-    with sif.replacing(out) as scratch:
-        builder.build(client, checkout=ROOT, inputs=tiny, base=base, scratch=scratch, on_line=lines.append)
-    assert SEEN in lines
-    assert (out.stat().st_uid, out.stat().st_gid) == (os.getuid(), os.getgid())
-    grep = ("grep", "-rsalF", "-e", CONTROL, "-e", MARK, "/", "--exclude-dir=proc", "--exclude-dir=sys")
-    assert apptainer(out, *EXEC, *grep)[1].split() == ["/opt/dray/control"]
-    assert MARK not in apptainer(out, "inspect", "--all", "/image.sif")[1]
-
-
-@pytest.mark.docker
-@pytest.mark.sif
-def test_interrupted_build_leaves_the_old_image_and_no_container(client, base, apptainer, tmp_path):
-    out = tmp_path / "my images" / "dray-cpu.sif"
-    out.parent.mkdir()
-    out.write_text("old")
-    running = {container.id for container in client.containers.list(all=True)}
-    command = [sys.executable, "-m", "dray", "image", "build", "cpu", "--base", base, "--out", out]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as build:
-        assert build.stderr
-        said = []
-        for line in build.stderr:
-            said += [line] if line.startswith("dray: step") else []
-            if line == "dray: step 10-system\n":
-                build.send_signal(signal.SIGINT)
-        assert build.wait() == 130, said
-    assert said[-1] == "dray: step 10-system\n"
-    assert out.read_text() == "old"
-    assert list(out.parent.iterdir()) == [out]
-    left = [container for container in client.containers.list(all=True) if container.id not in running]
-    assert [container.name for container in left if container.name.startswith("dray-builder-")] == []
+@pytest.mark.parametrize(
+    ("case", "operator"),
+    [("zero2", "fused_adam"), ("zero3", "fused_adam"), ("zero3-offload", "cpu_adam"), ("zero3-nvme", "async_io")],
+)
+def test_deepspeed_compiles_nothing_at_run_time(client, case, operator):
+    script = ROOT / "tests" / "cluster" / "zero.py"
+    run = f"{NO_COMPILER} -m torch.distributed.run --standalone --nproc-per-node=2 /zero.py {case}"
+    out = client.containers.run(
+        "dray:cpu",
+        ["bash", "-c", run],
+        name=f"dray-test-{case}",
+        remove=True,
+        network_mode="none",
+        shm_size="1g",
+        mounts=[Mount(target="/zero.py", source=str(script), type="bind", read_only=True)],
+    )
+    said = json.loads(out.splitlines()[-1])
+    assert (said["case"], said["world"], said["compiled"]) == (case, 2, [])
+    assert operator in said["operators"]
+    assert said["losses"][-1] < said["losses"][0]

@@ -1,124 +1,193 @@
-"""The folder of a build's inputs, and the description and lock that it is made from."""
+"""The folder of a build's inputs, and the descriptions that it is made from."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
-import stat
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from dray.errors import ConfigError
-from dray.images import inputs
+from dray.images import debs, inputs, lock
+from dray.images.inputs import Source
 from dray.spec.image import Image
 from dray.spec.model import load
 
-HOSTILE = "http://user:p a$s'\"`id`;\\@proxy.invalid:3128"
+HOSTILE = "p a$s'\"`id`;\\"
+VARIANTS = ("cpu", "cuda", "cuda12", "rocm")
 
 
 @pytest.fixture
 def checkout(root, tmp_path) -> Path:
     """The real containers/, in a folder with a space."""
     copy = tmp_path / "my work"
-    shutil.copytree(root / "containers", copy / "containers")
-    (copy / "fetched").mkdir()
-    (copy / "fetched" / "a-1-py3-none-any.whl").write_text("a")
-    (copy / "dray-1-py3-none-any.whl").write_text("dray")
+    shutil.copytree(root / "containers", copy / "containers", symlinks=True)
+    (copy / "debs").mkdir()
+    for name in ("b_1_all.deb", "a_1%3a2_amd64.deb", "base.sha256"):
+        (copy / "debs" / name).write_text(name)
+    for name in ("w-1-py3-none-any.whl", "dray-1-py3-none-any.whl"):
+        (copy / name).write_text(name)
     return copy
 
 
-@pytest.fixture
-def folder(checkout, tmp_path, monkeypatch) -> Path:
-    bundle = tmp_path / "bundle.crt"
-    bundle.write_text("the host's certificates")
-    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
-    for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HTTP_PROXY", HOSTILE)
-    monkeypatch.setenv("no_proxy", "localhost,.invalid")
-    image = Image(variant="cpu", base=f"x@sha256:{'0' * 64}", python="3.11", labels={"a.b": 'say "$HOME" \\o/'})
-    return inputs.lay_out(checkout, image, fetched=checkout / "fetched", own=checkout / "dray-1-py3-none-any.whl")
+def laid_out(checkout: Path, image: Image) -> Path:
+    return inputs.lay_out(
+        checkout,
+        image,
+        fetched=[checkout / "w-1-py3-none-any.whl"],
+        own=checkout / "dray-1-py3-none-any.whl",
+        packages=checkout / "debs",
+        base="sha256:base",
+    )
 
 
-def test_everything_a_build_reads(root, checkout, folder):
-    assert folder == checkout / "build" / "inputs" / "cpu"
+def described(variant: str, **more: object) -> Image:
+    return Image.model_validate({"variant": variant, "base": f"x@sha256:{'0' * 64}", "python": "3.11", **more})
+
+
+def test_everything_a_build_reads(root, checkout):
+    image = described(
+        "cuda",
+        architectures=["8.0", "9.0"],
+        driver="580.1",
+        environment={"ODD": HOSTILE},
+        labels={"a.b": 'say "$HOME" \\o/'},
+    )
+    folder = laid_out(checkout, image)
+    assert folder == checkout / "build" / "inputs" / "cuda"
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == sorted(
         [
-            *("Containerfile", "dray.def", "image.env", "labels", "requirements.lock", "host/ca.crt", "host/env"),
-            *("wheels/a-1-py3-none-any.whl", "dray/dray-1-py3-none-any.whl"),
-            *(f"steps/{path.name}" for path in (root / "containers" / "steps").iterdir()),
+            *("Containerfile", "dray.def", "environment", "image.env", "labels", "requirements.lock", "build.lock"),
+            *("wheels/w-1-py3-none-any.whl", "dray/dray-1-py3-none-any.whl"),
+            *(f"debs/{name}" for name in ("b_1_all.deb", "a_1%3a2_amd64.deb", "base.sha256")),
+            *(f"steps/{path.name}" for path in (root / "containers" / "steps").iterdir() if path.is_file()),
         ]
     )
-    assert (folder / "host" / "ca.crt").read_text() == "the host's certificates"
-    assert stat.S_IMODE((folder / "host" / "env").stat().st_mode) == 0o600
-    assert (folder / "image.env").read_text() == "DRAY_VARIANT=cpu\nDRAY_PYTHON=3.11\n"
+    epoch = lock.epoch(root / "containers" / "cuda" / "requirements.lock")
+    assert (folder / "image.env").read_text() == (
+        "DRAY_VARIANT=cuda\nDRAY_PYTHON=3.11\nDRAY_ACCELERATOR=cuda\nDRAY_ARCHITECTURES='8.0;9.0'\nDRAY_DRIVER=580.1\n"
+        f"DRAY_BASE=sha256:base\nSOURCE_DATE_EPOCH={epoch}\n"
+    )
     assert (folder / "labels").read_text() == 'a.b say "$HOME" \\o/\n'
-    assert (folder / "Containerfile").read_text() == (
-        (root / "containers" / "cpu" / "Containerfile").read_text() + 'LABEL a.b="say \\"\\$HOME\\" \\\\o/"\n'
-    )
+    environment = (folder / "environment").read_text().splitlines()
+    assert environment[-1] == f"ODD={shlex.quote(HOSTILE)}"
+    assert [line.partition("=")[0] for line in environment] == [
+        *("PATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "ODD")
+    ]
+    recipe = (folder / "Containerfile").read_text()
+    shared = (root / "containers" / "Containerfile").read_text()
+    assert recipe.startswith(shared)
+    assert recipe.removeprefix(shared).splitlines()[-2:] == [
+        'ENV ODD="p a\\$s\'\\"`id`;\\\\"',
+        'LABEL a.b="say \\"\\$HOME\\" \\\\o/"',
+    ]
 
 
-def test_proxies_reach_the_steps_as_they_are(folder):
+def test_the_steps_see_values_as_they_are(checkout):
+    folder = laid_out(checkout, described("cpu", environment={"ODD": HOSTILE}))
+    # As the definition puts it into the image.
+    script = 'eval "$(sed "s/^/export /" "$1")"; printf %s "$ODD"'
     shown = subprocess.run(
-        [
-            "bash",
-            "-c",
-            'set -aeu; source "$1"; printf "%s\\0%s" "$http_proxy" "$no_proxy"',
-            "-",
-            folder / "host" / "env",
-        ],
-        env={},
-        capture_output=True,
-        text=True,
-        check=True,
+        ["bash", "-c", script, "-", folder / "environment"], capture_output=True, text=True, check=True
     )
-    assert shown.stdout.split("\0") == [HOSTILE, "localhost,.invalid"]
+    assert shown.stdout == HOSTILE
 
 
-def test_laid_out_anew_each_time(checkout, folder):
+def test_laid_out_anew_each_time(checkout):
+    folder = laid_out(checkout, described("cpu"))
     (folder / "left-over").touch()
-    image = Image(variant="cpu", base=f"x@sha256:{'0' * 64}", python="3.11")
-    inputs.lay_out(checkout, image, fetched=checkout / "fetched", own=checkout / "dray-1-py3-none-any.whl")
+    (folder / "steps" / "__pycache__").mkdir()
+    (checkout / "containers" / "steps" / "__pycache__").mkdir(exist_ok=True)
+    laid_out(checkout, described("cpu"))
     assert not (folder / "left-over").exists()
+    assert not (folder / "steps" / "__pycache__").exists()
+
+
+def test_one_digest_for_all_of_it(checkout):
+    image = described("cpu")
+    folder = laid_out(checkout, image)
+    source = Source(image=image, inputs=folder, base="here")
+    first = source.digest()
+    assert Source(image=image, inputs=folder, base="there").digest() == first  # a path is no content
+    again = laid_out(checkout, image)
+    assert Source(image=image, inputs=again, base="here").digest() == first
+    (folder / "steps" / "lib.sh").write_text("changed")
+    assert source.digest() != first
 
 
 def test_unknown_variant(root):
     with pytest.raises(ConfigError) as raised:
         inputs.image(root, "cpuu")
-    variants = sorted(path.parent.name for path in (root / "containers").glob("*/image.toml"))
-    assert raised.value.details == {"where": str(root / "containers"), "wanted": ", ".join(variants), "found": "cpuu"}
+    assert raised.value.details == {
+        "where": str(root / "containers"),
+        "wanted": ", ".join(VARIANTS),
+        "found": "cpuu",
+    }
 
 
-def test_a_base_without_a_digest_is_refused(root, tmp_path):
-    described = (root / "containers" / "cpu" / "image.toml").read_text()
-    (tmp_path / "image.toml").write_text(re.sub("@sha256:[0-9a-f]+", "", described))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_described(root, variant):
+    image = inputs.image(root, variant)
+    folder = root / "containers" / variant
+    assert image.variant == variant
+    assert (folder / f"dray-{variant}.def").resolve() == root / "containers" / "dray.def"
+    assert (folder / "Containerfile").resolve() == root / "containers" / "Containerfile"
+    lock.require_fresh(root, image)
+    torch = {pin.name: pin for pin in lock.read(folder / "requirements.lock")}["torch"]
+    assert torch.version == {"cpu": "2.13.0", "cuda": "2.13.0", "cuda12": "2.9.1", "rocm": "2.8.0+rocm6.4"}[variant]
+
+
+@pytest.mark.parametrize("variant", ["cuda", "rocm"])
+def test_cotainr_gets_the_locked_versions(root, variant):
+    folder = root / "containers" / variant
+    said = re.findall(r"^      - ([a-z-]+)==(\S+)$", (folder / "cotainr.yml").read_text(), re.MULTILINE)
+    locked = {pin.name: pin.version for pin in lock.read(folder / "requirements.lock")}
+    assert {"torch", "transformers", "accelerate", "deepspeed"} <= dict(said).keys()
+    assert dict(said) == {name: locked[name] for name, _ in said}
+    indexes = {vendor.index for vendor in inputs.image(root, variant).vendor}
+    assert set(re.findall(r"--extra-index-url (\S+)", (folder / "cotainr.yml").read_text())) == indexes
+
+
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [
+        ("@sha256:", "@sha25:"),
+        ('variant = "cpu"', 'variant = "tpu"'),
+        ('python = "3.11"', 'python = "311"'),
+        ('name = "torch"', 'name = "To rch"'),
+        ('sha256 = ["', 'sha256 = ["x'),
+        ("[labels]", "[label]"),
+    ],
+)
+def test_what_an_image_cannot_be(root, tmp_path, written, changed):
+    text = (root / "containers" / "cpu" / "image.toml").read_text()
+    assert written in text
+    (tmp_path / "image.toml").write_text(text.replace(written, changed, 1))
     with pytest.raises(ConfigError, match="1 error"):
         load(Image, tmp_path / "image.toml")
 
 
-class TestLock:
-    @pytest.fixture
-    def locked(self, root) -> dict[str, list[str]]:
-        """Pin -> hashes."""
-        text = (root / "containers" / "cpu" / "requirements.lock").read_text()
-        entries = re.findall(r"^(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE)
-        assert "".join(f"{pin} \\\n{hashes}" for pin, hashes in entries) == text
-        return {pin: re.findall("[0-9a-f]{64}", hashes) for pin, hashes in entries}
+class TestDebian:
+    """What is there against what is locked."""
 
-    def test_torch_is_the_cpu_build(self, locked):
-        assert len(locked["torch==2.13.0"]) == 1
-        assert [pin for pin in locked if re.match("nvidia|cuda|triton|pytorch-triton", pin)] == []
+    def test_differences(self, tmp_path):
+        folder = tmp_path / "debs"
+        folder.mkdir()
+        for name in ("a_1%3a2_amd64.deb", "b_1_all.deb", "c_1_all.deb"):
+            (folder / name).write_text(name)
+        digest = "6d7b1f1b4a0b0b86a2b3a1c4b4f8b3a0"
+        lock_file = tmp_path / "debian.lock"
+        found = debs._found(folder)
+        lock_file.write_text("\n".join([found[0], found[1].replace(" 1 ", " 0.9 "), f"d 3 all {digest}"]))
+        assert found[0].split()[:3] == ["a", "1:2", "amd64"]
+        assert debs.differences(folder, lock_file) == ["b 0.9 -> 1", "c none -> 1", "d 3 -> none"]
+        lock_file.write_text("\n".join(found) + "\n")
+        assert debs.differences(folder, lock_file) == []
 
-    def test_it_pins_all_that_is_wished(self, root, locked):
-        names = {pin.partition("==")[0] for pin in locked}
-        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-        wished = (root / "containers" / "cpu" / "requirements.in").read_text().splitlines()
-        assert {line for line in wished if line and not line.startswith("#")} == {
-            *project["dependencies"],
-            *project["optional-dependencies"]["train"],
-        }
-        assert {re.split("[>=]", line)[0].lower() for line in project["dependencies"]} <= names
-        assert set(project["optional-dependencies"]["train"]) <= set(locked)
+    def test_the_real_lock_is_of_what_is_asked_for(self, root):
+        asked = {line.split("#")[0].strip() for line in (root / "containers" / "debian.in").read_text().splitlines()}
+        locked = {line.split()[0] for line in (root / "containers" / "debian.lock").read_text().splitlines()}
+        assert asked - {""} - {"ca-certificates"} <= locked  # the base has that one already

@@ -293,10 +293,24 @@ class TestLog:
         path = tmp_path / "logs" / "cpu.log"
         error = self._failed(path, UnfitError("the build failed"), "dray: step 10-system", "something else")
         assert str(error) == (
-            f"the build failed\n  found:  dray: step 10-system\n          something else\n  where:  {path}"
+            f"the build failed\n  where:  {path}\n  found:  dray: step 10-system\n          something else"
         )
         assert capsys.readouterr() == ("", "dray: step 10-system\n")
         assert path.read_text() == "dray: step 10-system\nsomething else\n"
+
+    def test_two_builds_at_once(self, tmp_path):
+        path = tmp_path / "cpu.log"
+        with BuildLog(path) as first:
+            first.line("first")
+            with pytest.raises(DrayError) as raised:
+                BuildLog(path)
+        assert str(raised.value) == (
+            f"another build of this image is running\n  where:  {path}\n  fix:    wait for it, or end it"
+        )
+        assert path.read_text() == "first\n"
+        with BuildLog(path) as after:
+            after.line("after")
+        assert path.read_text() == "after\n"
 
     @pytest.mark.parametrize(
         ("error", "lines"),

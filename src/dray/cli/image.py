@@ -101,5 +101,5 @@ def enter(variant: Variant) -> None:
     os.execv(words[0], words)  # noqa: S606  the shell takes this program's place, terminal and all
 
 
-for verb in (image_lock.lock, image_look.inspect, image_look.verify, image_look.sign, image_look.diff):
+for verb in (image_lock.lock, image_look.inspect, image_look.verify, image_look.sign, image_look.sbom, image_look.diff):
     app.command(verb.__name__)(verb)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray import checkout
-from dray.images import inputs
+from dray.images import debs, inputs
 from dray.images import lock as locks
+from dray.images.log import BuildLog
 
 
 def lock(
-    variant: Annotated[str | None, typer.Argument(help="A folder of containers/, such as cpu; else all.")] = None,
+    variant: Annotated[
+        str | None, typer.Argument(help="A folder of containers/, such as cpu, or `debian`; else all variants.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only say whether the lock is fresh; asks no index.")] = False,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
+    base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
-    """Resolve requirements.in to requirements.lock, with the hash of every file."""
+    """Resolve requirements.in to requirements.lock, or debian.in to debian.lock, with the hash of every file."""
     root = checkout.root()
+    if variant == "debian":
+        _debian(root, base or inputs.image(root, "cpu").base, check=check)
+        return
     all_ = sorted(path.parent.name for path in (root / "containers").glob("*/image.toml"))
     for name in [variant] if variant else all_:
         image = inputs.image(root, name)
@@ -27,3 +35,12 @@ def lock(
         else:
             changes = locks.update(root, image, upgrade=upgrade)
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
+
+
+def _debian(root: Path, base: str, *, check: bool) -> None:
+    with BuildLog(root / "build" / "logs" / "debian.log") as log, log.explaining():
+        if check:
+            debs.fetch(root, base=base, say=log.line)
+            return
+        changes = debs.lock(root, base=base, say=log.line)
+    print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))

@@ -1,4 +1,4 @@
-"""`dray image inspect|verify|sign|diff`: what an image is, and whether it is the one that it should be."""
+"""`dray image inspect|verify|sign|sbom|diff`: what an image is, and whether it is the one that it should be."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dray import checkout
+from dray.errors import ConfigError
+from dray.images import contents, look, place, record, siffile
 from dray.images import diff as differences
-from dray.images import look, place, record, siffile
 from dray.images import sign as signatures
 from dray.images import verify as identity
 from dray.spec.image import Variant
@@ -77,6 +78,15 @@ def sign(
         made = record.File(sha256=digest.removeprefix("sha256:"), size=sif.path.stat().st_size)
         record.updated(sif.path, known, sif=made, signed=fingerprint)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
+
+
+def sbom(image: Image) -> None:
+    """Print the bill of materials: CycloneDX JSON with every package, its licence and its hash."""
+    sif = siffile.read(_file(image))
+    found = contents.file(sif, "opt/dray/sbom.json")
+    if found is None:
+        raise ConfigError("dray did not build this image", where=sif.path, wanted="/opt/dray/sbom.json in it")
+    print(found.decode(), end="")
 
 
 def diff(

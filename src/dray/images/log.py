@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import shutil
 import sys
 from collections import deque
@@ -23,7 +24,16 @@ class BuildLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        try:
+            # Two builds of one image would pull the folder of inputs from under each other.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise DrayError(
+                "another build of this image is running", where=path, fix="wait for it, or end it"
+            ) from None
+        self._file.truncate(0)
         self._last: deque[str] = deque(maxlen=15)
 
     def __enter__(self) -> BuildLog:

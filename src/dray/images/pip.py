@@ -23,6 +23,9 @@ _PLATFORMS = (
     *("manylinux2014", "manylinux2010", "manylinux1", "linux"),
 )
 
+# Of dozens of files, those that take a while.
+_LARGE = re.compile(r"\s*Downloading \S+ \((\d\d+\.\d MB|\S+ GB)")
+
 
 def command(verb: str) -> list[str]:
     """The first words of every call."""
@@ -61,7 +64,7 @@ def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[
 
         def on_line(line: str) -> None:
             lines.append(line)
-            if line.lstrip().startswith("Downloading"):
+            if _LARGE.match(line):
                 say(line.strip())
 
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines.
