@@ -3,18 +3,23 @@
 # Python and torch, since Triton, torch.compile and DeepSpeed do that while a job runs. Licences stay.
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$(dirname "$0")/lib.sh"
-shopt -s nullglob
+shopt -s extglob nullglob
 
 # prune REASON PATH...: what is not in this variant is no error.
 prune() {
     local -r reason=$1
     shift
-    (($#)) || return 0
-    local size
-    size=$(du --total --summarize --block-size=1M -- "$@" | tail --lines=1 | cut --fields=1)
-    rm --recursive --force -- "$@"
+    local path size present=()
+    for path; do
+        [[ ! -e $path ]] || present+=("$path")
+    done
+    ((${#present[@]})) || return 0
+    size=$(size_of "${present[@]}")
+    rm --recursive --force -- "${present[@]}"
     log::line "$size MB less: $reason"
 }
+
+size_of() { du --total --summarize --block-size=1M -- "$@" | tail --lines=1 | cut --fields=1; }
 
 # prune::found REASON FIND-ARGUMENT...
 prune::found() {
@@ -31,7 +36,7 @@ prune::python() {
     prune::found "types, for editors and type checkers" . -name '*.pyi'
     prune::found "static libraries, and no extension is built on them" . -name '*.a'
     prune "torch's test programs, protoc; torch_shm_manager stays, data loaders start it" \
-        torch/bin/test_* torch/bin/*_test* torch/bin/protoc* torch/lib/lib{jitbackend,torchbind}_test.so \
+        torch/bin/!(torch_shm_manager) torch/lib/lib{jitbackend,torchbind}_test.so \
         torch/lib/lib{backend_with_compiler,aoti_custom_ops}.so torch/lib/libshm_windows torch/share/cmake
     prune "Triton's test tools and plugins" triton/{FileCheck,plugins,instrumentation}
     prune "Arrow's headers, and Flight, its network protocol" \
@@ -68,18 +73,18 @@ prune::system() {
     # The small ones are what every program links: libc_nonshared.a, or libpthread.a for -lpthread.
     prune::found "static libraries, and no program here is static" /usr/lib -name '*.a' -size +300k ! -name libgcc.a
     prune::found "translations of messages" /usr/share/locale -mindepth 1 -maxdepth 1 -type d
-    prune::found "manuals; copyright notices stay" /usr/share/{man,info,doc} '(' -type f -o -type l ')' ! -name copyright
+    prune::found "manuals; copyright notices stay" /usr/share -regex '/usr/share/\(man\|info\|doc\)/.*' \
+        -type f ! -name copyright
 }
 
 # Names of functions that no one outside the library calls; a debugger would show them. They are loaded once here, since
 # strip breaks some libraries that were patched after they were linked.
 strip::libraries() {
     local -r libraries=(torch/lib/libtorch_*.so triton/_C/*.so nvidia/nccl/lib/libnccl.so.* pyarrow/lib*.so.*)
-    local before after
-    before=$(du --total --block-size=1M -- "${libraries[@]}" | tail --lines=1 | cut --fields=1)
+    local before
+    before=$(size_of "${libraries[@]}")
     strip --strip-unneeded -- "${libraries[@]}"
-    after=$(du --total --block-size=1M -- "${libraries[@]}" | tail --lines=1 | cut --fields=1)
-    log::line "$((before - after)) MB less: symbols of torch, Triton, NCCL and Arrow"
+    log::line "$((before - $(size_of "${libraries[@]}"))) MB less: symbols of torch, Triton, NCCL and Arrow"
     "$VENV/bin/python3" -B -c 'import torch, triton._C.libproton, triton._C.libtriton, pyarrow.dataset, pyarrow.parquet'
 }
 

@@ -31,7 +31,7 @@ for folder, folders, files in os.walk("/"):
     if folder == "/":
         folders[:] = set(folders) - {"proc", "sys", "dev", "tmp"}
     left += [f"{folder}/{name}" for name in files
-             if name.endswith((".whl", ".deb", ".a")) or name in ("pip.conf", "requirements.lock", "nvcc", "cicc")]
+             if name.endswith((".whl", ".deb")) or name in ("pip.conf", "requirements.lock", "nvcc", "cicc")]
 site = pathlib.Path(sys.prefix, "lib", "python3.11", "site-packages")
 for compiled in site.rglob("*.pyc"):
     with compiled.open("rb") as file:

@@ -120,9 +120,14 @@ def checkout(client, base, tmp_path_factory) -> Checkout:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(client):
+    before = _builders(client)
     yield
-    left = [one.name for one in client.containers.list(all=True) if (one.name or "").startswith("dray-builder-")]
-    assert left == []
+    assert _builders(client) <= before
+
+
+def _builders(client) -> set[str]:
+    names = {one.name or "" for one in client.containers.list(all=True)}
+    return {name for name in names if name.startswith("dray-builder-")}
 
 
 pytestmark = pytest.mark.docker
@@ -295,6 +300,22 @@ class TestBundle:
         refused = checkout.dray("bundle", VARIANT, "--out", bundle)
         assert refused.returncode == 78
         assert "the bundle's folder is there already" in refused.stderr
+
+
+def test_a_base_that_cannot_be_pulled(checkout):
+    """Its digest is unknown to every registry, where one is reached at all."""
+    base = f"debian@sha256:{'0' * 64}"
+    refused = checkout.build("--base", base)
+    assert refused.returncode == 69
+    said = refused.stderr.splitlines()
+    start = said.index("dray: the base cannot be had, or not Debian's packages for it")
+    assert said[start + 2] == f"  wanted: {base}"
+    assert "FATAL" in refused.stderr  # Apptainer's own reason
+    assert said[-2:] == [
+        "  fix:    where nothing can be pulled: containers/base/make-base.sh bookworm build/base/bookworm.tar",
+        "          and BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)",
+    ]
+    assert all(not name.startswith(".") for name in checkout.left())
 
 
 def test_debian_packages_that_have_moved_on_are_told(checkout):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
-from dray.errors import DrayError
+from dray.errors import DrayError, UnfitError
 from dray.images import builder
 from dray.images.rootfs import local_base
 
@@ -94,13 +94,14 @@ def _download(checkout: Path, folder: Path, *, base: str, lock: Path, say: Calla
         try:
             builder.run(checkout, "dray.images.rootfs", words, binds=binds, on_line=say, network=True)
         except DrayError as error:
-            if path is None:
-                error.details["wanted"] = f"the base {base} from its registry, and Debian's packages for it"
-                error.details["fix"] = (
-                    "where nothing can be pulled: containers/base/make-base.sh bookworm build/base/bookworm.tar\n"
-                    "and BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)"
-                )
-            raise
+            if path is not None:
+                raise
+            raise UnfitError(
+                "the base cannot be had, or not Debian's packages for it",
+                wanted=base,
+                fix="where nothing can be pulled: containers/base/make-base.sh bookworm build/base/bookworm.tar\n"
+                "and BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)",
+            ) from error
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
 
