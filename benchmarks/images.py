@@ -33,7 +33,7 @@ PACKINGS = {
     "zstd 15, 1 M": ("-comp", "zstd", "-Xcompression-level", "15", "-b", "1M"),
     "zstd 3, 256 K": ("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"),
 }
-PLAIN = """Bootstrap: {{ BOOTSTRAP }}
+PLAIN = """Bootstrap: localimage
 From: {{ BASE }}
 
 %post

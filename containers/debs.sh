@@ -19,10 +19,11 @@ debs::get() { apt-get "${options[@]}" install --download-only --yes --no-install
 apt-get "${options[@]}" update
 mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' /mnt/debian.in)
 mapfile -t locked < <(awk '{ print $1 "=" $2 }' /mnt/debian.lock)
-if ((${#locked[@]} == 0)) || ! debs::get "${wanted[@]}" "${locked[@]}" >/srv/apt.log; then
+if ((${#locked[@]} == 0)) || ! debs::get "${wanted[@]}" "${locked[@]}" ; then
+    rm -f /srv/*.deb
     debs::get "${wanted[@]}"
 fi
-rm -rf /srv/apt.log /srv/partial /srv/lock
+rm -rf /srv/partial /srv/lock
 
 # What the base itself holds, with the hash that the archive gives, for the bill of materials.
 dpkg-query --show --showformat '${Package}=${Version}\n' | xargs apt-cache show 2>/dev/null |

@@ -9,9 +9,11 @@ apt::get purge --autoremove --yes "python$DRAY_PYTHON-venv"
 apt::get clean
 
 # Compiled here, since an image is read-only at run time and every rank would compile again. Unchecked hashes: no time
-# gets into the bytes, and no import looks at the source's, a lookup in a mounted image. As with pip, sources for other
+# gets into the bytes, and no import looks at the source's, a lookup in a mounted image. -f, for what a step has imported
+# or Debian has compiled holds times, which no source has any more once the image is packed. As with pip, sources for other
 # Pythons may fail.
-"$VENV/bin/python3" -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$VENV/lib" || true
+"$VENV/bin/python3" -m compileall -qq -f -j 0 --invalidation-mode unchecked-hash \
+    "$VENV/lib" "/usr/lib/python$DRAY_PYTHON" || true
 
 "$VENV/bin/python3" - "$VENV/image.json" <<'PYTHON'
 import json

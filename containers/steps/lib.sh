@@ -9,7 +9,7 @@ readonly VENV=/opt/dray
 # Otherwise a site's umask (0007 on LUMI) makes an image that only its builder can read.
 umask 022
 # The same bytes every time: sorting, and the order of sets in compiled Python.
-export LC_ALL=C.UTF-8 PYTHONHASHSEED=0
+export LC_ALL=C.UTF-8 PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1
 
 # What is built.
 set -a

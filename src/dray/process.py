@@ -75,12 +75,13 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     ) as running:
         try:
             for line in running.stdout or ():
                 on_line(line.rstrip("\n"))
         except BaseException:
-            running.terminate()
+            os.killpg(running.pid, signal.SIGTERM)  # with all that it has started
             raise
     return running.returncode
 

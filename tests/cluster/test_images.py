@@ -33,7 +33,7 @@ for folder, folders, files in os.walk("/"):
     left += [f"{folder}/{name}" for name in files
              if name.endswith((".whl", ".deb")) or name in ("pip.conf", "requirements.lock", "nvcc", "cicc")]
 site = pathlib.Path(sys.prefix, "lib", "python3.11", "site-packages")
-for compiled in site.rglob("*.pyc"):
+for compiled in (*site.rglob("*.pyc"), *pathlib.Path("/usr/lib/python3.11").rglob("*.pyc")):
     with compiled.open("rb") as file:
         if file.read(8)[4:] != b"\1\0\0\0":  # unchecked hash
             stale.append(str(compiled))

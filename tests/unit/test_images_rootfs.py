@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from dray.errors import ConfigError, DrayError, UnfitError
+from dray.images import base as bases
 from dray.images import build, layer, rootfs, squash
+from dray.images.builder import BuildError
 from dray.images.log import BuildLog
 
 DIGEST = f"sha256:{'a' * 64}"
@@ -28,19 +30,25 @@ def _rootfs(folder: Path, program: Path = Path("/usr/bin/env")) -> Path:
     return folder
 
 
+def _tar(folder: Path) -> Path:
+    out = folder.with_suffix(".tar")
+    with tarfile.open(out, "w") as tar:
+        tar.add(folder, ".")
+    return out
+
+
 def test_command():
     argv = rootfs.build_argv(
         tool="apptainer",
         definition=Path("/my work/inputs/dray.def"),
         binds={Path("/my work/inputs"): "/mnt", Path("/out"): "/srv"},
-        bootstrap="localimage",
-        source="base",
+        base="base",
         rootfs=Path("/my work/.new/rootfs"),
     )
     assert argv == [
         *("apptainer", "build", "--sandbox", "--no-cleanup"),
         *("--bind", "/my work/inputs:/mnt", "--bind", "/out:/srv"),
-        *("--build-arg", "BOOTSTRAP=localimage", "--build-arg", "BASE=base"),
+        *("--build-arg", "BASE=base"),
         *("/my work/.new/rootfs", "/my work/inputs/dray.def"),
     ]
 
@@ -48,35 +56,47 @@ def test_command():
 @pytest.mark.parametrize("name", ["a,b", "a:b"])
 def test_a_folder_that_apptainer_cannot_bind(name):
     with pytest.raises(ConfigError) as raised:
-        rootfs.build_argv(
-            tool="apptainer",
-            definition=Path("d"),
-            binds={Path(name): "/mnt"},
-            bootstrap="",
-            source="",
-            rootfs=Path("r"),
-        )
+        rootfs.build_argv(tool="a", definition=Path("d"), binds={Path(name): "/mnt"}, base="b", rootfs=Path("r"))
     assert raised.value.details == {"found": name, "fix": "move the checkout to another folder"}
 
 
 @pytest.mark.parametrize(
     ("base", "expected"),
     [
-        (f"debian:bookworm-slim@{DIGEST}", ("docker", f"debian@{DIGEST}")),
-        (f"docker://reg.invalid:5000/a/b:1@{DIGEST}", ("docker", f"reg.invalid:5000/a/b@{DIGEST}")),
-        (f"reg.invalid:5000/a/b@{DIGEST}", ("docker", f"reg.invalid:5000/a/b@{DIGEST}")),
-        ("debian:bookworm-slim", ("docker", "debian:bookworm-slim")),
-        ("oras://reg.invalid/a:1", ("oras", "reg.invalid/a:1")),
+        (f"debian:bookworm-slim@{DIGEST}", f"docker://debian@{DIGEST}"),
+        (f"docker://reg.invalid:5000/a/b:1@{DIGEST}", f"docker://reg.invalid:5000/a/b@{DIGEST}"),
+        (f"reg.invalid:5000/a/b@{DIGEST}", f"docker://reg.invalid:5000/a/b@{DIGEST}"),
+        ("debian:bookworm-slim", "docker://debian:bookworm-slim"),
+        ("oras://reg.invalid/a:1", "oras://reg.invalid/a:1"),
     ],
 )
-def test_references(base, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert rootfs.start_from(base, tmp_path) == expected
+def test_references(base, expected):
+    assert bases.reference(base) == expected
 
 
-def test_a_folder_stays_where_it_is(tmp_path):
-    folder = _rootfs(tmp_path / "a folder")
-    assert rootfs.start_from(str(folder), tmp_path) == ("localimage", str(folder))
+def test_a_base_of_the_user_s_own(tmp_path):
+    tar = tmp_path / "a base.tar"
+    tar.write_text("tar")
+    assert bases.fetched(tmp_path, str(tar), say=print) == tar
+    assert bases.identity(str(tar), tar) == f"sha256:{hashlib.sha256(b'tar').hexdigest()}"
+    pinned = f"debian:x@{DIGEST}"
+    assert bases.identity(pinned, tar) == pinned
+
+
+def test_a_reference_is_pulled_once(tmp_path, monkeypatch):
+    pulls = []
+
+    def pull(checkout, argv, *, binds, on_line, network):
+        assert (argv[:2], argv[3], network) == (["apptainer", "pull"], f"docker://debian@{DIGEST}", True)
+        assert list(binds.values()) == [True]
+        pulls.append(argv)
+        Path(argv[2]).write_text("sif")
+
+    monkeypatch.setattr(bases.builder, "run", pull)
+    found = {bases.fetched(tmp_path, f"debian:x@{DIGEST}", say=print) for _ in range(2)}
+    assert len(pulls) == 1
+    assert [path.read_text() for path in found] == ["sif"]
+    assert sorted(path.suffix for path in (tmp_path / "build" / "base").iterdir()) == [".sif"]
 
 
 def test_tar_is_unpacked_without_devices(tmp_path):
@@ -86,19 +106,29 @@ def test_tar_is_unpacked_without_devices(tmp_path):
         null = tarfile.TarInfo("./dev/null")
         null.type = tarfile.CHRTYPE
         tar.addfile(null)
-    assert rootfs.start_from(str(tmp_path / "a base.tar"), tmp_path / "scratch") == ("localimage", "base")
+    assert rootfs.start_from(tmp_path / "a base.tar", tmp_path / "scratch") == "base"
     found = sorted(str(path.relative_to(tmp_path / "scratch")) for path in (tmp_path / "scratch").rglob("*"))
     assert found == ["base", "base/usr", "base/usr/bin", "base/usr/bin/env"]
 
 
-def test_missing_base(tmp_path):
-    base = str(tmp_path / "no.tar")
+@pytest.mark.parametrize(
+    ("made", "problem", "fix"),
+    [
+        (False, "the base is not there", "make one: containers/base/make-base.sh bookworm build/base/bookworm.tar"),
+        (True, "the base is a folder", "tar --create --file base.tar --directory {base} ."),
+    ],
+)
+def test_what_is_no_base(made, problem, fix, tmp_path):
+    base = tmp_path / "no.tar"
+    if made:
+        base.mkdir()
     with pytest.raises(ConfigError) as raised:
-        rootfs.local_base(base)
+        bases.fetched(tmp_path, str(base), say=print)
+    assert raised.value.problem == problem
     assert raised.value.details == {
-        "wanted": "an image reference, a SIF, a folder, or the tar of a root filesystem",
-        "found": base,
-        "fix": f"make one: containers/base/make-base.sh bookworm {base}",
+        "wanted": "an image reference, a SIF, or the tar of a root filesystem",
+        "found": str(base),
+        "fix": fix.format(base=base),
     }
 
 
@@ -113,9 +143,9 @@ def test_missing_base(tmp_path):
 def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     (tmp_path / "env").write_bytes(head)
-    base = _rootfs(tmp_path / "base", tmp_path / "env")
+    base = _tar(_rootfs(tmp_path / "made", tmp_path / "env"))
     with pytest.raises(ConfigError) as raised:
-        rootfs.start_from(str(base), tmp_path)
+        rootfs.start_from(base, tmp_path)
     assert str(raised.value) == (
         f"{problem}\n"
         f"  where:  {base}\n"
@@ -133,13 +163,11 @@ def test_apptainer_runs_in_the_scratch_folder_with_the_lock_s_date(tmp_path, mon
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
     scratch = tmp_path / "my scratch"
     scratch.mkdir()
-    base = _rootfs(tmp_path / "base")
+    base = _tar(_rootfs(tmp_path / "made"))
     definition = tmp_path / "dray.def"
-    made = rootfs.make(definition=definition, binds={}, base=str(base), scratch=scratch, epoch=EPOCH)
+    made = rootfs.make(definition=definition, binds={}, base=base, scratch=scratch, epoch=EPOCH)
     assert made == scratch / "rootfs"
-    argv = rootfs.build_argv(
-        tool="singularity", definition=definition, binds={}, bootstrap="localimage", source=str(base), rootfs=made
-    )
+    argv = rootfs.build_argv(tool="singularity", definition=definition, binds={}, base="base", rootfs=made)
     assert capfd.readouterr().out == f"{shlex.join(argv)}\n{scratch} {EPOCH} {scratch}\n{'|'.join(argv[1:])}|"
 
 
@@ -291,12 +319,14 @@ class TestLog:
 
     def test_a_failure_shows_the_last_lines(self, tmp_path, capsys):
         path = tmp_path / "logs" / "cpu.log"
-        error = self._failed(path, UnfitError("the build failed"), "dray: step 10-system", "something else")
+        error = self._failed(path, BuildError("the build failed"), "dray: step 10-system", "something else")
         assert str(error) == (
             f"the build failed\n  where:  {path}\n  found:  dray: step 10-system\n          something else"
         )
         assert capsys.readouterr() == ("", "dray: step 10-system\n")
         assert path.read_text() == "dray: step 10-system\nsomething else\n"
+        # What dray says by itself has nothing to do with the lines before.
+        assert str(self._failed(path, ConfigError("wrong"), "dray: wheels")) == "wrong"
 
     def test_two_builds_at_once(self, tmp_path):
         path = tmp_path / "cpu.log"

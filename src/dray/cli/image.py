@@ -16,6 +16,7 @@ from dray.errors import ConfigError
 from dray.images import build as make
 from dray.images import builder, bundle, inputs, place
 from dray.images.log import BuildLog
+from dray.images.rootfs import ROOTFS
 
 app = typer.Typer(help="Build the image that a run starts from, and look into it.", no_args_is_help=True)
 
@@ -81,7 +82,7 @@ def bundle_(
 ) -> None:
     """Gather all that a build reads in one folder, for a machine without a network."""
     root = checkout.root()
-    with BuildLog(root / "build" / "logs" / f"{variant}-bundle.log") as log, log.explaining():
+    with BuildLog(root / "build" / "logs" / f"{variant}.log") as log, log.explaining():
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=log.line)
         made = bundle.make(root, source, (out or root / "build" / f"bundle-{variant}").absolute(), say=log.line)
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
@@ -93,11 +94,11 @@ def enter(variant: Variant) -> None:
     """Open a shell in what a failed build has left, with the build's inputs in /mnt."""
     root = checkout.root()
     failed = place.failed(root, variant)
-    if not failed.is_dir():
+    if not (failed / ROOTFS).is_dir():
         raise ConfigError("no build of this image has failed", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", where=failed)
-    words = builder.shell(failed, binds={root / "build" / "inputs" / variant: "/mnt"})
+    words = builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"})
     os.execv(words[0], words)  # noqa: S606  the shell takes this program's place, terminal and all
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from dray import checkout
+from dray.errors import ConfigError
+from dray.images import base as base_files
 from dray.images import debs, inputs
 from dray.images import lock as locks
 from dray.images.log import BuildLog
@@ -17,7 +19,7 @@ def lock(
     variant: Annotated[
         str | None, typer.Argument(help="A folder of containers/, such as cpu, or `debian`; else all variants.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only say whether the lock is fresh; asks no index.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only say whether the lock is fresh.")] = False,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
@@ -37,10 +39,17 @@ def lock(
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
 
 
-def _debian(root: Path, base: str, *, check: bool) -> None:
+def _debian(root: Path, named: str, *, check: bool) -> None:
     with BuildLog(root / "build" / "logs" / "debian.log") as log, log.explaining():
-        if check:
-            debs.fetch(root, base=base, say=log.line)
+        file = base_files.fetched(root, named, say=log.line)
+        if not check:
+            changes = debs.lock(root, base=file, say=log.line)
+            print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))
             return
-        changes = debs.lock(root, base=base, say=log.line)
-    print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))
+        folder = debs.fetch(root, base=file, identity=base_files.identity(named, file), say=log.line)
+        differing = debs.differences(folder, root / "containers" / debs.LOCK)
+        if differing:
+            raise ConfigError(
+                "Debian's archive has moved on from the lock", found="\n".join(differing), fix="dray image lock debian"
+            )
+        print("debian: the lock is fresh")

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 from docker.errors import DockerException
 
 from dray import __version__, dockerd
-from dray.errors import DrayError
+from dray.errors import ConfigError, DrayError
 from dray.images import builder, bundle, inputs, place, record
 from dray.images.inputs import INPUTS_LABEL, Source
 from dray.images.log import BuildLog
-from dray.images.rootfs import LAYER, ROOTFS, SIF, TOOLS, local_base
+from dray.images.rootfs import LAYER, ROOTFS, SIF, TOOLS
 from dray.images.verify import digest
 
 Say = Callable[[str], None]
@@ -59,7 +59,7 @@ def build(
             source = bundle.opened(checkout, bundled, variant)
         else:
             source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, say=log.line)
-        made_from = source.digest()
+        made_from = source.digest
         there = [] if twice or force else _there(source, sif, formats, made_from)
         if there:
             log.line("dray: there already, of the same inputs (--force builds it again)")
@@ -69,6 +69,7 @@ def build(
                 log.line("dray: once more, from nothing")
                 with _made(checkout, source, near=sif, formats=formats, say=log.line) as again:
                     _need_same(place.failed(checkout, variant), scratch, again)
+            shutil.rmtree(place.failed(checkout, variant), ignore_errors=True)
             if "docker" in formats:
                 log.line("dray: load the Docker image")
                 _load(scratch / LAYER, place.docker_tag(variant))
@@ -82,8 +83,8 @@ def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) ->
     """The images in all of these formats, if they are there and were made from the same."""
     found = []
     if "sif" in formats:
-        known = record.read(sif)
-        if known is None or known.inputs != made_from or not sif.is_file() or sif.stat().st_size != known.sif.size:
+        known = _known(sif)
+        if known is None or known.inputs != made_from or f"sha256:{known.sif.sha256}" != digest(sif):
             return []
         found.append(Built(name=str(sif), size=known.sif.size, digest=f"sha256:{known.sif.sha256}"))
     if "docker" in formats:
@@ -101,41 +102,47 @@ def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str],
     """A folder with the image in each format, beside the place it goes to: the last move is then a rename."""
     with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
         scratch = Path(made)
-        base = local_base(source.base)
-        words = [str(source.inputs / "dray.def"), str(base or source.base), made, "--bind", f"{source.inputs}:/mnt"]
-        words += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
+        words = ["python3", "-m", "dray.images.rootfs", str(source.inputs / "dray.def"), str(source.base), made]
+        words += ["--bind", f"{source.inputs}:/mnt", "--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
         words += ["--sif"] if "sif" in formats else []
         if "docker" in formats:
             words += [
                 "--docker",
                 place.docker_tag(source.image.variant),
                 "--label",
-                f"{INPUTS_LABEL}={source.digest()}",
+                f"{INPUTS_LABEL}={source.digest}",
             ]
         try:
             builder.run(
                 checkout,
-                "dray.images.rootfs",
                 words,
-                binds={source.inputs: False, scratch: True} | ({base: False} if base else {}),
+                binds={source.inputs: False, scratch: True, source.base: False},
                 on_line=say,
-                network=base is None,  # everything else has been fetched
-                saved=source.inputs / bundle.BUILDER,
+                saved=source.inputs / inputs.BUILDER,
             )
-        except DrayError as error:
-            _keep(place.failed(checkout, source.image.variant), scratch, error)
+        except builder.BuildError as error:
+            _keep(place.failed(checkout, source.image.variant), source, scratch, error)
             raise
         yield scratch
 
 
-def _keep(failed: Path, scratch: Path, error: DrayError) -> None:
+def _keep(failed: Path, source: Source, scratch: Path, error: DrayError) -> None:
     """The sandbox of a build that failed stays, so that somebody can look around in it."""
     for sandbox in (*scratch.glob(f"build-temp-*/{ROOTFS}"), *scratch.glob(ROOTFS)):
         shutil.rmtree(failed, ignore_errors=True)
-        failed.parent.mkdir(parents=True, exist_ok=True)
-        sandbox.replace(failed)
+        failed.mkdir(parents=True)
+        sandbox.replace(failed / ROOTFS)
+        (failed / "inputs").symlink_to(source.inputs)
         error.details.setdefault("fix", f"dray image enter {failed.name} opens a shell where it failed")
         return
+
+
+def _known(sif: Path) -> record.Record | None:
+    """The record, where it and its image are there. A damaged one is no reason not to build."""
+    try:
+        return record.read(sif) if sif.is_file() else None
+    except ConfigError:
+        return None
 
 
 def _need_same(failed: Path, first: Path, second: Path) -> None:
@@ -143,8 +150,8 @@ def _need_same(failed: Path, first: Path, second: Path) -> None:
     for name in (SIF, LAYER):
         if not (first / name).exists() or digest(first / name) == digest(second / name):
             continue
-        failed.parent.mkdir(parents=True, exist_ok=True)
-        kept = [failed.with_name(f"{failed.name}-{number}-{name}") for number in (1, 2)]
+        failed.mkdir(parents=True, exist_ok=True)
+        kept = [failed / f"{number}-{name}" for number in (1, 2)]
         for scratch, path in zip((first, second), kept, strict=True):
             (scratch / name).replace(path)
         raise DrayError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -15,41 +16,61 @@ from typing import TYPE_CHECKING
 from docker.types import Mount
 
 from dray import dockerd, process
-from dray.errors import ConfigError, DrayError, UnfitError
-from dray.images.rootfs import apptainer
+from dray.errors import EXIT_CONFIG, EXIT_UNFIT, ConfigError, DrayError, UnfitError
+from dray.images.rootfs import ERROR, apptainer
 
 if TYPE_CHECKING:
     import docker
     from docker.models.containers import Container
 
 TAG = "dray:builder"
+# The first word of argv for Apptainer, whatever its name on this machine.
+APPTAINER = "apptainer"
 _SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 
 
+class BuildError(DrayError):
+    """A program of the build has failed; its last lines say why."""
+
+
 def run(
     checkout: Path,
-    module: str,
-    words: Sequence[str],
+    argv: Sequence[str],
     *,
     binds: Mapping[Path, bool],
     on_line: Callable[[str], None],
     network: bool = False,
     saved: Path | None = None,
 ) -> None:
-    """Run one of dray's programs that need Apptainer. `binds` are what it touches, and whether it writes there.
+    """Run a program that needs Apptainer, or is one. `binds` are what it touches, and whether it writes there.
 
-    `saved` is where a bundle has the builder's image.
+    `saved` is where a bundle has the builder's image. Without `network` a container has none; this machine's own
+    Apptainer cannot take it away, but gets no proxy.
     """
+    errors: list[str] = []
+
+    def heard(line: str) -> None:
+        if line.startswith(ERROR):
+            errors.append(line.removeprefix(ERROR))
+        else:
+            on_line(line)
+
     with engine() as client:
         if client is None:
-            code = process.follow([sys.executable, "-m", module, *words], on_line=on_line)
+            here = {"python3": sys.executable, APPTAINER: apptainer() or APPTAINER}
+            unset = {} if network else {name: "" for lower in _PROXIES for name in (lower, lower.upper())}
+            code = process.follow([here.get(argv[0], argv[0]), *argv[1:]], on_line=heard, env=unset)
         else:
             on_line("dray: builder")
             tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
-            code = _in_container(client, tools, checkout, module, words, binds=binds, on_line=on_line, network=network)
+            code = _in_container(client, tools, checkout, argv, binds=binds, on_line=heard, network=network)
+    if errors:
+        said = json.loads(errors[-1])
+        kind = {EXIT_CONFIG: ConfigError, EXIT_UNFIT: UnfitError}.get(code, BuildError)
+        raise kind(said["problem"], **said["details"])
     if code != 0:
-        raise DrayError(f"the build failed with exit code {code}")
+        raise BuildError(f"{argv[0]} failed with exit code {code}")
 
 
 @contextmanager
@@ -83,8 +104,7 @@ def _in_container(
     client: docker.DockerClient,
     tools: str,
     checkout: Path,
-    module: str,
-    words: Sequence[str],
+    argv: Sequence[str],
     *,
     binds: Mapping[Path, bool],
     on_line: Callable[[str], None],
@@ -92,10 +112,12 @@ def _in_container(
 ) -> int:
     """Under other names, since Apptainer finds no mount whose path has a space."""
     mounts = [Mount(target="/dray/src", source=str(checkout / "src"), type="bind", read_only=True)]
+    outside: dict[str, str] = {}
     for number, (path, writes) in enumerate(binds.items()):
         target = f"/dray/{number}{path.suffix}"
+        outside[target] = str(path)
         mounts.append(Mount(target=target, source=str(path), type="bind", read_only=not writes))
-        words = [word.replace(str(path), target) for word in words]
+        argv = [word.replace(str(path), target) for word in argv]
         if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
             os.chown(path, user(), user())
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
@@ -110,14 +132,14 @@ def _in_container(
         container(
             client,
             tools,
-            ["python3", "-m", module, *words],
+            list(argv),
             mounts=mounts,
             environment=environment,
             network=network,
         ) as inside,
     ):
         for line in _lines(inside.logs(stream=True)):
-            on_line(line)
+            on_line(_named(line, outside))
         return int(inside.wait()["StatusCode"])
 
 
@@ -224,6 +246,13 @@ def container(
 def bind(path: Path, *, read_only: bool = True) -> Mount:
     """The same path inside."""
     return Mount(target=str(path), source=str(path), type="bind", read_only=read_only)
+
+
+def _named(line: str, outside: Mapping[str, str]) -> str:
+    """Paths as the user knows them."""
+    for target, path in outside.items():
+        line = line.replace(target, path)
+    return line
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import dockerd, process
+from dray import dockerd
 from dray.errors import ConfigError
 from dray.images import builder, inputs
-from dray.images.inputs import Source
-from dray.images.rootfs import apptainer, local_base, start_from
+from dray.images.inputs import BUILDER, README, SUMS, Source
 
-SUMS = "SHA256SUMS"
-BUILDER = "builder.tar"
+_TAR, _SIF = "base.tar", "base.sif"
 _README = """# The {variant} image of dray, to be built without a network
 
 Made by `dray image bundle {variant}`. On a machine that reaches nothing, in a checkout of the same dray:
@@ -23,16 +21,18 @@ Made by `dray image bundle {variant}`. On a machine that reaches nothing, in a c
 
 With Apptainer alone, in this folder:
 
-    mkdir base && tar --extract --file base.tar --directory base --exclude='./dev/*'
-    apptainer build --bind "$PWD:/mnt" --build-arg BOOTSTRAP=localimage --build-arg BASE=base \\
-      ../dray-{variant}.sif dray.def
-
+    {unpack}apptainer build --bind "$PWD:/mnt" --build-arg BASE={base} ../dray-{variant}.sif dray.def
+{docker}
+`sha256sum --check SHA256SUMS` tells whether all of it has arrived.
+"""
+_UNPACK = """mkdir base && tar --extract --file base.tar --directory base --exclude='./dev/*'
+    """
+# Docker takes no SIF as its base.
+_DOCKER = """
 With Docker alone, in this folder:
 
     docker import base.tar dray-base:bundle
     docker build --network none --build-arg BASE=dray-base:bundle --tag dray:{variant} .
-
-`sha256sum --check SHA256SUMS` tells whether all of it has arrived.
 """
 
 
@@ -44,10 +44,9 @@ def make(checkout: Path, source: Source, out: Path, *, say: Callable[[str], None
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as made:
         folder = Path(made) / out.name
         shutil.copytree(source.inputs, folder, copy_function=inputs.link)
-        _base(source.base, folder)
+        inputs.link(source.base, folder / (_SIF if source.base.suffix == ".sif" else _TAR))
         _tools(checkout, folder, say)
-        variant = source.image.variant
-        (folder / "README.md").write_text(_README.format(variant=variant, out=out))
+        (folder / README).write_text(_readme(folder, source.image.variant, out.name))
         (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in inputs.sums(folder).items()))
         folder.replace(out)
     return out
@@ -63,12 +62,8 @@ def opened(checkout: Path, folder: Path, variant: str) -> Source:
             wanted=f"a folder with {SUMS}",
             fix=f"dray image bundle {variant} makes one",
         )
-    found = inputs.facts(folder)["DRAY_VARIANT"]
-    if found != variant:
-        raise ConfigError("the bundle is of another image", where=folder, wanted=variant, found=found)
     wanted = {line[66:]: line[:64] for line in (folder / SUMS).read_text().splitlines()}
-    there = inputs.sums(folder)
-    del there[SUMS]
+    there = {name: digest for name, digest in inputs.sums(folder).items() if name != SUMS}
     wrong = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
     if wrong:
         raise ConfigError(
@@ -80,29 +75,22 @@ def opened(checkout: Path, folder: Path, variant: str) -> Source:
             ),
             fix="copy it again",
         )
-    base = next(folder.glob("base.*"))
-    return Source(image=inputs.image(checkout, variant), inputs=folder, base=str(base))
+    found = inputs.facts(folder)["DRAY_VARIANT"]
+    if found != variant:
+        raise ConfigError("the bundle is of another image", where=folder, wanted=variant, found=found)
+    base = next(folder / name for name in (_TAR, _SIF) if (folder / name).exists())
+    return Source(image=inputs.image(checkout, variant), inputs=folder, base=base)
 
 
-def _base(base: str, folder: Path) -> None:
-    path = local_base(base)
-    if path is not None and path.is_file():
-        inputs.link(path, folder / f"base{path.suffix}")
-        return
-    if path is not None:
-        process.run(["tar", "--create", "--file", folder / "base.tar", "--directory", path, "."])
-        return
-    with builder.engine() as client:
-        if client is None:
-            scheme, reference = start_from(base, folder)
-            process.run([apptainer() or "apptainer", "pull", folder / "base.sif", f"{scheme}://{reference}"], show=True)
-            return
-        with dockerd.doing(f"write {base} to a file"), (folder / "base.tar").open("wb") as out:
-            container = client.containers.create(dockerd.base_image(client, base.removeprefix("docker://")))
-            try:
-                out.writelines(container.export())  # type: ignore[arg-type]  # its stubs say str
-            finally:
-                container.remove()
+def _readme(folder: Path, variant: str, name: str) -> str:
+    tar = (folder / _TAR).exists()
+    return _README.format(
+        variant=variant,
+        out=name,
+        unpack=_UNPACK if tar else "",
+        base="base" if tar else _SIF,
+        docker=_DOCKER.format(variant=variant) if tar else "",
+    )
 
 
 def _tools(checkout: Path, folder: Path, say: Callable[[str], None]) -> None:

@@ -60,7 +60,8 @@ def file(sif: Sif, path: str) -> bytes | None:
         # Only newer versions write a file to standard output; login nodes keep old ones for long.
         _unsquashfs(sif, ["-no-xattrs", "-dest", f"{scratch}/out"], [path], writes=Path(scratch))
         found = Path(scratch) / "out" / path
-        return found.read_bytes() if found.is_file() else None
+        # A link would be read on this machine.
+        return found.read_bytes() if found.is_file() and not found.is_symlink() else None
 
 
 def entries(sif: Sif) -> dict[str, Entry]:

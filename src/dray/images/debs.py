@@ -11,17 +11,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
-from dray.errors import DrayError, UnfitError
+from dray.errors import ConfigError
 from dray.images import builder
-from dray.images.rootfs import local_base
 
 LOCK = "debian.lock"
 
 
-def fetch(checkout: Path, *, base: str, say: Callable[[str], None]) -> Path:
+def fetch(checkout: Path, *, base: Path, identity: str, say: Callable[[str], None]) -> Path:
     """The folder with the packages for this base, fetched if it is not there yet."""
     containers = checkout / "containers"
-    asked = [identity(base), *((containers / name).read_text() for name in ("debian.in", LOCK, "debs.sh"))]
+    sources = _sources()
+    asked = [identity, *((containers / name).read_text() for name in ("debian.in", LOCK, "debs.sh"))]
+    asked += [sources.read_text()] if sources else []
     folder = checkout / "build" / "debs" / hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
     if not folder.exists():
         say("dray: Debian packages")
@@ -31,7 +32,7 @@ def fetch(checkout: Path, *, base: str, say: Callable[[str], None]) -> Path:
     return folder
 
 
-def lock(checkout: Path, *, base: str, say: Callable[[str], None]) -> list[str]:
+def lock(checkout: Path, *, base: Path, say: Callable[[str], None]) -> list[str]:
     """Write debian.lock from what the sources have today; what changed."""
     path = checkout / "containers" / LOCK
     with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as scratch:
@@ -43,18 +44,10 @@ def lock(checkout: Path, *, base: str, say: Callable[[str], None]) -> list[str]:
     return changed
 
 
-def identity(base: str) -> str:
-    """What a base is: its digest."""
-    path = local_base(base)
-    if path is None or path.is_dir():
-        return base
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-
-
 def differences(folder: Path, lock: Path) -> list[str]:
     """What is there in another version than the lock's, or with other bytes."""
-    locked = {line.split()[0]: line for line in lock.read_text().splitlines()}
+    written = lock.read_text() if lock.exists() else ""
+    locked = {line.split()[0]: line for line in written.splitlines()}
     found = {line.split()[0]: line for line in _found(folder)}
     return [
         f"{name} {_said(locked.get(name))} -> {_said(found.get(name))}"
@@ -76,7 +69,7 @@ def _found(folder: Path) -> list[str]:
     return lines
 
 
-def _download(checkout: Path, folder: Path, *, base: str, lock: Path, say: Callable[[str], None]) -> None:
+def _download(checkout: Path, folder: Path, *, base: Path, lock: Path, say: Callable[[str], None]) -> None:
     containers = checkout / "containers"
     with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as made:
         scratch = Path(made)
@@ -86,22 +79,10 @@ def _download(checkout: Path, folder: Path, *, base: str, lock: Path, say: Calla
         for source in (containers / "debian.in", containers / "debs.sh", containers / "debs.def", lock):
             shutil.copy2(source, inputs)
         _host(inputs, os.environ)
-        binds = {inputs: False, out: True, work: True}
-        path = local_base(base)
-        binds |= {path: False} if path else {}
-        words = [str(inputs / "debs.def"), str(path or base), str(work), "--bind", f"{inputs}:/mnt"]
-        words += ["--bind", f"{out}:/srv"]
-        try:
-            builder.run(checkout, "dray.images.rootfs", words, binds=binds, on_line=say, network=True)
-        except DrayError as error:
-            if path is not None:
-                raise
-            raise UnfitError(
-                "the base cannot be had, or not Debian's packages for it",
-                wanted=base,
-                fix="where nothing can be pulled: containers/base/make-base.sh bookworm build/base/bookworm.tar\n"
-                "and BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)",
-            ) from error
+        argv = ["python3", "-m", "dray.images.rootfs", str(inputs / "debs.def"), str(base), str(work)]
+        argv += ["--bind", f"{inputs}:/mnt", "--bind", f"{out}:/srv"]
+        binds = {inputs: False, out: True, work: True, base: False}
+        builder.run(checkout, argv, binds=binds, on_line=say, network=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
 
@@ -122,6 +103,14 @@ def _host(folder: Path, environment: Mapping[str, str]) -> None:
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")
-    sources = environment.get("APT_SOURCES")
+    sources = _sources()
     if sources:
         shutil.copyfile(sources, folder / "sources.list")
+
+
+def _sources() -> Path | None:
+    """A sources.list of the user's own, such as that of a snapshot."""
+    named = os.environ.get("APT_SOURCES")
+    if named and not Path(named).is_file():
+        raise ConfigError("apt's sources are not there", where="APT_SOURCES", found=named)
+    return Path(named) if named else None

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dray.errors import ConfigError
+from dray.images import base as bases
 from dray.images import debs, lock, wheels
-from dray.images.rootfs import local_base
 from dray.spec.image import Image
 from dray.spec.model import load
 
 # How a Docker image tells what it was made from.
 INPUTS_LABEL = "dray.inputs"
+BUNDLE_ONLY = (SUMS, README, BUILDER) = ("SHA256SUMS", "README.md", "builder.tar")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +31,15 @@ class Source:
 
     image: Image
     inputs: Path
-    base: str
+    base: Path
 
+    @cached_property
     def digest(self) -> str:
         """One digest of everything: the same digest gives the same image."""
-        lines = [f"{digest}  {name}\n" for name, digest in sums(self.inputs).items()]
-        return hashlib.sha256("".join([facts(self.inputs)["DRAY_BASE"], "\n", *lines]).encode()).hexdigest()
+        found = sums(self.inputs).items()
+        # The base is named in image.env; what else a bundle adds has no part in the image.
+        lines = [f"{digest}  {name}\n" for name, digest in found if name not in BUNDLE_ONLY and name[:5] != "base."]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def image(checkout: Path, variant: str) -> Image:
@@ -55,19 +62,30 @@ def gather(
 ) -> Source:
     """Fetch what is not there yet, and make the folder anew from the checkout."""
     described = image(checkout, variant)
-    base = base or described.base
-    local_base(base)
+    wanted = base or described.base
     lock.require_fresh(checkout, described)
     build = checkout / "build"
-    say("dray: wheels")
-    folder = build / "wheels"
-    fetched = wheels.fetch(
-        locks=_locks(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
-    )
-    own = wheels.own(checkout=checkout, folder=folder / "dray")
-    packages = debs.fetch(checkout, base=base, say=say)
-    folder = lay_out(checkout, described, fetched=fetched, own=own, packages=packages, base=debs.identity(base))
-    return Source(image=described, inputs=folder, base=base)
+    with alone(build):
+        folder = build / "wheels"
+        say("dray: wheels")
+        fetched = wheels.fetch(
+            locks=_locks(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
+        )
+        own = wheels.own(checkout=checkout, folder=folder / "dray")
+        file = bases.fetched(checkout, wanted, say=say)
+        identity = bases.identity(wanted, file)
+        packages = debs.fetch(checkout, base=file, identity=identity, say=say)
+        laid = lay_out(checkout, described, fetched=fetched, own=own, packages=packages, base=identity)
+    return Source(image=described, inputs=laid, base=file)
+
+
+@contextmanager
+def alone(build: Path) -> Iterator[None]:
+    """What is fetched is shared by all images, and only one build at a time may change it."""
+    build.mkdir(exist_ok=True)
+    with (build / ".fetch").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path, packages: Path, base: str) -> Path:
@@ -135,7 +153,8 @@ def _assign(values: Mapping[str, str]) -> str:
 
 
 def _docker(word: str, values: Mapping[str, str]) -> str:
-    return "".join(f"{word} {key}={json.dumps(value).replace('$', chr(92) + '$')}\n" for key, value in values.items())
+    quoted = {key: json.dumps(value, ensure_ascii=False).replace("$", "\\$") for key, value in values.items()}
+    return "".join(f"{word} {key}={value}\n" for key, value in quoted.items())
 
 
 def link(source: str | Path, target: str | Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dray.errors import DrayError, UnfitError
+from dray.images.builder import BuildError
 
 _SHOWN = ("dray: ", "Downloading ")
 _FULL = "No space left on device"
@@ -58,7 +59,8 @@ class BuildLog:
             said = "\n".join(self._last)
             if _FULL in f"{said}\n{error.details.get('found')}":
                 raise self._disk_full() from error
-            if said:
+            # What dray itself says needs no log; what a program said is in it.
+            if said and isinstance(error, BuildError):
                 error.details.setdefault("found", said)
                 error.details.setdefault("where", str(self.path))
             raise

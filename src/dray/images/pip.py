@@ -18,7 +18,7 @@ from dray.images.lock import SOURCE_ONLY, Pin
 from dray.spec.image import Image
 
 # pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
-_PLATFORMS = (
+PLATFORMS = (
     *(f"manylinux_2_{glibc}" for glibc in range(28, 4, -1)),
     *("manylinux2014", "manylinux2010", "manylinux1", "linux"),
 )
@@ -41,7 +41,7 @@ def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]
         *(*command("download"), "--progress-bar", "off", "--require-hashes"),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
         *("--implementation", "cp", "--python-version", python),
-        *(word for name in _PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
+        *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
         *("--requirement", str(requirements), "--dest", str(folder)),
     ]
 

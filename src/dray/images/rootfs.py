@@ -18,6 +18,8 @@ ROOTFS = "rootfs"
 SIF = "image.sif"
 LAYER = "image.tar"
 TOOLS = "tools.json"
+# How the program tells its caller an error, whole.
+ERROR = "dray-error: "
 # As ELF files number them.
 _MACHINES = {b"\x3e\x00": "amd64", b"\xb7\x00": "arm64"}
 
@@ -27,10 +29,8 @@ def apptainer() -> str | None:
     return next((name for name in ("apptainer", "singularity") if process.which(name)), None)
 
 
-def build_argv(
-    *, tool: str, definition: Path, binds: dict[Path, str], bootstrap: str, source: str, rootfs: Path
-) -> list[str]:
-    """Apptainer's command; the definition takes its base from the two arguments."""
+def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str, rootfs: Path) -> list[str]:
+    """Apptainer's command; the definition takes its base from the argument."""
     for path in binds:
         if set(",:") & set(str(path)):
             raise ConfigError(
@@ -39,20 +39,19 @@ def build_argv(
     return [
         *(tool, "build", "--sandbox", "--no-cleanup"),
         *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
-        *("--build-arg", f"BOOTSTRAP={bootstrap}", "--build-arg", f"BASE={source}"),
+        *("--build-arg", f"BASE={base}"),
         *(str(rootfs), str(definition)),
     ]
 
 
-def make(*, definition: Path, binds: dict[Path, str], base: str, scratch: Path, epoch: int) -> Path:
+def make(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
     """Build scratch/rootfs. Where it fails, what there is of it stays in scratch."""
     tool = apptainer()
     if tool is None:
         raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
-    bootstrap, source = start_from(base, scratch)
     rootfs = scratch / ROOTFS
-    # The definition is kept in the image: a base that is named from here shows no path of this machine.
-    argv = build_argv(tool=tool, definition=definition, binds=binds, bootstrap=bootstrap, source=source, rootfs=rootfs)
+    name = start_from(base, scratch)
+    argv = build_argv(tool=tool, definition=definition, binds=binds, base=name, rootfs=rootfs)
     print(shlex.join(argv), flush=True)
     environment = {
         "SOURCE_DATE_EPOCH": str(epoch),
@@ -63,40 +62,27 @@ def make(*, definition: Path, binds: dict[Path, str], base: str, scratch: Path, 
     return rootfs
 
 
-def local_base(base: str) -> Path | None:
-    """The file or folder that a base is, or None where it is the reference of an image."""
-    path = Path(base).expanduser().resolve()
-    if path.exists():
-        return path
-    if base.startswith(("/", ".", "~")) or path.suffix in (".tar", ".sif"):
+def start_from(base: Path, scratch: Path) -> str:
+    """Apptainer's From for a base, by a name that no machine's path is in."""
+    here = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"
+    if base.suffix == ".sif":
+        here.symlink_to(base)
+        found = siffile.read(base).architecture
+    else:
+        here.mkdir()
+        # An ordinary user can make no devices, and a container has the host's anyway.
+        process.run(["tar", "--extract", "--file", base, "--directory", here, "--exclude=./dev/*"])
+        found = _architecture(here)
+    wanted = layer.MACHINES.get(platform.machine(), platform.machine())
+    if found != wanted:
         raise ConfigError(
-            "the base is not there",
-            wanted="an image reference, a SIF, a folder, or the tar of a root filesystem",
-            found=base,
-            fix=f"make one: containers/base/make-base.sh bookworm {base}" if path.suffix == ".tar" else None,
+            "the base is of another architecture" if found else "the base is no root filesystem",
+            where=base,
+            wanted=f"one for {wanted}, which this machine runs",
+            found=f"one for {found}" if found else "no /usr/bin/env in it",
+            fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one here",
         )
-    return None
-
-
-def start_from(base: str, scratch: Path) -> tuple[str, str]:
-    """Apptainer's Bootstrap and From for a base."""
-    path = local_base(base)
-    if path is not None and path.suffix == ".sif":
-        _need_architecture(path, siffile.read(path).architecture)
-        return "localimage", str(path)
-    if path is None:
-        scheme, _, reference = base.rpartition("://")
-        # Apptainer refuses a tag beside a digest, which alone says which image is meant.
-        return scheme or "docker", re.sub(r":[^:/@]+(?=@)", "", reference)
-    if path.is_dir():
-        _need_architecture(path, _architecture(path))
-        return "localimage", str(path)
-    unpacked = scratch / "base"
-    unpacked.mkdir()
-    # An ordinary user can make no devices, and a container has the host's anyway.
-    process.run(["tar", "--extract", "--file", path, "--directory", unpacked, "--exclude=./dev/*"])
-    _need_architecture(path, _architecture(unpacked))
-    return "localimage", unpacked.name
+    return here.name
 
 
 def _architecture(rootfs: Path) -> str:
@@ -106,19 +92,7 @@ def _architecture(rootfs: Path) -> str:
             head = program.read(20)
     except OSError:
         head = b""
-    return _MACHINES.get(head[18:20], "none") if head.startswith(b"\x7fELF") else "none"
-
-
-def _need_architecture(base: Path, found: str) -> None:
-    wanted = layer.MACHINES.get(platform.machine(), platform.machine())
-    if found != wanted:
-        raise ConfigError(
-            "the base is of another architecture" if found != "none" else "the base is no root filesystem",
-            where=base,
-            wanted=f"one for {wanted}, which this machine runs",
-            found=f"one for {found}" if found != "none" else "no /usr/bin/env in it",
-            fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one here",
-        )
+    return _MACHINES.get(head[18:20], "") if head.startswith(b"\x7fELF") else ""
 
 
 def labels(inputs: Path) -> dict[str, str]:
@@ -142,7 +116,7 @@ def main() -> None:
     """Make a root filesystem in SCRATCH, and pack it in the formats that are asked for."""
     words = argparse.ArgumentParser(prog="dray.images.rootfs", description=main.__doc__)
     words.add_argument("definition", type=Path)
-    words.add_argument("base")
+    words.add_argument("base", type=Path)
     words.add_argument("scratch", type=Path)
     words.add_argument("--bind", action="append", default=[], help="PATH:TARGET, while it is built")
     words.add_argument("--epoch", type=int, default=0)
@@ -170,7 +144,7 @@ if __name__ == "__main__":
     try:
         main()
     except DrayError as error:
-        print(error)
+        print(ERROR + json.dumps({"problem": error.problem, "details": error.details}))
         raise SystemExit(error.exit_code) from None
     except OSError as error:
         print(f"{error.filename}: {error.strerror}")

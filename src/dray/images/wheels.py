@@ -106,8 +106,11 @@ def _fits(path: Path, python: str) -> bool:
         return True
     digits = python.replace(".", "")
     interpreters, abi, systems = (part.split(".") for part in path.stem.split("-")[-3:])
-    ours = abi == ["abi3"] or bool({f"cp{digits}", f"py{digits}", "py3"} & set(interpreters))
-    return ours and any(system == "any" or system.endswith(f"_{platform.machine()}") for system in systems)
+    # One for the stable interface serves its own Python and every newer one.
+    stable = abi == ["abi3"] and any(int(name[3:]) <= int(digits[1:]) for name in interpreters if name[:3] == "cp3")
+    ours = stable or bool({f"cp{digits}", f"py{digits}", "py3"} & set(interpreters))
+    machine = f"_{platform.machine()}"
+    return ours and any(system == "any" or system.removesuffix(machine) in pip.PLATFORMS for system in systems)
 
 
 def _digest(path: Path) -> str:

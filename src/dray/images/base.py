@@ -1,0 +1,70 @@
+"""What an image is built on: always a file of this machine once it is fetched, and the same whoever names it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dray.errors import ConfigError, UnfitError
+from dray.images import builder
+
+_MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
+
+
+def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
+    """The file: the user's own tar or SIF, or what a reference names, pulled once."""
+    path = Path(base).expanduser().resolve()
+    if path.is_file():
+        return path
+    if path.exists() or base.startswith(("/", ".", "~")) or path.suffix in (".tar", ".sif"):
+        raise ConfigError(
+            "the base is a folder" if path.is_dir() else "the base is not there",
+            wanted="an image reference, a SIF, or the tar of a root filesystem",
+            found=base,
+            fix=f"tar --create --file base.tar --directory {base} ." if path.is_dir() else f"make one: {_MAKE}",
+        )
+    pulled = checkout / "build" / "base" / f"{hashlib.sha256(base.encode()).hexdigest()[:16]}.sif"
+    if not pulled.exists():
+        say(f"dray: pull {base}")
+        _pull(checkout, base, pulled, say=say)
+    return pulled
+
+
+def identity(base: str, file: Path) -> str:
+    """What a base is, told without a path: the reference with its digest, or the digest of the file."""
+    if not Path(base).expanduser().exists() and "@sha256:" in base:
+        return base
+    with file.open("rb") as opened:
+        return f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
+
+
+def reference(base: str) -> str:
+    """As Apptainer wants it, which refuses a tag beside a digest; the digest alone says which image is meant."""
+    scheme, _, name = base.rpartition("://")
+    return f"{scheme or 'docker'}://{re.sub(r':[^:/@]+(?=@)', '', name)}"
+
+
+def _pull(checkout: Path, base: str, out: Path, *, say: Callable[[str], None]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        say(line)
+
+    with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
+        argv = [builder.APPTAINER, "pull", f"{made}/base.sif", reference(base)]
+        try:
+            builder.run(checkout, argv, binds={Path(made): True}, on_line=on_line, network=True)
+        except builder.BuildError as error:
+            said = [line for line in lines if "FATAL" in line or "rror" in line]
+            raise UnfitError(
+                "the base cannot be pulled",
+                wanted=base,
+                found="\n".join(said[-3:]) or error.problem,
+                fix=f"where nothing can be pulled: {_MAKE}\nand BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)",
+            ) from error
+        (Path(made) / "base.sif").replace(out)
