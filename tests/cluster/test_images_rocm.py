@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -55,15 +56,16 @@ def checkout(tmp_path) -> Path:
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", ".gitignore"):
         shutil.copy(ROOT / name, copy)
-    if (ROOT / "build" / "wheels").is_dir():  # what all variants share need not be fetched again
-        shutil.copytree(ROOT / "build" / "wheels", copy / "build" / "wheels", copy_function=os.link)
-    (tmp_path / "wheels").mkdir()
-    for name in ("torch", "triton"):
-        found = next((copy / "build" / "wheels").glob(f"{name}-*.whl"), None)
-        if found is None:
-            pytest.skip(f"build/wheels has no {name} (make image-cpu fetches it)")
-        shutil.move(found, tmp_path / "wheels")
     pins = {pin.name: pin for pin in lock.read(ROOT / "containers" / "cpu" / "requirements.lock")}
+    standing_in = {one for name in ("torch", "triton") for one in pins[name].hashes}
+    folders = {True: tmp_path / "wheels", False: copy / "build" / "wheels"}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    # What all variants share need not be fetched again; what stands in is in the user's folder alone.
+    for wheel in (ROOT / "build" / "wheels").glob("*-*"):
+        if wheel.is_file():
+            inputs.link(wheel, folders[hashlib.sha256(wheel.read_bytes()).hexdigest() in standing_in] / wheel.name)
+    assert len(list(folders[True].iterdir())) == 2, "make image-cpu fetches these two"
     folder = copy / "containers" / "rocm"
     described = (folder / "image.toml").read_text()
     for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("pytorch-triton-rocm", "triton", "3.7.1")):
@@ -83,7 +85,10 @@ def test_the_definition_is_walked_to_its_end_with_the_cpu_s_wheels(checkout, tmp
     locked = dray("lock", "rocm", checkout=checkout)
     assert locked.returncode == 0, locked.stderr
     stale = dray("build", "rocm", "--wheels", tmp_path / "nowhere", checkout=checkout)
-    assert (stale.returncode, stale.stderr.splitlines()[-2]) == (78, "dray: there is no such folder of wheels")
+    assert (stale.returncode, stale.stderr.splitlines()[-2:]) == (
+        78,
+        ["dray: there is no such folder of wheels", f"  where:  {tmp_path}/nowhere"],
+    )
     with closing(dockerd.client()) as client:
         try:
             built = dray("build", "rocm", "--format", "docker", "--wheels", tmp_path / "wheels", checkout=checkout)

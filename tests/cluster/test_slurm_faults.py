@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,15 @@ def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
     assert (cause["code"], cause["why"]) == (1, "exit code 1")
     assert "`embed_dim` must be divisible by num_heads (got `embed_dim`: 128" in "\n".join(cause["last_lines"])
     assert f"failed: rank {cause['rank']} on {cause['node']}: exit code 1" in ended.output
+
+
+def test_another_image_than_the_recipe_s_stops_before_it_starts(sbatch, sif) -> None:
+    digest = f"sha256:{hashlib.sha256(sif.read_bytes()).hexdigest()}"
+    ended = sbatch(*RECIPE, f"image_digest={digest[:-1]}{'0' if digest[-1] != '0' else '1'}")
+    assert ended.code == 78
+    assert "dray: the image is not the recipe's" in ended.output
+    assert f"  found:  {digest}" in ended.output
+    assert ended.folder is None
 
 
 def test_a_ranks_own_exit_code_is_the_jobs(sbatch) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from dray.cli import image_look
 from dray.errors import ConfigError
-from dray.images import contents, diff, look, record, siffile, verify
+from dray.images import contents, diff, look, place, record, siffile, verify
 from dray.images.contents import Entry
 from dray.images.record import File, Record
 
@@ -240,3 +240,13 @@ def test_the_table_has_an_end(capsys):
 
 def test_machines_that_dray_knows():
     assert platform.machine() in siffile.MACHINES
+
+
+def test_what_is_submitted_is_the_recipe_s(sif, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAY_IMAGE", str(sif))
+    digest = verify.digest(sif)
+    assert place.required(tmp_path, "cpu", digest) == sif
+    with pytest.raises(ConfigError) as raised:
+        place.required(tmp_path, "cpu", f"sha256:{ZERO}")
+    assert raised.value.problem == "this is not the image that it should be"
+    assert raised.value.details["wanted"] == f"sha256:{ZERO} (the recipe's image_digest)"

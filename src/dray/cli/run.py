@@ -10,6 +10,7 @@ import typer
 
 from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs
 from dray.cli.progress import Progress
+from dray.errors import ConfigError
 from dray.images import place
 from dray.runs import local, write
 from dray.runs.finish import finish, summary
@@ -33,6 +34,12 @@ def run(
 ) -> None:
     """Run a recipe on this machine, each node a process or a container, and show how it goes."""
     settings = write.read_recipe(recipe, overrides or [])
+    if settings.image_digest:
+        raise ConfigError(
+            "a recipe with image_digest wants one SIF, which dray run does not start",
+            found=settings.image_digest,
+            fix="sbatch or dray submit; to try it here, take the line out of the recipe",
+        )
     image = place.bare_python() if engine is Engine.bare else place.in_docker(settings.image)
     facts = local.facts(settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node)
     plan = write.write(settings, facts, runs=(runs or default_runs()).absolute())

@@ -61,8 +61,7 @@ class BuildLog:
                 raise self._disk_full() from error
             # What dray itself says needs no log; what a program said is in it.
             if said and isinstance(error, BuildError):
-                error.details.setdefault("found", said)
-                error.details.setdefault("where", str(self.path))
+                error.details |= {"where": str(self.path), "found": said}
             raise
         except OSError as error:
             if error.errno != errno.ENOSPC:
