@@ -193,7 +193,7 @@ def test_a_step_that_fails(checkout):
         checkout.path / "build" / "failed" / VARIANT / "rootfs" / "opt" / "dray" / "control"
     ).read_text() == f"{CONTROL}\n"
     assert (checkout.sif.read_bytes() if checkout.sif.exists() else None) == before
-    assert all(not name.startswith(".") for name in checkout.left())
+    assert all(not name.startswith(".dray") for name in checkout.left())
     entered = checkout.dray("enter", VARIANT)
     assert (entered.returncode, entered.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
 

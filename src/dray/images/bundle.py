@@ -32,7 +32,7 @@ _DOCKER = """
 With Docker alone, in this folder:
 
     docker import base.tar dray-base:bundle
-    docker build --network none --build-arg BASE=dray-base:bundle --tag dray:{variant} .
+    docker build --file Containerfile --network none --build-arg BASE=dray-base:bundle --tag dray:{variant} .
 """
 
 
