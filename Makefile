@@ -64,7 +64,9 @@ OURS := $(shell sed -n '/^dependencies/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.t
 	  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 	@$(PYTHON) -m venv .venv || \
 	  { echo "no virtual environment could be made (Debian: apt-get install python3-venv)" >&2; exit 69; }
-ifdef BUNDLE
+ifneq ($(BUNDLE),)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "a bundle's wheels are for Python 3.11; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 	@$(PIP) --no-index --find-links "$(BUNDLE)/wheels" $(OURS)
 	@$(PIP) --no-index --no-deps "$(BUNDLE)"/dray/*.whl
 else

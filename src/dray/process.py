@@ -6,8 +6,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -84,6 +84,21 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
             os.killpg(running.pid, signal.SIGTERM)  # with all that it has started
             raise
     return running.returncode
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM and a closed terminal end what is done here as Ctrl-C does: with nothing left behind."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Running:

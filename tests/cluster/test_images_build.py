@@ -217,7 +217,8 @@ def test_two_builds_that_differ_are_refused(checkout):
     assert checkout.dray("diff", first, first).returncode == 0
 
 
-def test_interrupted_build_leaves_the_old_image_and_no_container(checkout, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_build_leaves_the_old_image_and_no_container(checkout, tmp_path, number):
     out = tmp_path / "my images" / f"dray-{VARIANT}.sif"
     out.parent.mkdir()
     out.write_text("old")
@@ -228,7 +229,7 @@ def test_interrupted_build_leaves_the_old_image_and_no_container(checkout, tmp_p
         for line in build.stderr:
             said += [line] if line.startswith("dray: step") else []
             if line == "dray: step 30-look\n":
-                build.send_signal(signal.SIGINT)
+                build.send_signal(number)
         assert build.wait() == 130, said
     assert said[0] == "dray: step 30-look\n"
     assert out.read_text() == "old"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 TAG = "dray:builder"
+_KEY = "dray.builder"
 # The first word of argv for Apptainer, whatever its name on this machine.
 APPTAINER = "apptainer"
 _SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
@@ -62,7 +64,6 @@ def run(
             unset = {} if network else {name: "" for lower in _PROXIES for name in (lower, lower.upper())}
             code = process.follow([here.get(argv[0], argv[0]), *argv[1:]], on_line=heard, env=unset)
         else:
-            on_line("dray: builder")
             tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
             code = _in_container(client, tools, checkout, argv, binds=binds, on_line=heard, network=network)
     if errors:
@@ -159,14 +160,21 @@ def shell(sandbox: Path, *, binds: Mapping[Path, str]) -> list[str]:
 
 
 def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
-    """The image with Apptainer, built where it is not yet."""
+    """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
     context = checkout / "containers" / "cluster"
+    read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
+    key = hashlib.sha256(f"{user()}\n{read}".encode()).hexdigest()
+    with dockerd.doing(f"look for {TAG}"):
+        there = client.images.list(TAG)
+    if there and there[0].labels.get(_KEY) == key:
+        return str(there[0].id)
+    on_line("dray: builder")
     return dockerd.build(
         client,
         context=context,
         dockerfile="Containerfile",
         tag=TAG,
-        args={"UID": str(user()), "BASE": _base(client, context / "Containerfile")},
+        args={"UID": str(user()), "BASE": _base(client, context / "Containerfile"), "KEY": key},
         target="builder",
         on_line=on_line,
     )

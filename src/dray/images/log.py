@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from dray import process
 from dray.errors import DrayError, UnfitError
 from dray.images.builder import BuildError
 
@@ -54,7 +55,8 @@ class BuildLog:
     def explaining(self) -> Iterator[None]:
         """An error that says nothing of its cause gets the last lines, and the place of all of them."""
         try:
-            yield
+            with process.stoppable():
+                yield
         except DrayError as error:
             said = "\n".join(self._last)
             if _FULL in f"{said}\n{error.details.get('found')}":

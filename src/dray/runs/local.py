@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ def _free_port() -> int:
 def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None]) -> int:
     """Start every node and wait; `watch` is called between looks. The exit code is the first failing node's."""
     with ExitStack() as stack:
-        stack.enter_context(_stoppable())
+        stack.enter_context(process.stoppable())
         if plan.engine == "docker":
             stack.enter_context(_private_network(plan))
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in range(len(plan.world.nodes))]
@@ -84,21 +83,6 @@ def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]
         yield node
     finally:
         node.stop()
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a run as Ctrl-C does: with nothing left behind."""
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
