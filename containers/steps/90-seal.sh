@@ -3,9 +3,9 @@
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$(dirname "$0")/lib.sh"
 
-# A sealed image installs nothing.
+# A sealed image installs nothing; what came as files of debs/ counts as wanted, and apt removes it by name only.
 "$VENV/bin/python3" -m pip uninstall --quiet --yes pip
-apt::get purge --autoremove --yes "python$DRAY_PYTHON-venv"
+apt::get purge --yes "python$DRAY_PYTHON-venv" python3-pip-whl python3-setuptools-whl
 apt::get clean
 
 # Compiled here, since an image is read-only at run time and every rank would compile again. Unchecked hashes: no time
