@@ -88,12 +88,13 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM and a closed terminal end what is done here as Ctrl-C does: with nothing left behind."""
+    """SIGTERM and a closed terminal (but for nohup) end what is done here as Ctrl-C does: with nothing left behind."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

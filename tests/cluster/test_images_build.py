@@ -222,7 +222,8 @@ def test_interrupted_build_leaves_the_old_image_and_no_container(checkout, tmp_p
     out = tmp_path / "my images" / f"dray-{VARIANT}.sif"
     out.parent.mkdir()
     out.write_text("old")
-    argv = checkout.argv("build", VARIANT, "--out", out)
+    # Where the tests run in the background, a shell has made them deaf to SIGINT.
+    argv = ["env", "--default-signal", *checkout.argv("build", VARIANT, "--out", out)]
     with subprocess.Popen(argv, cwd=checkout.path, env=checkout.env(), stderr=subprocess.PIPE, text=True) as build:
         assert build.stderr
         said = []
