@@ -108,6 +108,7 @@ def test_the_definition_is_walked_to_its_end_with_the_cpu_s_wheels(checkout, tmp
     assert (image["variant"], image["accelerator"], image["architectures"]) == ("rocm", "rocm", ["gfx90a"])
     assert image["packages"]["torch"] == "2.13.0+cpu"
     results = {one["check"]: one for one in json.loads(said[end:])["results"]}
-    # It is seen through: this torch drives no GPU of AMD's.
-    assert [name for name, one in results.items() if one["state"] == "FAIL"] == ["device"]
+    # It is seen through: this torch drives no GPU of AMD's, and DeepSpeed's operators were built for one that does.
+    failed = {name for name, one in results.items() if one["state"] == "FAIL"}
+    assert failed == {"device", "deepspeed async_io", "deepspeed cpu_adam", "deepspeed pin_memory"}
     assert "cpu" in results["device"]["found"]

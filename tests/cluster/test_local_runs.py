@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-DRAY = [sys.executable, "-m", "dray"]
+# Where the tests run in the background, a shell has made them deaf to SIGINT.
+DRAY = ["env", "--default-signal", sys.executable, "-m", "dray"]
 RECIPE = "recipes/smoke-cpu.toml"
 SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
 
