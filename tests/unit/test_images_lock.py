@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import zipfile
 from datetime import UTC, datetime
@@ -92,10 +93,11 @@ def test_vendors_torch_in_the_registrys_place(checkout):
         "torch none -> 2.0",
         "triton none -> 3.0",
     ]
-    first, second, rest = checkout.lock().read_text().split("\n", 2)
+    first, second, third, rest = checkout.lock().read_text().split("\n", 3)
     assert first == f"# dray image lock cpu, {TODAY}"
     names = [origin.split(" ")[0] for origin in second.removeprefix("# from ").split(", ")]
     assert names == ["requirements.in", "../common.in", "../../pyproject.toml", "image.toml"]
+    assert third == f"# lines {hashlib.sha256(rest.encode()).hexdigest()[:16]}"
     assert rest == (
         checkout.block("rich", "15.0")
         + checkout.block("tokens", "1.0")
@@ -145,8 +147,10 @@ def test_build_tools_keep_to_what_stays(checkout):
     assert lock.update(checkout.root, checkout.image("cuda")) == ["nvcc none -> 13.0", "nvidia-blas none -> 13.0"]
     lock.require_fresh(checkout.root, checkout.image("cuda"))
 
-    text = checkout.lock("cuda/requirements.lock").read_text()
-    checkout.lock("cuda/requirements.lock").write_text(text.replace("rich==15.0", "rich==14.0"))
+    checkout.publish("rich", "15.1")
+    build = checkout.lock("cuda/build.lock").read_bytes()
+    lock.update(checkout.root, checkout.image("cuda"), upgrade=True)
+    checkout.lock("cuda/build.lock").write_bytes(build)
     with pytest.raises(ConfigError) as raised:
         lock.require_fresh(checkout.root, checkout.image("cuda"))
     assert raised.value.details["found"] == "changed since then: requirements.lock"
@@ -195,6 +199,44 @@ def test_stale_by_image_or_without_a_head(checkout):
     with pytest.raises(ConfigError) as raised:
         lock.require_fresh(checkout.root, checkout.image(torch={**CPU, "sha256": ["d" * 64]}))
     assert raised.value.details["found"] == "changed since then: image.toml"
+
+
+# What is changed, and what locking again then says: versions stay where there are such, hashes are asked for anew.
+EDITS = {
+    "hash": (r"(tokens==1.0 \\\n    --hash=sha256:)\w{4}", r"\1ffff", ["tokens 1.0: other hashes"]),
+    "version": ("tokens==1.0", "tokens==7.0", ["tokens 7.0 -> 1.1"]),
+    "a package less": (r"tokens.*\n.*\n", "", ["tokens none -> 1.1"]),
+    "a comment more": ("tokens==", "# by hand\ntokens==", []),
+    "two versions of the lock in one": (
+        "(tokens)",
+        r"<<<<<<< HEAD\n=======\n\1",
+        [" ===== -> none", "<<<<<<<  -> none"],
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_lines_changed_by_hand(checkout, edit):
+    checkout.write("containers/cpu/requirements.in", "-r ../common.in\n")
+    image = checkout.image()
+    lock.update(checkout.root, image)
+    checkout.publish("tokens", "1.1")
+    written = checkout.lock().read_text()
+    pattern, new, changes = EDITS[edit]
+    checkout.lock().write_text(re.sub(pattern, new, written))
+    assert checkout.lock().read_text() != written
+    with pytest.raises(ConfigError) as raised:
+        lock.require_fresh(checkout.root, image)
+    assert str(raised.value) == (
+        "the lock's lines are not those that `dray image lock` wrote\n"
+        f"  where:  {checkout.lock()}\n  fix:    dray image lock cpu"
+    )
+    assert lock.update(checkout.root, image) == changes
+    lock.require_fresh(checkout.root, image)
+    version = "1.1" if "1.1" in "".join(changes) else "1.0"
+    assert checkout.lock().read_text().split("\n", 3)[3] == (
+        checkout.block("rich", "15.0") + checkout.block("tokens", version)
+    )
 
 
 def test_what_cannot_be_locked_leaves_the_old_lock(checkout, monkeypatch):

@@ -26,7 +26,8 @@ _PROJECT = "../../pyproject.toml"
 _PLATFORM = "x86_64-manylinux_2_28"
 # What only torch's builds for CUDA need.
 _FOR_CUDA = re.compile(r"nvidia-.*|cuda-.*|triton")
-_HEAD = re.compile(r"# dray image lock \S+, (\d{4}-\d\d-\d\d)\n# from (.*)\n")
+_VERSION = re.compile(r"[\w.-]+==[\w.+!]+\n")
+_HEAD = re.compile(r"# dray image lock \S+, (\d{4}-\d\d-\d\d)\n# from (.*)\n# lines ([0-9a-f]{16})\n")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,15 @@ def epoch(lock: Path) -> int:
 
 
 def require_fresh(checkout: Path, image: Image) -> None:
-    """Refuse a lock that was made from something else than there is now."""
+    """Refuse a lock that was made from something else than there is now, or was changed by hand."""
     for source in _sources(checkout, image):
         lock = source.with_suffix(".lock")
         said, now = _head(lock)[1], _origins(source, image)
+        if _edited(_text(lock)):
+            raise _stale(lock, problem="the lock's lines are not those that `dray image lock` wrote")
         changed = [name for name in {**now, **said} if said.get(name) != now.get(name)]
         if changed:
-            raise _stale(lock, f"changed since then: {', '.join(changed)}")
+            raise _stale(lock, found=f"changed since then: {', '.join(changed)}")
 
 
 def update(checkout: Path, image: Image, *, upgrade: bool = False) -> list[str]:
@@ -94,14 +97,17 @@ def _lock(uv: str, source: Path, image: Image, *, upgrade: bool) -> list[str]:
     lock = source.with_suffix(".lock")
     before = read(lock) if lock.exists() else []
     main = source.name == _MAIN
-    # uv keeps to the versions in the output file that is there.
+    date = _HEAD.match(_text(lock)) if before else None
+    # uv keeps to the versions in the output file that is there, and to their hashes, even to one that no file has.
+    if before and _edited(_text(lock)):
+        kept = (f"{pin.name}=={pin.version}\n" for pin in before)
+        lock.write_text("".join(line for line in kept if _VERSION.fullmatch(line)))
     argv = [
         *(uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"),
         *("--python-version", image.python, "--python-platform", _PLATFORM),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, *(["--upgrade"] if upgrade else [])),
         *("--output-file", lock.name, source.name, *([_PROJECT] if main else [])),
     ]
-    date = _HEAD.match(_text(lock)) if before else None
     # With a folder of wheels, whose build of torch comes out would be that folder's choice.
     done = process.run(argv, cwd=source.parent, env={"UV_FIND_LINKS": ""}, check=False)
     if done.code != 0:
@@ -109,8 +115,8 @@ def _lock(uv: str, source: Path, image: Image, *, upgrade: bool) -> list[str]:
     pins = _with_vendors(read(lock), source, image) if main else read(lock)
     day = date[1] if date and pins == before else datetime.now(UTC).date().isoformat()
     origins = ", ".join(f"{name} {digest}" for name, digest in _origins(source, image).items())
-    lines = (f"# dray image lock {image.variant}, {day}", f"# from {origins}", *map(str, pins))
-    lock.write_text("".join(f"{line}\n" for line in lines))
+    lines = "".join(f"{pin}\n" for pin in pins)
+    lock.write_text(f"# dray image lock {image.variant}, {day}\n# from {origins}\n# lines {_digest(lines)}\n{lines}")
     return list(_changes(before, pins))
 
 
@@ -141,7 +147,7 @@ def _origins(source: Path, image: Image) -> dict[str, str]:
     """All that a lock is made from, each with a digest of what counts in it."""
     texts = {os.path.relpath(path, source.parent): "\n".join(lines) for path, lines in _asked(source)}
     texts["image.toml"] = json.dumps(image.model_dump(include={"python", "vendor"}), sort_keys=True)
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    return {name: _digest(text) for name, text in texts.items()}
 
 
 def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -160,12 +166,22 @@ def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
 def _head(lock: Path) -> tuple[str, dict[str, str]]:
     """When and from what a lock was made."""
     if not lock.exists():
-        raise _stale(lock, "there is no such file")
+        raise _stale(lock, found="there is no such file")
     head = _HEAD.match(_text(lock))
     if not head:
-        raise _stale(lock, "it does not say when and from what it was made")
+        raise _stale(lock, found="it does not say when and from what it was made")
     origins = (origin.rpartition(" ") for origin in head[2].split(", "))
     return head[1], {name: digest for name, _, digest in origins}
+
+
+def _edited(text: str) -> bool:
+    """Whether the lines of a lock are other ones than its head says."""
+    head = _HEAD.match(text)
+    return head is None or head[3] != _digest(text[head.end() :])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _text(path: Path) -> str:
@@ -183,9 +199,10 @@ def _uv() -> str:
     return uv
 
 
-def _stale(lock: Path, found: str) -> ConfigError:
-    fix = f"dray image lock {lock.parent.name}"
-    return ConfigError("the lock does not fit its requirements", where=lock, found=found, fix=fix)
+def _stale(
+    lock: Path, *, problem: str = "the lock does not fit its requirements", found: str | None = None
+) -> ConfigError:
+    return ConfigError(problem, where=lock, found=found, fix=f"dray image lock {lock.parent.name}")
 
 
 def _unsolved(source: Path, image: Image, said: str) -> DrayError:
