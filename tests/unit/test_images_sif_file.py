@@ -197,7 +197,8 @@ def test_paths_without_an_image(tmp_path, sif):
             siffile.read(path)
         said.append(str(raised.value))
     assert said == [
-        f"the image is not there\n  wanted: {tmp_path}/none.sif\n  fix:    make image-VARIANT builds one",
+        f"the image is not there\n  wanted: {tmp_path}/none.sif\n"
+        "  fix:    make image-cpu builds build/dray-cpu.sif; or name the file of another image",
         f"this is not an image that can be used\n  where:  {tmp_path}\n  wanted: {SIF}\n  found:  a folder",
         f"this is not an image that can be used\n  where:  {tmp_path}/pipe\n  wanted: {SIF}\n  found:  no regular file",
         f"the image cannot be read\n  where:  {sif}/below\n  found:  Not a directory",

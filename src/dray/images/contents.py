@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
-from dray.errors import ConfigError
+from dray import process
+from dray.errors import ConfigError, UnfitError
 from dray.images import tools
 from dray.images.siffile import Sif
 from dray.process import Done
@@ -22,6 +23,9 @@ _FILE = re.compile(r"^-\S{9} \S+ +(\d+) \d{4}-\d\d-\d\d \d\d:\d\d squashfs-root/
 # opt/dray/image.json R 1700000000 644 0 0 1234 0 0, with a backslash before each odd character of the name
 _ENTRY = re.compile(rb"((?:\\.|[^\\ ])+) ([A-Z]) (.*)\n", re.DOTALL)
 _UNQUOTE = re.compile(rb"\\(.)", re.DOTALL)
+# The versions of squashfs-tools that brought zstd and all options for listing and unpacking, and those for a pipe.
+_LISTS, _PIPES = (4, 4), (4, 5)
+_NO_ZSTD = "unsupported by this version"
 _DATA = b"# START OF DATA"
 _BLOCK = 1 << 20
 KINDS = {
@@ -86,24 +90,48 @@ def _piped(sif: Sif, only: Sequence[str], *, keep: bool) -> dict[str, tuple[Entr
         hold = os.open(pipe, os.O_WRONLY)
         reading = beside.submit(_received, end, keep)
         try:
-            _unsquashfs(sif, ["-no-wildcards", "-no-xattrs", "-pf", str(pipe)], only, writes=Path(scratch))
+            words = ["-no-wildcards", "-no-xattrs", "-pf", str(pipe)]
+            _unsquashfs(sif, words, only, writes=Path(scratch), needs=_PIPES)
         finally:
             os.close(hold)
         return reading.result()
 
 
-def _unsquashfs(sif: Sif, words: Sequence[str], files: Sequence[str] = (), *, writes: Path | None = None) -> Done:
+def _unsquashfs(
+    sif: Sif,
+    words: Sequence[str],
+    files: Sequence[str] = (),
+    *,
+    writes: Path | None = None,
+    needs: tuple[int, int] = _LISTS,
+) -> Done:
     binds = {sif.path: False, **({writes: True} if writes else {})}
     argv = ["unsquashfs", "-no-progress", "-offset", str(sif.system.offset), *words, str(sif.path), *files]
     done = tools.run(argv, binds=binds)
-    if done.code != 0:
-        raise ConfigError(
-            "the image's files cannot be read",
-            where=sif.path,
-            found="\n".join((done.err or done.out).strip().splitlines()[-5:]),
-            fix="build or copy the image again, if squashfs-tools is 4.5 or newer",
-        )
-    return done
+    if done.code == 0:
+        return done
+    said = (done.err or done.out).strip().splitlines()
+    raise _unfit(needs, said) or ConfigError(
+        "the image's files cannot be read",
+        where=sif.path,
+        found="\n".join(said[-5:]),
+        fix="build or copy the image again",
+    )
+
+
+def _unfit(needs: tuple[int, int], said: Sequence[str]) -> UnfitError | None:
+    """The reason that is not the image's: an old unsquashfs says no more than which options it has."""
+    shown = re.search(r"version (\d+)\.(\d+)\S*", tools.run(["unsquashfs", "-version"], binds={}).out)
+    lacks = next((line for line in said if _NO_ZSTD in line), None)
+    if not lacks and not (shown and (int(shown[1]), int(shown[2])) < needs):
+        return None
+    return UnfitError(
+        "this machine's unsquashfs cannot look into the image",
+        where=process.which("unsquashfs"),
+        wanted="squashfs-tools {}.{} or newer, with zstd".format(*needs),
+        found=lacks or (shown and shown[0]),
+        fix="install a newer one; or take it off PATH where a Docker Engine is: dray then uses one in a container",
+    )
 
 
 def _received(end: int, keep: bool) -> dict[str, tuple[Entry, bytes]]:

@@ -17,7 +17,7 @@ from dray.errors import DrayError, UnfitError
 from dray.images.builder import BuildError
 
 _SHOWN = ("dray: ", "Downloading ")
-_FULL = "No space left on device"
+_FULL = "no space left on device"  # programs write No, Docker no
 
 
 class BuildLog:
@@ -52,15 +52,19 @@ class BuildLog:
             print(text, file=sys.stderr, flush=True)
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """An error that says nothing of its cause gets the last lines, and the place of all of them."""
+    def explaining(self, *, out: Path | None = None) -> Iterator[None]:
+        """An error that says nothing of its cause gets the last lines, and the place of all of them.
+
+        `out` is the folder that is written besides the build's own.
+        """
+        build = self.path.parent.parent
         try:
             with process.stoppable():
                 yield
         except DrayError as error:
             said = "\n".join(self._last)
-            if _FULL in f"{said}\n{error.details.get('found')}":
-                raise self._disk_full() from error
+            if _FULL in f"{said}\n{error.details.get('found')}".lower():
+                raise _disk_full(build, [build, out or build]) from error
             # What dray itself says needs no log; what a program said is in it.
             if said and isinstance(error, BuildError):
                 error.details |= {"where": str(self.path), "found": said}
@@ -68,13 +72,23 @@ class BuildLog:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise self._disk_full() from error
+            written = error.filename2 or error.filename  # a copy names two files, and writes the second
+            raise _disk_full(build, [Path(written)] if written else [build, out or build]) from error
 
-    def _disk_full(self) -> UnfitError:
-        build = self.path.parent.parent
-        return UnfitError(
-            "the disk is full",
-            where=build,
-            found=f"{shutil.disk_usage(build).free / 1e9:.1f} GB free; a build takes four times the unpacked image",
-            fix=f"make room; {build} may be removed whole: it holds what was fetched and built",
-        )
+
+def _disk_full(build: Path, written: list[Path]) -> UnfitError:
+    """Programs do not say which of the disks that they write is full: it is the one with the least room."""
+    folders = [_that_is_left(path) for path in written]
+    full = min(folders, key=lambda folder: shutil.disk_usage(folder).free)
+    ours = build.stat().st_dev == full.stat().st_dev
+    return UnfitError(
+        "the disk is full",
+        where=full,
+        found=f"{shutil.disk_usage(full).free / 1e9:.1f} GB free; a build takes four times the unpacked image",
+        fix=f"make room; {build} may be removed whole: it holds what was fetched and built" if ours else "make room",
+    )
+
+
+def _that_is_left(path: Path) -> Path:
+    """The folder of a file: a build that has failed has removed some of its own."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())

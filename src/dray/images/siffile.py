@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import shutil
 import struct
 import uuid
@@ -43,6 +44,8 @@ _TABLE = 4096
 _DATA = _TABLE + _TOTAL * _DESCRIPTOR.size
 _PAGE = 4096
 _METADATA = "inspect-metadata.json"
+# As `make image-VARIANT` names what it builds.
+_NAME = re.compile(r"dray-(\w+)\.sif")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +135,9 @@ def read(path: Path) -> Sif:
         with path.open("rb") as file:
             return _read(path, file)
     except FileNotFoundError:
-        raise ConfigError("the image is not there", wanted=path, fix="make image-VARIANT builds one") from None
+        variant = named[1] if (named := _NAME.fullmatch(path.name)) else "cpu"
+        fix = f"make image-{variant} builds build/dray-{variant}.sif; or name the file of another image"
+        raise ConfigError("the image is not there", wanted=path, fix=fix) from None
     except OSError as error:
         raise ConfigError("the image cannot be read", where=path, found=error.strerror) from error
 

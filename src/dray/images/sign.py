@@ -6,16 +6,25 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.errors import ConfigError
-from dray.images import builder, siffile, tools
+from dray.errors import ConfigError, UnfitError
+from dray.images import builder, record, siffile, tools, verify
 from dray.images.rootfs import apptainer
 from dray.images.siffile import Sif
 from dray.process import Done
 
+# Apptainer 1.4 and SingularityCE 4: the variable that names the keyring, and where it is in the home folder otherwise.
+_KEYS = {
+    "apptainer": ("APPTAINER_KEYSDIR", ".apptainer/keys"),
+    "singularity": ("SINGULARITY_SYPGPDIR", ".singularity/sypgp"),
+}
 _FINGERPRINT = re.compile(r"^\s*(?:Fingerprint|F):\s+([0-9A-F]{40})\s*$", re.MULTILINE)
 
 
@@ -45,30 +54,56 @@ def check(sif: Sif) -> list[str]:
     )
 
 
-def sign(sif: Sif, key: str = "") -> str:
-    """Sign with this key, or the only one; its fingerprint."""
+def sign(sif: Sif, key: str = "") -> tuple[str, str]:
+    """Sign with this key, or the only one, and update the image's record; the new digest and the key's fingerprint."""
     if sif.signers():
         raise ConfigError("the image is signed already", where=sif.path, found=", ".join(sif.signers()))
-    words = ["sign", "--keyidx", str(_index(key)), str(sif.path)]
-    tool = apptainer()
-    if tool and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
-        done = process.run([tool, *words], show=True, check=False)
-    else:
-        done = _apptainer(words, sif=sif.path, writes=True)
-    signers = siffile.read(sif.path).signers() if done.code == 0 else []
-    if not signers:
-        raise ConfigError(
-            "the image could not be signed",
-            where=sif.path,
-            found=_last(done) or f"exit code {done.code}",
-            fix="a key with a passphrase needs Apptainer on this machine, and a terminal on which it can ask",
-        )
-    return signers[0]
+    known = record.read(sif.path)
+    if known:
+        verify.require(sif.path, *verify.wanted(sif.path))
+    words = ["sign", "--keyidx", str(_index(key))]
+    with _copy(sif.path) as copy:
+        if apptainer() and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
+            done = process.run([_tool(), *words, copy], env=_environment(), show=True, check=False)
+        else:
+            done = _apptainer([*words, str(copy)], sif=copy, writes=True)
+        signers = siffile.read(copy).signers() if done.code == 0 else []
+        if not signers:
+            raise ConfigError(
+                "the image could not be signed",
+                where=sif.path,
+                found=_last(done) or f"exit code {done.code}",
+                fix="a key with a passphrase needs Apptainer on this machine, and a terminal on which it can ask",
+            )
+        digest = verify.digest(copy)
+        made = record.File(sha256=digest.removeprefix("sha256:"), size=copy.stat().st_size)
+        copy.replace(sif.path)
+        if known:
+            record.updated(sif.path, known, sif=made, signed=signers[0])
+    return digest, signers[0]
 
 
 def keyring() -> Path:
-    """Where Apptainer keeps keys."""
-    return Path(os.environ.get("APPTAINER_KEYSDIR") or Path.home() / ".apptainer" / "keys")
+    """Where the keys are."""
+    named = (os.environ.get(variable) for variable, _ in _KEYS.values())
+    return Path(next(filter(None, named), None) or Path.home() / _KEYS[_tool()][1])
+
+
+@contextmanager
+def _copy(sif: Path) -> Iterator[Path]:
+    """The image once more, beside it: whatever ends a signing, what others start is whole."""
+    with process.stoppable(), ExitStack() as until:
+        try:
+            made = until.enter_context(TemporaryDirectory(prefix=f".{sif.name}-", dir=sif.parent))
+            copy = Path(shutil.copy2(sif, made))
+        except OSError as error:
+            raise UnfitError(
+                "no copy of the image, to be signed, can be made beside it",
+                where=sif.parent,
+                wanted=f"room for {sif.stat().st_size / 1e6:.0f} MB, and the right to write there",
+                found=error.strerror,
+            ) from error
+        yield copy
 
 
 def _index(key: str) -> int:
@@ -95,7 +130,16 @@ def _apptainer(words: list[str], *, sif: Path | None = None, writes: bool = Fals
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
         binds[keyring()] = True  # Apptainer mends its mode where others may read it
-    return tools.run([apptainer() or "apptainer", *words], binds=binds, env={"APPTAINER_KEYSDIR": str(keyring())})
+    return tools.run([_tool(), *words], binds=binds, env=_environment())
+
+
+def _tool() -> str:
+    """This machine's, or that of the container."""
+    return apptainer() or "apptainer"
+
+
+def _environment() -> dict[str, str]:
+    return {_KEYS[_tool()][0]: str(keyring())}
 
 
 def _in_words(command: str) -> str:

@@ -24,8 +24,16 @@ def wanted(path: Path, *, said: str | None = None, recipe: Path | None = None) -
         if not re.fullmatch("sha256:[0-9a-f]{64}", said):
             raise ConfigError("this is no digest", wanted="sha256: and 64 hexadecimal digits", found=said)
         return said, "--digest"
-    pinned = load(Recipe, recipe).image_digest if recipe else None
-    if pinned:
+    if recipe:
+        pinned = load(Recipe, recipe).image_digest
+        if not pinned:
+            raise ConfigError(
+                "the recipe says no image_digest",
+                where=recipe,
+                wanted="the digest that the image must have",
+                found=f"the image here: {path}",
+                fix=f'put image_digest = "{digest(path)}" into it, or leave out --recipe',
+            )
         return pinned, f"image_digest of {recipe}"
     known = record.read(path)
     if known:

@@ -1,0 +1,146 @@
+"""Signing, with a tool that does what Apptainer does to the file: the image is whole at each moment."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray.cli import image_look
+from dray.errors import DrayError, UnfitError
+from dray.images import record, siffile, sign
+from dray.images.record import File, Record
+
+KEY = "0123456789ABCDEF0123456789ABCDEF01234567"
+NAMES = ["dray-cpu.sif", "dray-cpu.sif.json"]
+VARIABLES = ("APPTAINER_KEYSDIR", "SINGULARITY_SYPGPDIR")
+# What a signature adds to the table: part 3 of kind 0x4005, of which only the fingerprint matters here.
+SIGNATURE = struct.pack("<i?3I7q128s4s20s", 0x4005, True, 3, 0, 0, *[0] * 7, b"", b"", bytes.fromhex(KEY))
+TOOL = """#!/bin/sh
+printf '%s ' "${{0##*/}}" "$@" "${{APPTAINER_KEYSDIR-unset}}" "${{SINGULARITY_SYPGPDIR-unset}}" >>'{folder}/calls'
+echo >>'{folder}/calls'
+case "$1" in
+key) echo '   F: {key}' ;;
+sign) {sign} ;;
+esac
+"""
+
+
+@pytest.fixture
+def sif(tmp_path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (tmp_path / "squashfs").write_bytes(b"hsqs" + bytes(200))
+    path = folder / "dray-cpu.sif"
+    siffile.write(tmp_path / "squashfs", path, epoch=1, definition=b"a\n")
+    record.write(path, known(path))
+    whole, row = path.read_bytes(), 4096 + 2 * 585
+    (tmp_path / "signed").write_bytes(whole[:row] + SIGNATURE + whole[row + len(SIGNATURE) :])
+    return path
+
+
+def known(sif: Path) -> Record:
+    digest = hashlib.sha256(sif.read_bytes()).hexdigest()
+    file = File(sha256=digest, size=sif.stat().st_size)
+    return Record(variant="cpu", dray="0", base="b", inputs="0" * 64, epoch=1, tools={}, sif=file)
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Put a tool of this name on the machine, the only one; what it is called with."""
+
+    def put(signing: str = "/bin/cp '{folder}/signed' \"$4\"", *, name: str = "apptainer") -> Path:
+        script = tmp_path / "bin" / name
+        script.parent.mkdir()
+        script.write_text(TOOL.format(folder=tmp_path, key=KEY, sign=signing.format(folder=tmp_path)))
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", str(script.parent))
+        return tmp_path / "calls"
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    return put
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    ("name", "keyring", "variables"),
+    [("apptainer", ".apptainer/keys", "{} unset"), ("singularity", ".singularity/sypgp", "unset {}")],
+)
+def test_a_copy_is_signed_and_takes_the_place(sif, tool, name, keyring, variables, terminal, monkeypatch, capsys):
+    calls = tool(name=name)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal)
+    before, signed = known(sif), (sif.parents[1] / "signed").read_bytes()
+    image_look.sign(str(sif))
+    digest = hashlib.sha256(signed).hexdigest()
+    assert capsys.readouterr().out == f"{sif}\nsha256:{digest}\nsigned with {KEY}\n"
+    assert sif.read_bytes() == signed
+    assert sif.stat().st_mode & 0o777 == 0o755
+    assert record.read(sif) == before.model_copy(update={"sif": File(sha256=digest, size=len(signed)), "signed": KEY})
+    assert sorted(path.name for path in sif.parent.iterdir()) == NAMES
+    said = variables.format(sif.parents[1] / keyring)
+    listed, one = calls.read_text().splitlines()
+    assert listed == f"{name} key list --secret {said} "
+    words = one.split()
+    assert words[:4] == [name, "sign", "--keyidx", "0"]
+    assert words[5:] == said.split()
+    assert Path(words[4]).parent.parent == sif.parent  # a rename takes it to its place
+
+
+@pytest.mark.parametrize(
+    ("signing", "ended"),
+    [
+        ('echo half >"$4"; echo no such luck >&2; exit 255', DrayError),
+        ('echo half >"$4"', DrayError),
+        ('echo half >"$4"; kill -TERM $PPID', KeyboardInterrupt),
+    ],
+)
+def test_what_was_there_stays_where_signing_ends(sif, tool, signing, ended):
+    tool(signing)
+    before = sif.read_bytes(), record.read(sif)
+    with pytest.raises(ended):
+        sign.sign(siffile.read(sif))
+    assert (sif.read_bytes(), record.read(sif)) == before
+    assert sorted(path.name for path in sif.parent.iterdir()) == NAMES
+
+
+def test_no_room_for_a_copy(sif, tool, monkeypatch):
+    tool()
+
+    def full(_source: Path, to: str) -> None:
+        (Path(to) / "half").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    with pytest.raises(UnfitError) as raised:
+        sign.sign(siffile.read(sif))
+    assert str(raised.value) == (
+        "no copy of the image, to be signed, can be made beside it\n"
+        f"  where:  {sif.parent}\n  wanted: room for 0 MB, and the right to write there\n"
+        "  found:  No space left on device"
+    )
+    assert sorted(path.name for path in sif.parent.iterdir()) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "expected"),
+    [
+        ("apptainer", {}, "{home}/.apptainer/keys"),
+        ("singularity", {}, "{home}/.singularity/sypgp"),
+        ("neither", {}, "{home}/.apptainer/keys"),
+        ("apptainer", {"SINGULARITY_SYPGPDIR": "/s"}, "/s"),
+        ("singularity", {"SINGULARITY_SYPGPDIR": "/s", "APPTAINER_KEYSDIR": ""}, "/s"),
+        ("singularity", {"SINGULARITY_SYPGPDIR": "/s", "APPTAINER_KEYSDIR": "/a"}, "/a"),
+    ],
+)
+def test_the_keyring(tool, name, variables, expected, tmp_path, monkeypatch):
+    tool(name=name)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert str(sign.keyring()) == expected.format(home=tmp_path)
