@@ -1,6 +1,6 @@
 """Size and start of an image against the plain way: `pip install` of the same packages on the same base, gzip squashfs.
 
-It wants `make image-cpu`, a cluster that is up (`make cluster`), and root, who alone empties the page cache:
+It wants `make image-cpu`, a cluster that is up (`make cluster`), strace, and root, who alone empties the page cache:
 
     .venv/bin/python benchmarks/images.py [VARIANT]
 """
@@ -17,11 +17,11 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import checkout, dockerd
+from dray import checkout, dockerd, process
 from dray.cluster.desk import Desk
 from dray.images import builder, inputs, place, siffile, squash, tools
 from dray.images.inputs import Source
-from dray.images.rootfs import ROOTFS, local_base
+from dray.images.rootfs import PROGRAM, ROOTFS
 
 EPOCH = 0
 ROUNDS = 5
@@ -74,11 +74,9 @@ def _plain(root: Path, source: Source, scratch: Path) -> Path:
     scratch.mkdir()
     definition = scratch / "plain.def"
     definition.write_text(PLAIN)
-    base = local_base(source.base)
-    words = [str(definition), str(base or source.base), str(scratch), "--bind", f"{source.inputs}:/mnt"]
-    binds = {scratch: True, source.inputs: False} | ({base: False} if base else {})
+    argv: list[str | Path] = [*PROGRAM, definition, source.base, scratch, "--bind", source.inputs, "/mnt"]
     started = time.monotonic()
-    builder.run(root, "dray.images.rootfs", words, binds=binds, on_line=_quiet)
+    builder.run(root, argv, binds={scratch: True, source.inputs: False, source.base: False}, on_line=_quiet)
     out = _packed(scratch / ROOTFS, scratch / "plain.squashfs", ("-comp", "gzip"))
     print(f"plain: built in {time.monotonic() - started:.0f} s")
     return out
@@ -129,7 +127,7 @@ def _opened(folder: Path) -> None:
     """Files that a start opens on the disk that holds the folder. Of an image it is one, the image."""
     code = STARTS[1]
     argv = ["strace", "-f", "-qq", "-e", "trace=openat", "-e", "status=successful", "chroot", str(folder)]
-    done = tools.run([*argv, "/opt/dray/bin/python3", "-c", code], binds={folder: False})
+    done = process.run([*argv, "/opt/dray/bin/python3", "-c", code])
     paths = re.findall(r'openat\([^"]*"([^"]+)"', done.err)
     print(f"\n{code}: {len(paths)} opens, {len(set(paths))} files in a folder; one in an image")
 

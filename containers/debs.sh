@@ -25,7 +25,11 @@ if ((${#locked[@]} == 0)) || ! debs::get "${wanted[@]}" "${locked[@]}" ; then
 fi
 rm -rf /srv/partial /srv/lock
 
-# What the base itself holds, with the hash that the archive gives, for the bill of materials.
-dpkg-query --show --showformat '${Package}=${Version}\n' | xargs apt-cache show 2>/dev/null |
+# What the base itself holds, with the hash that the archive gives, for the bill of materials. The archive drops what
+# it has newer versions of, and then apt-cache fails for these and shows the others.
+dpkg-query --show --showformat '${Package}=${Version}\n' >/tmp/base
+{ xargs apt-cache show </tmp/base 2>/dev/null || true; } |
     awk '/^Package: / { name = $2 } /^Version: / { version = $2 } /^Architecture: / { arch = $2 }
-         /^SHA256: / { print name, version, arch, $2 }' | sort -u >/srv/base.sha256 || true
+         /^SHA256: / { print name, version, arch, $2 }' | sort -u >/srv/base.sha256
+unknown=$(($(wc -l </tmp/base) - $(wc -l </srv/base.sha256)))
+((unknown == 0)) || echo "dray: apt's sources do not have $unknown of the base's packages: these have no hash in the bill"

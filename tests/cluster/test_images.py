@@ -14,7 +14,7 @@ from docker.types import Mount
 
 from dray import __version__, dockerd
 from dray.errors import UnfitError
-from dray.images import builder, lock, record, verify
+from dray.images import builder, container, lock, record, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ROOT / "containers" / "cpu"
@@ -90,7 +90,7 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
     def run(image: Path, *command: str) -> tuple[int, str]:
         mounts = [Mount(target="/image.sif", source=str(image), type="bind", read_only=True)]
         argv = ["apptainer", "--quiet", *command]
-        with builder.container(client, tools, argv, mounts=mounts, environment={}) as inside:
+        with container.started(client, tools, argv, mounts=mounts, environment={}) as inside:
             code = inside.wait()["StatusCode"]
             return code, inside.logs(stdout=True, stderr=False).decode()
 

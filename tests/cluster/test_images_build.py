@@ -337,6 +337,40 @@ def test_a_base_of_another_architecture(checkout, tmp_path):
     assert f"  where:  {base}\n" in refused.stderr
 
 
+def test_nothing_to_build_with(checkout, tmp_path, monkeypatch):
+    """It is told before anything is fetched."""
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = checkout.build()
+    assert refused.returncode == 69
+    assert refused.stderr == (
+        "dray: nothing here can build an image\n"
+        "  wanted: Apptainer, or a Docker Engine to run it in\n"
+        "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
+        "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io\n"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
+def test_a_full_disk(checkout, tmp_path):
+    small = tmp_path / "small disk"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "dray-test", small], check=True)
+    try:
+        refused = checkout.build("--force", "--out", small / "x.sif")
+        left = list(small.iterdir())
+    finally:
+        subprocess.run(["umount", small], check=True)
+    assert refused.returncode == 69
+    assert refused.stderr.splitlines()[-4:] == [
+        "dray: the disk is full",
+        f"  where:  {small}",
+        "  found:  0.0 GB free; a build takes four times the unpacked image",
+        "  fix:    make room there",
+    ]
+    assert left == []
+
+
 def test_debian_packages_that_have_moved_on_are_told(checkout):
     lock = checkout.path / "containers" / "debian.lock"
     lock.write_text(f"hello-traditional 1.0-0 amd64 {'0' * 64}\n")

@@ -15,7 +15,7 @@ from docker.types import Mount
 from dray import dockerd, process
 from dray.cli import image_look
 from dray.errors import ConfigError, UnfitError
-from dray.images import builder, contents, record, siffile, tools, verify
+from dray.images import builder, container, contents, record, siffile, tools, verify
 from dray.images.record import File, Record
 
 pytestmark = pytest.mark.docker
@@ -141,7 +141,7 @@ def apptainer(client, folder: Path, script: str) -> tuple[int, str]:
     """As an ordinary user, on the files of this folder, which are in /work."""
     folder.chmod(0o755)  # pytest keeps its folders to their owner
     mounts = [Mount(target="/work", source=str(folder), type="bind")]
-    with builder.container(client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}) as inside:
+    with container.started(client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}) as inside:
         code = inside.wait()["StatusCode"]
         return code, inside.logs(stdout=True, stderr=code != 0).decode()
 

@@ -15,7 +15,7 @@ import pytest
 
 from dray.errors import ConfigError, DrayError, UnfitError
 from dray.images import base as bases
-from dray.images import build, layer, rootfs, squash
+from dray.images import build, container, layer, rootfs, squash
 from dray.images.builder import BuildError
 from dray.images.log import BuildLog
 
@@ -230,7 +230,7 @@ class TestLayer:
         assert manifest == {
             "Config": f"{hashlib.sha256(config).hexdigest()}.json",
             "RepoTags": ["dray:x"],
-            "Layers": [f"{digest}/layer.tar"],
+            "Layers": ["layer.tar"],
         }
         assert json.loads(config) == {
             "architecture": layer.MACHINES[os.uname().machine],
@@ -258,6 +258,44 @@ class TestLayer:
         for folder in (tree, copy):
             layer.pack(folder, folder.with_suffix(".tar"), epoch=EPOCH, inputs=inputs, tag="dray:x", labels={})
         assert tree.with_suffix(".tar").read_bytes() == copy.with_suffix(".tar").read_bytes()
+
+
+class TestMksquashfs:
+    """What it must be able to do."""
+
+    def test_this_machine_s_or_the_builder_s(self, tmp_path, monkeypatch):
+        said = "\n".join(f"{word:<20} what it does" for word in (*squash.argv(tmp_path, tmp_path, epoch=0), "-b"))
+        _program(tmp_path / "mksquashfs", f"cat <<'END'\n{said}\nEND")
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        squash.require()
+
+    def test_an_old_one(self, tmp_path, monkeypatch):
+        """As 4.3 and older are, and builds without zstd."""
+        _program(tmp_path / "mksquashfs", "echo '-all-root  -no-xattrs  -comp <gzip, zstd-not-really>' >&2; exit 1")
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        with pytest.raises(UnfitError) as raised:
+            squash.require()
+        assert str(raised.value) == (
+            "mksquashfs cannot make the same bytes every time\n"
+            "  wanted: squashfs-tools 4.4 or newer, with zstd\n"
+            "  found:  one without -root-mode -all-time -mkfs-time zstd\n"
+            "  fix:    install it, or build where Docker Engine lends one"
+        )
+
+
+def _program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_paths_in_the_container():
+    inside = {Path("/my work/in"): "/dray/0", Path("/my work/base.tar"): "/dray/1.tar"}
+    argv = ["--bind", Path("/my work/in"), "/mnt", Path("/my work/in/a/b"), Path("/my work/base.tar"), "/my work/in"]
+    assert [container.mapped(word, inside) for word in argv] == [
+        *("--bind", "/dray/0", "/mnt", "/dray/0/a/b", "/dray/1.tar", "/my work/in"),
+    ]
+    assert container.mapped(Path("/my work/inner"), inside) == "/my work/inner"
+    assert container.named("cannot read /dray/1.tar", inside) == "cannot read /my work/base.tar"
 
 
 class TestWays:

@@ -82,9 +82,10 @@ def bundle_(
 ) -> None:
     """Gather all that a build reads in one folder, for a machine without a network."""
     root = checkout.root()
-    with BuildLog(root / "build" / "logs" / f"{variant}.log") as log, log.explaining():
+    folder = (out or root / "build" / f"bundle-{variant}").absolute()
+    with BuildLog(root / "build" / "logs" / f"{variant}.log") as log, log.explaining(out=folder):
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=log.line)
-        made = bundle.make(root, source, (out or root / "build" / f"bundle-{variant}").absolute(), say=log.line)
+        made = bundle.make(root, source, folder, say=log.line)
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
     print(f"{made}  {size / 1e6:.0f} MB\nthere: make image-{variant} BUNDLE={made.name}")
 

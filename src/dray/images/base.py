@@ -56,7 +56,7 @@ def _pull(checkout: Path, base: str, out: Path, *, say: Callable[[str], None]) -
         say(line)
 
     with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
-        argv = [builder.APPTAINER, "pull", f"{made}/base.sif", reference(base)]
+        argv: list[str | Path] = [builder.APPTAINER, "pull", Path(made) / "base.sif", reference(base)]
         try:
             builder.run(checkout, argv, binds={Path(made): True}, on_line=on_line, network=True)
         except builder.BuildError as error:

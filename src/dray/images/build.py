@@ -19,7 +19,7 @@ from dray.errors import ConfigError, DrayError
 from dray.images import builder, bundle, inputs, place, record
 from dray.images.inputs import INPUTS_LABEL, Source
 from dray.images.log import BuildLog
-from dray.images.rootfs import LAYER, ROOTFS, SIF, TOOLS
+from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.verify import digest
 
 Say = Callable[[str], None]
@@ -54,7 +54,11 @@ def build(
     started = time.monotonic()
     sif = (out or place.sif(checkout, variant)).absolute()
     sif.parent.mkdir(parents=True, exist_ok=True)
-    with BuildLog(checkout / "build" / "logs" / f"{variant}.log") as log, log.explaining():
+    with (
+        BuildLog(checkout / "build" / "logs" / f"{variant}.log") as log,
+        log.explaining(out=sif.parent),
+        builder.engine(),
+    ):
         if bundled:
             source = bundle.opened(checkout, bundled, variant)
         else:
@@ -102,20 +106,24 @@ def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str],
     """A folder with the image in each format, beside the place it goes to: the last move is then a rename."""
     with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
         scratch = Path(made)
-        words = ["python3", "-m", "dray.images.rootfs", str(source.inputs / "dray.def"), str(source.base), made]
-        words += ["--bind", f"{source.inputs}:/mnt", "--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
-        words += ["--sif"] if "sif" in formats else []
+        argv: list[str | Path] = [
+            *PROGRAM,
+            source.inputs / "dray.def",
+            source.base,
+            scratch,
+            "--bind",
+            source.inputs,
+            "/mnt",
+        ]
+        argv += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
+        argv += ["--sif"] if "sif" in formats else []
         if "docker" in formats:
-            words += [
-                "--docker",
-                place.docker_tag(source.image.variant),
-                "--label",
-                f"{INPUTS_LABEL}={source.digest}",
-            ]
+            tag = place.docker_tag(source.image.variant)
+            argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
         try:
             builder.run(
                 checkout,
-                words,
+                argv,
                 binds={source.inputs: False, scratch: True, source.base: False},
                 on_line=say,
                 saved=source.inputs / inputs.BUILDER,

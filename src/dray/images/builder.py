@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +17,16 @@ from docker.types import Mount
 
 from dray import dockerd, process
 from dray.errors import EXIT_CONFIG, EXIT_UNFIT, ConfigError, DrayError, UnfitError
+from dray.images import container
 from dray.images.rootfs import ERROR, apptainer
 
 if TYPE_CHECKING:
     import docker
-    from docker.models.containers import Container
 
 TAG = "dray:builder"
 _KEY = "dray.builder"
 # The first word of argv for Apptainer, whatever its name on this machine.
 APPTAINER = "apptainer"
-_SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 
 
@@ -38,14 +36,14 @@ class BuildError(DrayError):
 
 def run(
     checkout: Path,
-    argv: Sequence[str],
+    argv: Sequence[str | Path],
     *,
     binds: Mapping[Path, bool],
     on_line: Callable[[str], None],
     network: bool = False,
     saved: Path | None = None,
 ) -> None:
-    """Run a program that needs Apptainer, or is one. `binds` are what it touches, and whether it writes there.
+    """Run a program that needs Apptainer, or is one. `binds` are the paths in argv, and whether it writes there.
 
     `saved` is where a bundle has the builder's image. Without `network` a container has none; this machine's own
     Apptainer cannot take it away, but gets no proxy.
@@ -62,7 +60,7 @@ def run(
         if client is None:
             here = {"python3": sys.executable, APPTAINER: apptainer() or APPTAINER}
             unset = {} if network else {name: "" for lower in _PROXIES for name in (lower, lower.upper())}
-            code = process.follow([here.get(argv[0], argv[0]), *argv[1:]], on_line=heard, env=unset)
+            code = process.follow([here.get(str(argv[0]), argv[0]), *argv[1:]], on_line=heard, env=unset)
         else:
             tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
             code = _in_container(client, tools, checkout, argv, binds=binds, on_line=heard, network=network)
@@ -105,7 +103,7 @@ def _in_container(
     client: docker.DockerClient,
     tools: str,
     checkout: Path,
-    argv: Sequence[str],
+    argv: Sequence[str | Path],
     *,
     binds: Mapping[Path, bool],
     on_line: Callable[[str], None],
@@ -113,35 +111,32 @@ def _in_container(
 ) -> int:
     """Under other names, since Apptainer finds no mount whose path has a space."""
     mounts = [Mount(target="/dray/src", source=str(checkout / "src"), type="bind", read_only=True)]
-    outside: dict[str, str] = {}
-    for number, (path, writes) in enumerate(binds.items()):
-        target = f"/dray/{number}{path.suffix}"
-        outside[target] = str(path)
-        mounts.append(Mount(target=target, source=str(path), type="bind", read_only=not writes))
-        argv = [word.replace(str(path), target) for word in argv]
+    inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds)}
+    for path, writes in binds.items():
+        mounts.append(Mount(target=inside[path], source=str(path), type="bind", read_only=not writes))
         if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
-            os.chown(path, user(), user())
+            os.chown(path, *container.caller())
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     if network:
         environment |= proxies(os.environ)
         bundle = certificates()
         if bundle:
-            mounts.append(bind(bundle))
+            mounts.append(container.bind(bundle))
             environment["SSL_CERT_FILE"] = str(bundle)
     with (
         dockerd.doing("build in a container"),
-        container(
+        container.started(
             client,
             tools,
-            list(argv),
+            [container.mapped(word, inside) for word in argv],
             mounts=mounts,
             environment=environment,
             network=network,
-        ) as inside,
+        ) as running,
     ):
-        for line in _lines(inside.logs(stream=True)):
-            on_line(_named(line, outside))
-        return int(inside.wait()["StatusCode"])
+        for line in container.lines(running.logs(stream=True)):
+            on_line(container.named(line, inside))
+        return int(running.wait()["StatusCode"])
 
 
 def shell(sandbox: Path, *, binds: Mapping[Path, str]) -> list[str]:
@@ -155,7 +150,8 @@ def shell(sandbox: Path, *, binds: Mapping[Path, str]) -> list[str]:
     if not docker:
         raise UnfitError("a shell needs Docker's command line client", where=sandbox, fix="install it")
     volumes = [word for path in (sandbox, *binds) for word in ("--volume", f"{path}:{path}")]
-    options = [word for name in (*_SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)]
+    options = [word for name in (*container.SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)]
+    options += ["--user", ":".join(map(str, container.caller()))]
     return [docker, "run", "--rm", "--interactive", "--tty", *options, *volumes, TAG, "apptainer", *words, str(sandbox)]
 
 
@@ -163,7 +159,7 @@ def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], 
     """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
     context = checkout / "containers" / "cluster"
     read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
-    key = hashlib.sha256(f"{user()}\n{read}".encode()).hexdigest()
+    key = hashlib.sha256(read.encode()).hexdigest()
     with dockerd.doing(f"look for {TAG}"):
         there = client.images.list(TAG)
     if there and there[0].labels.get(_KEY) == key:
@@ -174,7 +170,7 @@ def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], 
         context=context,
         dockerfile="Containerfile",
         tag=TAG,
-        args={"UID": str(user()), "BASE": _base(client, context / "Containerfile"), "KEY": key},
+        args={"BASE": _base(client, context / "Containerfile"), "KEY": key},
         target="builder",
         on_line=on_line,
     )
@@ -196,11 +192,6 @@ def _base(client: docker.DockerClient, containerfile: Path) -> str:
         raise
 
 
-def user() -> int:
-    """Who builds inside: the caller, or Debian's first ordinary user when that is root."""
-    return os.getuid() or 1000
-
-
 def proxies(environment: Mapping[str, str]) -> dict[str, str]:
     """The host's proxies under the lower-case names, the only ones that apt reads."""
     found = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
@@ -216,58 +207,3 @@ def certificates() -> Path | None:
         )
     found = ssl.get_default_verify_paths().cafile
     return Path(found) if found else None
-
-
-@contextmanager
-def container(
-    client: docker.DockerClient,
-    image: str,
-    command: list[str],
-    *,
-    mounts: list[Mount],
-    environment: dict[str, str],
-    network: bool = False,
-) -> Iterator[Container]:
-    """A container in which an ordinary user's Apptainer works; gone afterwards, whatever happens."""
-    host = client.api.create_host_config(
-        mounts=mounts,
-        network_mode="default" if network else "none",
-        # Apptainer makes user and mount namespaces of its own; it needs no capability for that.
-        security_opt=list(_SECURITY),
-    )
-    made = client.api.create_container(
-        image,
-        command,
-        name=f"dray-builder-{secrets.token_hex(4)}",
-        environment=environment,
-        # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
-        host_config={**host, "MaskedPaths": [], "ReadonlyPaths": []},
-    )
-    started = client.containers.get(made["Id"])
-    try:
-        started.start()
-        yield started
-    finally:
-        started.remove(force=True)
-
-
-def bind(path: Path, *, read_only: bool = True) -> Mount:
-    """The same path inside."""
-    return Mount(target=str(path), source=str(path), type="bind", read_only=read_only)
-
-
-def _named(line: str, outside: Mapping[str, str]) -> str:
-    """Paths as the user knows them."""
-    for target, path in outside.items():
-        line = line.replace(target, path)
-    return line
-
-
-def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Docker cuts the stream anywhere."""
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode(errors="replace").rstrip("\r") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")

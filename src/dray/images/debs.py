@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
 from dray.errors import ConfigError
-from dray.images import builder
+from dray.images import builder, container, rootfs
 
 LOCK = "debian.lock"
 
@@ -79,8 +79,18 @@ def _download(checkout: Path, folder: Path, *, base: Path, lock: Path, say: Call
         for source in (containers / "debian.in", containers / "debs.sh", containers / "debs.def", lock):
             shutil.copy2(source, inputs)
         _host(inputs, os.environ)
-        argv = ["python3", "-m", "dray.images.rootfs", str(inputs / "debs.def"), str(base), str(work)]
-        argv += ["--bind", f"{inputs}:/mnt", "--bind", f"{out}:/srv"]
+        argv: list[str | Path] = [
+            *rootfs.PROGRAM,
+            inputs / "debs.def",
+            base,
+            work,
+            "--bind",
+            inputs,
+            "/mnt",
+            "--bind",
+            out,
+            "/srv",
+        ]
         binds = {inputs: False, out: True, work: True, base: False}
         builder.run(checkout, argv, binds=binds, on_line=say, network=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +109,7 @@ def _host(folder: Path, environment: Mapping[str, str]) -> None:
     proxies = builder.proxies(environment)
     (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in proxies.items()))
     if os.getuid() == 0:
-        os.chown(folder / "env", builder.user(), builder.user())
+        os.chown(folder / "env", *container.caller())
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")

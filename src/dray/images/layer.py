@@ -16,27 +16,27 @@ from typing import BinaryIO
 
 # What Apptainer adds to a root filesystem for itself.
 _APPTAINERS = {".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity"}
+_LAYER = "layer.tar"
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def pack(rootfs: Path, out: Path, *, epoch: int, inputs: Path, tag: str, labels: Mapping[str, str]) -> None:
     """Write `out`, an archive for `docker load` and `podman load`."""
     print("dray: pack the Docker image", flush=True)
-    tar = out.with_suffix(".layer")
-    with tar.open("wb") as file:
+    with out.open("w+b") as file:
+        # The layer's size, and with it its header, is known only when all of it is written.
+        file.seek(tarfile.BLOCKSIZE)
         write(rootfs, file, epoch=epoch)
-    with tar.open("rb") as file:
+        end = file.tell()
+        file.seek(0)
+        file.write(_sealed(tarfile.TarInfo(_LAYER), epoch, size=end - tarfile.BLOCKSIZE).tobuf(tarfile.GNU_FORMAT))
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    config = _config(inputs, layer=digest, epoch=epoch, labels=labels)
-    name = f"{hashlib.sha256(config).hexdigest()}.json"
-    manifest = json.dumps([{"Config": name, "RepoTags": [tag], "Layers": [f"{digest}/layer.tar"]}]).encode()
-    with tarfile.open(out, "w", format=tarfile.GNU_FORMAT) as archive:
-        for path, content in ((name, config), ("manifest.json", manifest)):
-            archive.addfile(_sealed(tarfile.TarInfo(path), epoch, size=len(content)), io.BytesIO(content))
-        with tar.open("rb") as file:
-            whole = _sealed(tarfile.TarInfo(f"{digest}/layer.tar"), epoch, size=tar.stat().st_size)
-            archive.addfile(whole, file)
-    tar.unlink()
+        config = _config(inputs, layer=digest, epoch=epoch, labels=labels)
+        name = f"{hashlib.sha256(config).hexdigest()}.json"
+        manifest = json.dumps([{"Config": name, "RepoTags": [tag], "Layers": [_LAYER]}]).encode()
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+            for path, content in ((name, config), ("manifest.json", manifest)):
+                archive.addfile(_sealed(tarfile.TarInfo(path), epoch, size=len(content)), io.BytesIO(content))
 
 
 def write(rootfs: Path, out: BinaryIO, *, epoch: int) -> None:

@@ -14,6 +14,8 @@ from dray import process
 from dray.errors import EXIT_FAILED, ConfigError, DrayError, UnfitError
 from dray.images import layer, siffile, squash
 
+# What runs main() below.
+PROGRAM = ("python3", "-m", "dray.images.rootfs")
 ROOTFS = "rootfs"
 SIF = "image.sif"
 LAYER = "image.tar"
@@ -108,8 +110,8 @@ def _label(rootfs: Path, inputs: Path) -> None:
 def _versions() -> dict[str, str]:
     """What makes the image: with others of these, the same inputs may give other bytes."""
     asked = {"apptainer": [apptainer() or "apptainer", "--version"], "mksquashfs": ["mksquashfs", "-version"]}
-    said = {name: process.run(argv, check=False) for name, argv in asked.items()}
-    return {name: re.findall(r"\d+\.\d+\S*", done.out)[0] for name, done in said.items()}
+    said = {name: process.run(argv, check=False).out for name, argv in asked.items()}
+    return {name: match[0] for name, out in said.items() if (match := re.search(r"\d+\.\d+\S*", out))}
 
 
 def main() -> None:
@@ -118,13 +120,15 @@ def main() -> None:
     words.add_argument("definition", type=Path)
     words.add_argument("base", type=Path)
     words.add_argument("scratch", type=Path)
-    words.add_argument("--bind", action="append", default=[], help="PATH:TARGET, while it is built")
+    words.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
     words.add_argument("--epoch", type=int, default=0)
     words.add_argument("--sif", action="store_true")
     words.add_argument("--docker", metavar="TAG")
-    words.add_argument("--label", action="append", default=[], help="KEY=VALUE, for Docker")
+    words.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")
     said = words.parse_args()
-    binds = {Path(path): target for path, _, target in (bind.rpartition(":") for bind in said.bind)}
+    binds = {Path(path): target for path, target in said.bind}
+    if said.sif:
+        squash.require()
     os.umask(0o022)
     (said.scratch / TOOLS).write_text(json.dumps(_versions()))
     rootfs = make(definition=said.definition, binds=binds, base=said.base, scratch=said.scratch, epoch=said.epoch)
@@ -134,10 +138,8 @@ def main() -> None:
         squash.pack(rootfs, said.scratch / SIF, epoch=said.epoch, definition=said.definition)
     if said.docker:
         inputs = said.definition.parent
-        more = dict(label.split("=", 1) for label in said.label)
-        layer.pack(
-            rootfs, said.scratch / LAYER, epoch=said.epoch, inputs=inputs, tag=said.docker, labels=labels(inputs) | more
-        )
+        more = labels(inputs) | dict(said.label)
+        layer.pack(rootfs, said.scratch / LAYER, epoch=said.epoch, inputs=inputs, tag=said.docker, labels=more)
 
 
 if __name__ == "__main__":

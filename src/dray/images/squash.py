@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from dray import process
+from dray.errors import UnfitError
 from dray.images import siffile
 
 # docs/measurements has what each of these brought.
+_NEWER = {"-all-time", "-mkfs-time", "-root-mode", "-no-xattrs", "zstd"}
 COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "15", "-b", "256K")
 
 
@@ -17,6 +20,20 @@ def argv(rootfs: Path, out: Path, *, epoch: int) -> list[str]:
         *("mksquashfs", str(rootfs), str(out), "-noappend", "-no-progress", "-quiet", "-no-xattrs", "-no-exports"),
         *("-all-root", "-root-mode", "0755", "-all-time", str(epoch), "-mkfs-time", str(epoch), *COMPRESSION),
     ]
+
+
+def require() -> None:
+    """Refuse a mksquashfs that cannot do this, before minutes are spent on what it is to pack."""
+    done = process.run(["mksquashfs", "-help"], check=False)
+    known = set(re.findall(r"(?<!\S)(-[a-z-]+|zstd)(?!\S)", done.out + done.err))
+    missing = [word for word in argv(Path(), Path(), epoch=0) if word in _NEWER and word not in known]
+    if missing:
+        raise UnfitError(
+            "mksquashfs cannot make the same bytes every time",
+            wanted="squashfs-tools 4.4 or newer, with zstd",
+            found=f"one without {' '.join(missing)}",
+            fix="install it, or build where Docker Engine lends one",
+        )
 
 
 def pack(rootfs: Path, out: Path, *, epoch: int, definition: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from dray import checkout, dockerd, process
 from dray.errors import UnfitError
-from dray.images import builder
+from dray.images import builder, container
 from dray.process import Done
 
 
@@ -28,22 +27,12 @@ def run(argv: Sequence[str], *, binds: Mapping[Path, bool], env: Mapping[str, st
         ) from error
     with closing(client), dockerd.doing(f"run {argv[0]} in a container"):
         image = builder.image(client, checkout.root(), on_line=_quietly)
+        mounts = [container.bind(path, read_only=not writes) for path, writes in binds.items()]
         # As the caller, root or not: unlike builds, none of these programs makes namespaces.
-        container = client.containers.create(
-            image,
-            list(argv),
-            name=f"dray-tools-{secrets.token_hex(4)}",
-            user=f"{os.getuid()}:{os.getgid()}",
-            network_mode="none",
-            mounts=[builder.bind(path, read_only=not writes) for path, writes in binds.items()],
-            environment=dict(env or {}),
-        )
-        try:
-            container.start()
-            code = int(container.wait()["StatusCode"])
-            out, err = (container.logs(stdout=out, stderr=not out).decode(errors="replace") for out in (True, False))
-        finally:
-            container.remove(force=True)
+        user = f"{os.getuid()}:{os.getgid()}"
+        with container.started(client, image, list(argv), mounts=mounts, environment=env or {}, user=user) as running:
+            code = int(running.wait()["StatusCode"])
+            out, err = (running.logs(stdout=out, stderr=not out).decode(errors="replace") for out in (True, False))
     return Done(argv=tuple(argv), code=code, out=out, err=err)
 
 

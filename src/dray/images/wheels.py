@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dray import process
-from dray.errors import ConfigError, DrayError
+from dray.errors import ConfigError
 from dray.images import lock, pip
 from dray.images.lock import Pin
 from dray.spec.image import Image
@@ -49,19 +49,16 @@ def fetch(
 
 
 def own(*, checkout: Path, folder: Path) -> Path:
-    """dray's own wheel, made again when its sources are newer."""
-    sources = [
-        *(checkout / name for name in ("pyproject.toml", "README.md", ".gitignore")),
-        *(checkout / "src").rglob("*.py"),
-    ]
-    newest = max(source.stat().st_mtime for source in sources if source.exists())
-    made = next(folder.glob("*.whl"), None)
-    if made and made.stat().st_mtime > newest:
-        return made
-    shutil.rmtree(folder, ignore_errors=True)
-    argv = [*pip.command("wheel"), "--quiet", "--wheel-dir", str(folder), str(checkout)]
-    process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH})
-    return next(folder.glob("*.whl"))
+    """dray's own wheel, made again when its sources are others."""
+    names = (checkout / name for name in ("pyproject.toml", "README.md", ".gitignore"))
+    sources = [path for path in (*names, *sorted((checkout / "src").rglob("*.py"))) if path.exists()]
+    lines = "".join(f"{_digest(path)} {path.relative_to(checkout)}\n" for path in sources)
+    made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
+    if not any(made.glob("*.whl")):
+        shutil.rmtree(folder, ignore_errors=True)
+        argv = [*pip.command("wheel"), "--quiet", "--wheel-dir", str(made), str(checkout)]
+        process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH})
+    return next(made.glob("*.whl"))
 
 
 def _find(pins: Mapping[str, Pin], folders: Iterable[Path], python: str) -> list[Path]:
@@ -86,7 +83,7 @@ def _refuse_others(missing: Iterable[Pin], wheels: Path, python: str) -> None:
     for path in sorted(wheels.glob("*-*.whl")):
         pin = by_name.get(_name(path))
         if pin and pin.version == path.name.split("-")[1] and _fits(path, python):
-            raise DrayError(
+            raise ConfigError(
                 "a wheel is not the one that is locked",
                 where=path,
                 wanted="\n".join(f"sha256 {one}" for one in pin.hashes),

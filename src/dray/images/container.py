@@ -1,0 +1,90 @@
+"""The container in which an ordinary user's Apptainer works: who is in it, what it sees, what it says."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from docker.types import Mount
+
+if TYPE_CHECKING:
+    import docker
+    from docker.models.containers import Container
+
+# Apptainer makes user and mount namespaces of its own; it needs no capability for that.
+SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
+
+
+@contextmanager
+def started(
+    client: docker.DockerClient,
+    image: str,
+    command: list[str],
+    *,
+    mounts: list[Mount],
+    environment: Mapping[str, str],
+    network: bool = False,
+    user: str | None = None,
+) -> Iterator[Container]:
+    """Run a command in it. It is gone afterwards, whatever happens."""
+    host = client.api.create_host_config(
+        mounts=mounts,
+        network_mode="default" if network else "none",
+        security_opt=list(SECURITY),
+    )
+    made = client.api.create_container(
+        image,
+        command,
+        name=f"dray-builder-{secrets.token_hex(4)}",
+        environment=dict(environment),
+        user=user or ":".join(map(str, caller())),
+        # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
+        host_config={**host, "MaskedPaths": [], "ReadonlyPaths": []},
+    )
+    running = client.containers.get(made["Id"])
+    try:
+        running.start()
+        yield running
+    finally:
+        running.remove(force=True)
+
+
+def bind(path: Path, *, read_only: bool = True) -> Mount:
+    """The same path inside."""
+    return Mount(target=str(path), source=str(path), type="bind", read_only=read_only)
+
+
+def caller() -> tuple[int, int]:
+    """Who builds inside, user and group: the caller, or Debian's first ordinary user when that is root."""
+    return (os.getuid(), os.getgid()) if os.getuid() else (1000, 1000)
+
+
+def mapped(word: str | Path, inside: Mapping[Path, str]) -> str:
+    """A path by its name in the container, also one below what is bound; any other word as it is."""
+    if isinstance(word, str):
+        return word
+    for above in (word, *word.parents):
+        if above in inside:
+            return str(Path(inside[above], word.relative_to(above)))
+    return str(word)
+
+
+def named(line: str, inside: Mapping[Path, str]) -> str:
+    """Paths as the user knows them."""
+    for path, target in inside.items():
+        line = line.replace(target, str(path))
+    return line
+
+
+def lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Docker cuts the stream anywhere."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode(errors="replace").rstrip("\r") for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
