@@ -1,4 +1,7 @@
-"""The built cpu images from inside: the same files as a SIF and as a Docker image."""
+"""The built images from inside: the same files as a SIF and as a Docker image.
+
+DRAY_TEST_VARIANT=cuda looks at another variant's, once `dray image build cuda --format sif --format docker` made them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,20 @@ from dray.errors import UnfitError
 from dray.images import builder, container, lock, record, verify
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = ROOT / "containers" / "cpu"
+VARIANT = os.environ.get("DRAY_TEST_VARIANT", "cpu")
+SOURCE, TAG = ROOT / "containers" / VARIANT, f"dray:{VARIANT}"
+IMAGE = tomllib.loads((SOURCE / "image.toml").read_text())
+# torch as it names itself in the lock's terms and in its own, its CUDA, DeepSpeed's operators that are compiled in.
+HOLDS = {
+    "cpu": (
+        "2.13.0+cpu",
+        "2.13.0+cpu",
+        None,
+        ["async_io", "cpu_adam", "deepspeed_shm_comm", "fused_adam", "pin_memory"],
+    ),
+    "cuda": ("2.13.0", "2.13.0+cu130", "13.0", ["async_io", "cpu_adam", "fused_adam", "pin_memory"]),
+}
+PACKAGED, TORCH, CUDA, OPERATORS = HOLDS[VARIANT]
 # Printed inside an image, as the last line.
 LOOK = r"""
 import importlib.util, json, os, pathlib, subprocess, sys
@@ -97,12 +113,17 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
     return run
 
 
+@pytest.fixture
+def sif() -> Path:
+    return ROOT / "build" / f"dray-{VARIANT}.sif"
+
+
 @pytest.fixture(params=["docker", "sif"])
 def seen(request, client, apptainer, sif) -> dict:
     """What LOOK sees inside."""
     if request.param == "docker":
         out = client.containers.run(
-            "dray:cpu", ["python3", "-c", LOOK], name="dray-test-look", remove=True, network_disabled=True
+            TAG, ["python3", "-c", LOOK], name="dray-test-look", remove=True, network_disabled=True
         )
         return json.loads(out.splitlines()[-1])
     code, said = apptainer(sif, *EXEC, "python3", "-c", LOOK)
@@ -113,31 +134,31 @@ def seen(request, client, apptainer, sif) -> dict:
 def test_what_an_image_holds(seen, sif):
     image = seen.pop("image")
     packages = {name.replace("_", "-"): version for name, version in image.pop("packages").items()}
-    locked = {pin.name: pin.version for pin in lock.read(CPU / "requirements.lock")}
-    assert packages == {**locked, "torch": "2.13.0+cpu", "dray": __version__}
+    locked = {pin.name: pin.version for pin in lock.read(SOURCE / "requirements.lock")}
+    assert packages == {**locked, "torch": PACKAGED, "dray": __version__}
     assert image.pop("python").startswith("3.11.")
     assert image == {
-        "variant": "cpu",
-        "accelerator": "cpu",
-        "architectures": [],
-        "driver": None,
+        "variant": VARIANT,
+        "accelerator": VARIANT,
+        "architectures": IMAGE.get("architectures", []),
+        "driver": IMAGE.get("driver"),
         "base": record.read(sif).base,
         "dray": __version__,
     }
     assert seen == {
         "python": "/opt/dray/bin/python3",
-        "torch": "2.13.0+cpu",
-        "cuda": None,
+        "torch": TORCH,
+        "cuda": CUDA,
         "pip": False,
         "dray": [0, f"dray {__version__}"],
         "plan": 0,
         "deepspeed": 0,
-        "operators": ["async_io", "cpu_adam", "deepspeed_shm_comm", "fused_adam", "pin_memory"],
+        "operators": OPERATORS,
         "compiler": 0,
         "runner": True,
         "left": [],
         "stale": [],
-        "times": [lock.epoch(CPU / "requirements.lock")],
+        "times": [lock.epoch(SOURCE / "requirements.lock")],
         "mnt": [],
         "lists": [],
         "logs": [],
@@ -156,9 +177,9 @@ def test_what_an_image_holds(seen, sif):
 
 
 def test_both_carry_the_labels(client, apptainer, sif):
-    wanted = tomllib.loads((CPU / "image.toml").read_text())["labels"]
+    wanted = IMAGE["labels"]
     known = record.read(sif)
-    assert client.images.get("dray:cpu").labels == {**wanted, "dray.inputs": known.inputs}
+    assert client.images.get(TAG).labels == {**wanted, "dray.inputs": known.inputs}
     code, said = apptainer(sif, "inspect", "--labels", "--json", "/image.sif")
     assert code == 0
     assert json.loads(said)["data"]["attributes"]["labels"] == wanted
@@ -167,12 +188,12 @@ def test_both_carry_the_labels(client, apptainer, sif):
 def test_the_record_is_of_this_image(sif):
     known = record.read(sif)
     assert verify.digest(sif) == f"sha256:{known.sif.sha256}"
-    assert known.epoch == lock.epoch(CPU / "requirements.lock")
+    assert known.epoch == lock.epoch(SOURCE / "requirements.lock")
 
 
 def test_its_own_checks_pass(client):
     out = client.containers.run(
-        "dray:cpu",
+        TAG,
         ["python3", "-m", "dray.checks", "--json"],
         name="dray-test-checks",
         remove=True,
@@ -183,6 +204,7 @@ def test_its_own_checks_pass(client):
     assert {one["check"] for one in results if one["state"] == "ok"} >= {
         *("torch", "triton", "transformers", "datasets", "C extension", "torch.compile"),
         *("deepspeed cpu_adam", "deepspeed async_io", "deepspeed fused_adam"),
+        *(f"triton for {architecture}" for architecture in IMAGE.get("architectures", [])),
     }
 
 
@@ -190,6 +212,7 @@ def test_its_own_checks_pass(client):
 NO_COMPILER = "mkdir /tmp/bin && ln -s /opt/dray/bin/python3 /tmp/bin/ && PATH=/tmp/bin exec /opt/dray/bin/python3"
 
 
+@pytest.mark.skipif(VARIANT != "cpu", reason="without a GPU only the cpu image has all that DeepSpeed asks for")
 @pytest.mark.parametrize(
     ("case", "operator"),
     [("zero2", "fused_adam"), ("zero3", "fused_adam"), ("zero3-offload", "cpu_adam"), ("zero3-nvme", "async_io")],
@@ -198,7 +221,7 @@ def test_deepspeed_compiles_nothing_at_run_time(client, case, operator):
     script = ROOT / "tests" / "cluster" / "zero.py"
     run = f"{NO_COMPILER} -m torch.distributed.run --standalone --nproc-per-node=2 /zero.py {case}"
     out = client.containers.run(
-        "dray:cpu",
+        TAG,
         ["bash", "-c", run],
         name=f"dray-test-{case}",
         remove=True,
