@@ -11,7 +11,7 @@ from dray.images import siffile
 
 # docs/measurements has what each of these brought.
 _NEWER = {"-all-time", "-mkfs-time", "-root-mode", "-no-xattrs", "zstd"}
-COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "15", "-b", "256K")
+COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "9", "-b", "256K")
 
 
 def argv(rootfs: Path, out: Path, *, epoch: int) -> list[str]:
