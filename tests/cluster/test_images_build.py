@@ -366,7 +366,7 @@ def test_a_full_disk(checkout, tmp_path):
         "dray: the disk is full",
         f"  where:  {small}",
         "  found:  0.0 GB free; a build takes four times the unpacked image",
-        "  fix:    make room there",
+        "  fix:    make room",
     ]
     assert left == []
 
