@@ -108,8 +108,10 @@ def _lock(uv: str, source: Path, image: Image, *, upgrade: bool) -> list[str]:
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, *(["--upgrade"] if upgrade else [])),
         *("--output-file", lock.name, source.name, *([_PROJECT] if main else [])),
     ]
-    # With a folder of wheels, whose build of torch comes out would be that folder's choice.
-    done = process.run(argv, cwd=source.parent, env={"UV_FIND_LINKS": ""}, check=False)
+    # With a folder of wheels, whose build of torch comes out would be that folder's choice. And uv, unlike pip, knows
+    # nothing of this machine's own certificates unless it is told; older ones call it native TLS.
+    env = {"UV_FIND_LINKS": "", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
+    done = process.run(argv, cwd=source.parent, env=env, check=False)
     if done.code != 0:
         raise _unsolved(source, image, done.err)
     pins = _with_vendors(read(lock), source, image) if main else read(lock)
