@@ -20,8 +20,11 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
     "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
 }
 
-lib::engine() {
-  local engine
+lib::engine() { # the site's, or what is on this node
+  local engine file="$site"
+  [[ "$file" == *.toml ]] || file="$DRAY_HOME/slurm/sites/$site.toml"
+  engine="$(sed -n -E 's/^engine *= *"(.+)".*/\1/p' "$file" 2>/dev/null || true)"
+  [[ -z "$engine" ]] || { echo "$engine"; return; }
   for engine in apptainer singularity; do
     command -v "$engine" >/dev/null && { echo "$engine"; return; }
   done
@@ -32,8 +35,8 @@ lib::engine() {
 lib::said() { # KEY RECIPE [key=value ...]: what the recipe and the overrides say of a key above all tables
   local -r key="$1" recipe="$2"
   shift 2
-  local value override
-  value="$(sed -n -E '/^\[/q; s/^'"$key"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p' "$recipe")"
+  local value="" override
+  [[ -z "$recipe" ]] || value="$(sed -n -E '/^\[/q; s/^'"$key"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p' "$recipe")"
   for override in "$@"; do
     [[ "$override" == "$key="* ]] && value="${override#"$key="}"
   done
@@ -62,22 +65,39 @@ lib::mount() { # PATH: an option that binds it, quoted as CSV so that commas and
 }
 
 lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's folder and the runs' folder there
-  local -a mounts=("$(lib::mount "$DRAY_HOME")")
+  local -a places=("$DRAY_HOME") mounts=()
   local place
-  [[ ! -f "$site" ]] || mounts+=("$(lib::mount "$site")")
-  for place in "$(dirname -- "$recipe")" "$runs"; do
-    [[ "$place/" == "$DRAY_HOME/"* ]] || mounts+=("$(lib::mount "$place")")
+  [[ ! -f "$site" ]] || places+=("$site")
+  for place in "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
+    [[ -z "$place" || "$place/" == "$DRAY_HOME/"* ]] || places+=("$place")
+  done
+  if [[ "$engine" == pyxis ]]; then
+    DRAY_HOME="$DRAY_HOME" srun --export=ALL --nodes=1 --ntasks=1 --container-image="$image" --no-container-mount-home \
+      --container-mounts="$(lib::pyxis_mounts "${places[@]}")" --container-workdir="$where" "$@"
+    return
+  fi
+  for place in "${places[@]}"; do
+    mounts+=("$(lib::mount "$place")")
   done
   APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
-    "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$DRAY_HOME" "$image" "$@"
+    "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$where" "$image" "$@"
+}
+
+lib::pyxis_mounts() { # PATH...: each at its own place, in the words of srun --container-mounts
+  local place joined=""
+  for place in "$@"; do
+    joined+="${joined:+,}$place:$place"
+  done
+  echo "$joined"
 }
 
 lib::plan() { # [key=value ...]: write the run folder and print its path
   local -a begun=()
   [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
   local facts code=0
-  facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site")" || exit
-  lib::inside python3 -m dray plan "$recipe" "$@" --facts - --write --runs "$runs" "${begun[@]}" <<<"$facts" || code=$?
+  facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "$$")" || exit
+  lib::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" ${recipe:+"$recipe"} "$@" \
+    "${command[@]}" <<<"$facts" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
     lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(</proc/sys/kernel/hostname)" \
@@ -94,10 +114,13 @@ lib::start() { # RUN: one task on each node; rank 0's lines are this job's outpu
   trap 'ended=(--stopped)' TERM
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$run" || return
+  local -a pyxis=()
+  [[ ! -f srun.options ]] || mapfile -t pyxis <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
+  # --overlap: inside an salloc another step may hold the nodes, and this one would wait for it without a word.
   # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
-  srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpu-bind=none --output=logs/node-%n.log --open-mode=append ./node.sh </dev/null &
+  srun --overlap --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${pyxis[@]}" ./node.sh </dev/null &
   nodes_pid=$!
   tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
@@ -107,9 +130,19 @@ lib::start() { # RUN: one task on each node; rank 0's lines are this job's outpu
   lib::inside python3 -m dray finish "$run" --code "$code" "${ended[@]}"
 }
 
-lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] RECIPE [key=value ...]; the options are for dray submit
+lib::slurm() { # what Slurm hands to a job; half of it would start half a world
+  local name
+  for name in SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES; do
+    [[ -n "${!name:-}" ]] || lib::die 78 "this is not a whole Slurm job: $name is not set" \
+      "wanted: sbatch slurm/multinode.sh RECIPE, or the same with bash in an salloc" "fix:    do not set or unset SLURM_ variables yourself"
+  done
+  [[ -z "${SLURM_HET_SIZE:-}" ]] || lib::die 78 "a heterogeneous job has no one node list, and one part would train alone" \
+    "found:  SLURM_HET_SIZE=$SLURM_HET_SIZE" "fix:    submit without --het-group and without : between options"
+}
+
+lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value ...] [-- COMMAND ...]; options: dray submit
   local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-generic}"
-  while [[ "${1:-}" == --* ]]; do
+  while [[ "${1:-}" == --?* ]]; do
     case "$1" in
       --run=*) given_run="${1#*=}" ;;
       --image=*) given_image="${1#*=}" ;;
@@ -119,16 +152,32 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] RECIPE [key=value ..
     esac
     shift
   done
-  (($# >= 1)) || lib::die 78 "no recipe was given" "wanted: sbatch slurm/multinode.sh RECIPE [key=value ...]"
-  local recipe engine image run
-  recipe="$(lib::recipe "$1")"
-  shift
+  lib::slurm
+  local recipe="" engine image run
+  local -a settings=() command=()
+  # As in dray submit: a file is a recipe, also one with = in its name.
+  if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then
+    recipe="$(lib::recipe "$1")"
+    shift
+  fi
+  while (($# >= 1)) && [[ "$1" != -- ]]; do
+    settings+=("$1")
+    shift
+  done
+  command=("$@")
+  # A command runs where it was submitted.
+  local where="$DRAY_HOME"
+  ((${#command[@]} == 0)) || where="$(realpath -- "${SLURM_SUBMIT_DIR:-$PWD}")"
+  [[ "$where" != / ]] || lib::die 78 "a command cannot run in /, which would hide the image's own files" "fix:    submit it from its folder"
+  [[ -n "$recipe" ]] || ((${#command[@]} >= 2)) || lib::die 78 "there is nothing to run" \
+    "wanted: sbatch slurm/multinode.sh RECIPE [key=value ...], or [key=value ...] -- COMMAND ..."
+  set -- "${settings[@]}"
+  [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(lib::engine)"
   image="$(lib::image "$recipe" "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
   [[ -z "$given_run" ]] || runs="$(dirname -- "$given_run")" # dray submit has made the folder
   runs="$(realpath -m -- "$runs")"
-  [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \

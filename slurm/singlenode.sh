@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Train a recipe on one node: sbatch [OPTIONS] slurm/singlenode.sh RECIPE [key=value ...]
+# or start a program of yours as every rank:  sbatch [OPTIONS] slurm/singlenode.sh [key=value ...] -- train.py ...
 # Options given to sbatch (--nodes, --gpus-per-node, --time, --account, --partition ...) win over these:
 #SBATCH --job-name=dray
 #SBATCH --nodes=1
@@ -8,9 +9,12 @@
 #SBATCH --output=dray-%j.out
 set -euo pipefail
 
-# Slurm runs a copy of this file from its spool, so the checkout's place comes from the job's own record.
+# Inside an salloc this is the checkout's own file. sbatch runs a copy from Slurm's spool: the job's record has its place.
 if [[ -z "${DRAY_HOME:-}" ]]; then
-  script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
+  script="$(realpath -- "${BASH_SOURCE[0]}")"
+  if [[ ! -f "${script%/*}/lib.sh" ]]; then
+    script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
+  fi
   DRAY_HOME="${script%%/slurm/singlenode.sh*}"
 fi
 if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then

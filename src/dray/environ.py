@@ -23,35 +23,48 @@ class Variable(BaseModel):
     beats: tuple[str, ...] = ()
 
 
-def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_id: str, ranks_per_node: int) -> tuple[Variable, ...]:
-    """All variables by name. The recipe beats the site, the site beats dray; what was beaten is kept in `beats`."""
+def scratch(run_id: str) -> str:
+    """A node's own folder for caches that break on shared disks; gone when the node has ended."""
+    return f"/tmp/dray-{run_id}"  # noqa: S108
+
+
+def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_id: str) -> tuple[Variable, ...]:
+    """All variables by name. The recipe beats the site, the site beats dray; what was beaten is kept in `beats`.
+
+    What pass_env names has the job's value, and is not decided here.
+    """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, facts, run_id, ranks_per_node), _sites(site), _recipes(recipe)):
+    for layer in (_ours(recipe, facts, run_id), _sites(site), _recipes(recipe)):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
                 beats = (*beaten.beats, f"{beaten.value} ({beaten.source})")
                 variable = variable.model_copy(update={"beats": beats})  # noqa: PLW2901
             chosen[variable.name] = variable
-    return tuple(chosen[name] for name in sorted(chosen))
+    return tuple(chosen[name] for name in sorted(chosen.keys() - set(recipe.pass_env)))
 
 
-def _ours(recipe: Recipe, facts: Facts, run_id: str, ranks_per_node: int) -> Iterator[Variable]:
+def _ours(recipe: Recipe, facts: Facts, run_id: str) -> Iterator[Variable]:
     def ours(name: str, value: str, why: str) -> Variable:
         return Variable(name=name, value=value, source="dray", why=why)
 
-    scratch = f"/tmp/dray-{run_id}"  # noqa: S108  node-local on purpose: compile caches break on shared disks
-    threads = max(1, facts.cpus_per_node // ranks_per_node)
+    local = scratch(run_id)
     yield ours("HF_HUB_OFFLINE", "1", "offline, a missing name costs 48 s of retries; compute nodes are offline")
-    yield ours("OMP_NUM_THREADS", str(threads), f"{facts.cpus_per_node} CPUs for {ranks_per_node} ranks on a node")
     yield ours("PYTHONNOUSERSITE", "1", "packages in ~/.local must not beat the image's")
     yield ours("PYTHONUNBUFFERED", "1", "a rank's last lines must be in its log when it dies")
     yield ours("TOKENIZERS_PARALLELISM", "false", "tokenizers' threads and forked data workers deadlock")
-    yield ours("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor", "compile caches race on a shared disk")
-    yield ours("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk")
+    yield ours("TORCHINDUCTOR_CACHE_DIR", f"{local}/inductor", "compile caches race on a shared disk")
+    yield ours("TORCH_EXTENSIONS_DIR", f"{local}/extensions", "compile caches race on a shared disk")
+    yield ours("TRITON_CACHE_DIR", f"{local}/triton", "compile caches race on a shared disk")
+    if facts.hf_home:
+        yield ours("HF_HOME", facts.hf_home, "the job's own; models and datasets are shared by all nodes")
+    if recipe.image == "rocm":
+        for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
+            yield ours(name, f"{local}/miopen", "MIOpen's SQLite locks fail on a shared disk")
     if facts.address is not None and facts.address.startswith("127."):
         yield ours("GLOO_SOCKET_IFNAME", "lo", "all nodes are on loopback; this machine's name may not resolve")
     if recipe.image == "cpu":
+        yield ours("ACCELERATE_USE_CPU", "true", "else accelerate looks for GPUs")
         yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image has no use for GPUs that the node may have")
 
 

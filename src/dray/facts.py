@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dray.errors import ConfigError
 from dray.hostlist import expand
 
-Engine = Literal["apptainer", "singularity", "docker", "bare"]
+Engine = Literal["apptainer", "singularity", "docker", "podman", "pyxis", "bare"]
 
 
 class Facts(BaseModel):
@@ -17,7 +17,7 @@ class Facts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    scheduler: Literal["slurm", "local"]
+    scheduler: Literal["slurm", "local", "hosts"]
     """Who started the nodes, and so which variables tell a node who it is."""
     job: Annotated[int, Field(ge=0)] = 0
     """Slurm's job number."""
@@ -37,8 +37,14 @@ class Facts(BaseModel):
     """What starts the container."""
     image: str
     """The image's file or reference; for bare, the Python that has the training stack."""
+    image_sha256: str = ""
+    """The image's digest, where its record beside it tells."""
     site: str = "generic"
     """The cluster's profile."""
+    hf_home: str | None = None
+    """Where the job's HF_HOME is."""
+    environment: tuple[str, ...] = ()
+    """Names of the job's variables that libraries of this field read; none enters a container by itself."""
     uid: int = 0
     gid: int = 0
 
@@ -57,7 +63,7 @@ class Facts(BaseModel):
 
 def parse(text: str, *, where: str) -> Facts:
     """Facts from a probe's `key=value` lines. A value runs to the end of its line."""
-    found: dict[str, str] = {}
+    found: dict[str, str | list[str]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         key, separator, value = line.partition("=")
         if not separator:
@@ -65,7 +71,7 @@ def parse(text: str, *, where: str) -> Facts:
                 "a line of the facts is not key=value", where=f"{where}, line {number}", found=ascii(line[:60])
             )
         if value:
-            found[key] = value
+            found[key] = value.split() if key == "environment" else value
     try:
         return Facts.model_validate(found)
     except ValidationError as wrong:
@@ -79,4 +85,5 @@ def parse(text: str, *, where: str) -> Facts:
 
 def to_text(facts: Facts) -> str:
     """The `key=value` lines that `parse` reads."""
-    return "".join(f"{key}={value}\n" for key, value in facts.model_dump(exclude_none=True).items())
+    found = {**facts.model_dump(exclude_none=True), "environment": " ".join(facts.environment)}
+    return "".join(f"{key}={value}\n" for key, value in found.items())

@@ -7,19 +7,29 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from dray import batch, binds, environ
+from dray import batch, binds, environ, launchers
 from dray.errors import ConfigError
-from dray.facts import Facts
+from dray.facts import Engine, Facts
 from dray.spec.recipe import Recipe
 from dray.spec.site import Site
 
-NODE_RANK = "{node_rank}"  # the runner puts in each node's own number; a plan never bakes a rank
-
-# Which variable tells a node who it is, by who started it.
-_IDENTITY = {
-    "slurm": {"node": "SLURM_NODEID", "nodes": "SLURM_STEP_NUM_NODES", "name": "SLURMD_NODENAME"},
-    "local": {"node": "DRAY_NODE", "nodes": "DRAY_NODES", "name": "DRAY_NODE_NAME"},
+_Identity = Literal["node", "nodes", "name", "cpus", "image"]
+# Which variable tells a node who it is and what it has, by who started it.
+_LOCAL: dict[_Identity, str] = {
+    "node": "DRAY_NODE",
+    "nodes": "DRAY_NODES",
+    "name": "DRAY_NODE_NAME",
+    "cpus": "DRAY_CPUS",
+    "image": "DRAY_IMAGE_ID",
 }
+_SLURM: dict[_Identity, str] = {
+    "node": "SLURM_NODEID",
+    "nodes": "SLURM_STEP_NUM_NODES",
+    "name": "SLURMD_NODENAME",
+    "cpus": "SLURM_CPUS_ON_NODE",
+    "image": "DRAY_IMAGE_ID",
+}
+_IDENTITY = {"slurm": _SLURM, "local": _LOCAL, "hosts": _LOCAL}
 _FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
 
 
@@ -42,8 +52,11 @@ class World(_Model):
     size: int
     master: str
     port: int
+    interfaces: tuple[str, ...]
     meet_within: int
-    identity: dict[Literal["node", "nodes", "name"], str]
+    cores: tuple[str, ...]
+    one_machine: bool
+    identity: dict[_Identity, str]
 
 
 class Plan(_Model):
@@ -53,18 +66,29 @@ class Plan(_Model):
     dray: str
     run: str
     folder: str
-    engine: Literal["apptainer", "singularity", "docker", "bare"]
+    engine: Engine
     image: str
+    image_sha256: str
+    stage: str
     variant: str
     user: str
     world: World
-    batch: dict[Literal["global_size", "per_device", "accumulation"], int]
+    batch: dict[Literal["global_size", "per_device", "accumulation"], int] | None
     launcher: tuple[str, ...]
     command: tuple[str, ...]
+    where: str
+    files: dict[str, str]
     env: tuple[environ.Variable, ...]
+    pass_env: tuple[str, ...]
+    left_outside: tuple[str, ...]
     binds: tuple[binds.Bind, ...]
     reasons: dict[str, str]
     recipe: Recipe
+
+    @property
+    def by_slurm(self) -> bool:
+        """Whether Slurm starts the nodes."""
+        return self.world.identity == _SLURM
 
 
 def port_of(job: int) -> int:
@@ -79,7 +103,7 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
     ranks_per_node, ranks_why = _ranks_per_node(recipe, facts)
     port, port_why = _port(recipe, facts)
     size = len(nodes) * ranks_per_node
-    shares = batch.divide(recipe.batch, world_size=size)
+    shares = batch.divide(recipe.batch, world_size=size) if recipe.batch else None
     reasons = {
         "nodes": f"{len(nodes)}: "
         + (
@@ -90,24 +114,41 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
         "ranks_per_node": ranks_why,
         "master": f"{nodes[0].name}: the first of {facts.nodelist}",
         "port": port_why,
-        "batch": f"{recipe.batch.global_size} = {shares.per_device} a device x {shares.accumulation} x {size} ranks",
+        "cores": "each node shares out its own" if not site.cores else f"site {site.name}, where a job has whole nodes",
     }
+    if recipe.batch and shares:
+        product = f"{shares.per_device} a device x {shares.accumulation} x {size} ranks"
+        reasons["batch"] = f"{recipe.batch.global_size} = {product}"
     python = facts.image if facts.engine == "bare" else "python3"
+    job = launchers.Job(
+        python=python,
+        folder=str(folder),
+        hosts=tuple(hosts),
+        ranks_per_node=ranks_per_node,
+        port=port,
+        restarts=recipe.restarts,
+    )
     world = World(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         size=size,
         master=nodes[0].address,
         port=port,
+        interfaces=site.interfaces,
         meet_within=recipe.meet_within,
+        cores=site.cores,
+        one_machine=facts.scheduler == "local",
         identity=_IDENTITY[facts.scheduler],
     )
+    env = environ.resolve(recipe, site, facts, run_id=run)
     return Plan(
         dray=dray,
         run=run,
         folder=str(folder),
         engine=facts.engine,
         image=facts.image,
+        image_sha256=facts.image_sha256,
+        stage=site.stage if facts.engine in ("apptainer", "singularity") else "",
         variant=recipe.image,
         user=f"{facts.uid}:{facts.gid}",
         world=world,
@@ -115,17 +156,27 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
             "global_size": recipe.batch.global_size,
             "per_device": shares.per_device,
             "accumulation": shares.accumulation,
-        },
-        launcher=_torchrun(world, python=python),
-        command=(python, "-m", "dray.train", str(folder / "plan.json")),
-        env=environ.resolve(recipe, site, facts, run_id=run, ranks_per_node=ranks_per_node),
-        binds=binds.resolve(recipe, site, folder=folder),
+        }
+        if recipe.batch and shares
+        else None,
+        launcher=launchers.argv(recipe.launcher, job),
+        command=_command(recipe, python=python, folder=folder),
+        where=recipe.command.folder if recipe.command else str(folder),
+        files=launchers.files(recipe.launcher, job, recipe.accelerate),
+        env=env,
+        pass_env=recipe.pass_env,
+        left_outside=tuple(sorted(set(facts.environment) - {*recipe.pass_env, *(variable.name for variable in env)}))
+        if facts.engine not in ("bare", "pyxis")
+        else (),
+        binds=binds.resolve(recipe, site, facts, folder=folder),
         reasons=reasons,
         recipe=recipe,
     )
 
 
 def _ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
+    if facts.gpus_per_node and facts.scheduler == "hosts":
+        return facts.gpus_per_node, f"{facts.gpus_per_node}: the hostfile's slots"
     if facts.gpus_per_node:
         return facts.gpus_per_node, f"{facts.gpus_per_node}: one for each GPU that the scheduler gave"
     if recipe.image != "cpu":
@@ -149,20 +200,8 @@ def _port(recipe: Recipe, facts: Facts) -> tuple[int, str]:
     return port, f"{port}: from job number {facts.job}, not probed"
 
 
-def _torchrun(world: World, *, python: str) -> tuple[str, ...]:
-    # The static rendezvous: c10d gives ranks to nodes in the order they come, so ranks would not follow the plan.
-    # --no-python: the runner's rank keeper starts the command itself and keeps its log and its exit code.
-    return (
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend=static",
-        f"--nnodes={len(world.nodes)}",
-        f"--nproc-per-node={world.ranks_per_node}",
-        "--node-rank",
-        NODE_RANK,
-        f"--master-addr={world.master}",
-        f"--master-port={world.port}",
-        "--max-restarts=0",
-        "--no-python",
-    )
+def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:
+    if recipe.command is None:
+        return (python, "-m", "dray.train", str(folder / "plan.json"))
+    argv = recipe.command.argv
+    return (python, *argv) if argv[0].endswith(".py") else argv

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 
-from dray import engines
-from dray.binds import Bind
-from dray.engines.words import OnNode, Word
+from dray import engines, environ
+from dray.engines import pyxis, stage
+from dray.engines.docker import DEVICES
+from dray.engines.words import Each, Filled, OnNode, Word
 from dray.errors import EXIT_UNFIT
 from dray.plan import Plan
 from dray.spec.recipe import Recipe
@@ -23,6 +24,35 @@ need() {{ # PLACE WHY RECORD
   exit {code}
 }}
 cd {folder} || exit {code}"""
+
+
+_START = """\
+# What was compiled on this node goes when it has ended.
+readonly scratch={scratch}
+trap '{unstage}rm -rf -- "$scratch"' EXIT
+# The engine has a group of its own: what this script hears (Slurm may signal it alone), it hands on, and once.
+set -m
+{start} &
+set +m
+readonly engine=$!
+for heard in TERM INT HUP USR1; do
+  # shellcheck disable=SC2064 # now, not then
+  trap "kill -$heard -- -$engine 2>/dev/null" "$heard"
+done
+while :; do # a signal ends the wait, and not the engine
+  code=0
+  wait "$engine" || code=$?
+  kill -0 "$engine" 2>/dev/null || break
+done
+wait "$engine" || code=$?
+exit "$code"
+"""
+_DEVICES = f"""\
+# The fabric's devices, where this node has them.
+{DEVICES}=()
+for device in /dev/infiniband /dev/cxi*; do
+  [[ ! -e "$device" ]] || {DEVICES}+=("--device=$device")
+done"""
 
 
 def node_script(plan: Plan) -> str:
@@ -44,31 +74,46 @@ def node_script(plan: Plan) -> str:
     for variable in plan.env:
         lines.append(_comment(variable.source + (f": {variable.why}" if variable.why else "")))
         lines.append(f"export {engine.prefix}{variable.name}={shlex.quote(variable.value)}")
+    identity = plan.world.identity
+    if plan.engine not in ("bare", "pyxis"):
+        lines += ["", "# An engine's own words about a missing place are hard to read."]
+        lines += [_NEED.format(**identity, code=EXIT_UNFIT, folder=shlex.quote(plan.folder))]
+        lines += [_need(plan.image, "the image")] if plan.engine in ("apptainer", "singularity") else []
+        lines += [_need(bind.path, f"{bind.source}: {bind.why}") for bind in plan.binds if bind.path != plan.folder]
+    if engine.identify:
+        known = " ".join(map(_word, engine.identify(plan)))
+        lines += ["", "# Which image this node has: the first node holds it against its own."]
+        lines += [f"{identity['image']}=$({known} | tr --delete ' \\n') || true", f"export {identity['image']}"]
     if engine.prefix:
-        lines += ["", "# Who this node is: known only here, so handed in as it is."]
+        lines += [
+            "",
+            "# Known only here, so handed in as it is: who this node is, and what pass_env names.",
+        ]
         lines += [
             f'if [[ -v {name} ]]; then export {engine.prefix}{name}="${name}"; fi'
-            for name in plan.world.identity.values()
+            for name in (*identity.values(), *plan.pass_env)
         ]
-    if plan.engine != "bare":
-        names = plan.world.identity
-        lines += ["", "# An engine's own words about a missing place are hard to read."]
-        lines += [_NEED.format(**names, code=EXIT_UNFIT, folder=shlex.quote(plan.folder))]
-        lines += [_need(bind) for bind in plan.binds if bind.path != plan.folder]
-    lines += ["", "exec " + " \\\n  ".join(_word(word) for word in _start(plan)), ""]
-    return "\n".join(lines)
+    if plan.engine in ("docker", "podman"):
+        lines += ["", _DEVICES]
+    if plan.stage:
+        lines += ["", stage.script(plan)]
+    lines += ["", f"cd {shlex.quote(plan.where)}"] if plan.engine in ("bare", "pyxis") else []
+    start = " \\\n  ".join(_word(word) for word in _start(plan))
+    if not plan.by_slurm:  # dray run waits for the nodes, and cleans up after them
+        return "\n".join([*lines, "", f"exec {start}", ""])
+    words = {"scratch": shlex.quote(environ.scratch(plan.run)), "unstage": "unstage; " if plan.stage else ""}
+    return "\n".join([*lines, "", _START.format(**words, start=start)])
 
 
-def _need(bind: Bind) -> str:
-    wanted = f"{bind.source}: {bind.why}"
+def _need(path: str, wanted: str) -> str:
     record: dict[str, object] = {
         "rank": None,
         "code": EXIT_UNFIT,
-        "why": f"{bind.path} is not there\n  wanted: {wanted}",
+        "why": f"{path} is not there\n  wanted: {wanted}",
         "log": None,
         "last_lines": [],
     }
-    return shlex.join(["need", bind.path, wanted, json.dumps(record)[1:-1]])
+    return shlex.join(["need", path, wanted, json.dumps(record)[1:-1]])
 
 
 def _comment(text: str) -> str:
@@ -77,9 +122,18 @@ def _comment(text: str) -> str:
 
 
 def _word(word: Word) -> str:
+    if isinstance(word, Filled):
+        return f'"${word.variable}"'
+    if isinstance(word, Each):
+        return f'"${{{word.variable}[@]}}"'
     if isinstance(word, OnNode):
         return f'{word.option}="${word.variable}"'
     return shlex.quote(word)
+
+
+def srun_options(plan: Plan) -> str:
+    """What the job's script adds to srun where Slurm starts the container, a word a line."""
+    return "".join(f"{word}\n" for word in pyxis.srun(plan))
 
 
 def sbatch_options(recipe: Recipe, site: Site) -> list[str]:
@@ -107,10 +161,18 @@ def text(plan: Plan) -> str:
                 ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
                 ("master", plan.reasons["master"]),
                 ("port", plan.reasons["port"]),
-                ("batch", plan.reasons["batch"]),
+                ("cores", plan.reasons["cores"]),
+                *([("batch", plan.reasons["batch"])] if plan.batch else []),
             ],
         ),
         ("environment", [(v.name, _origin(v.value, v.source, v.why, v.beats)) for v in plan.env]),
+        (
+            "from where the job was submitted",
+            [
+                ("passed", " ".join(plan.pass_env) or "nothing (pass_env in the recipe names what should be)"),
+                *([("left outside", " ".join(plan.left_outside))] if plan.left_outside else []),
+            ],
+        ),
         (
             "binds",
             [(b.path, f"{'read-write' if b.write else 'read-only'}, {b.source}: {b.why}") for b in plan.binds]
@@ -118,7 +180,7 @@ def text(plan: Plan) -> str:
             else [("none", "bare runs on the machine itself")],
         ),
         ("on each node", [("", " ".join(_word(word) for word in _start(plan)))]),
-        ("which starts", [("", shlex.join([*plan.launcher, *plan.command]))]),
+        ("which starts", [("in", plan.where), ("", shlex.join([*plan.launcher, *plan.command]))]),
     ]
     return "\n".join(_section(title, entries) for title, entries in rows)
 

@@ -81,7 +81,7 @@ def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
 
 
 def test_no_recipe_and_no_such_recipe(sbatch) -> None:
-    assert "dray: no recipe was given" in sbatch("slurm/multinode.sh").output
+    assert "dray: there is nothing to run" in sbatch("slurm/multinode.sh").output
     ended = sbatch("slurm/multinode.sh", "recipes/nothing.toml")
     assert (ended.code, "dray: there is no recipe recipes/nothing.toml" in ended.output) == (78, True)
 

@@ -6,6 +6,8 @@ set -euo pipefail
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
 
+# dray: else accelerate looks for GPUs
+export APPTAINERENV_ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
@@ -23,12 +25,9 @@ export APPTAINERENV_TOKENIZERS_PARALLELISM=false
 # dray: compile caches race on a shared disk
 export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
 # dray: compile caches race on a shared disk
+export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
+# dray: compile caches race on a shared disk
 export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-r1/triton
-
-# Who this node is: known only here, so handed in as it is.
-if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
-if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
-if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
 
 # An engine's own words about a missing place are hard to read.
 need() { # PLACE WHY RECORD
@@ -39,9 +38,26 @@ need() { # PLACE WHY RECORD
   exit 69
 }
 cd '/shared/my work/runs/r1' || exit 69
+need '/shared/my work/build/dray-cpu.sif' 'the image' '"rank": null, "code": 69, "why": "/shared/my work/build/dray-cpu.sif is not there\n  wanted: the image", "log": null, "last_lines": []'
 need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 
-exec apptainer \
+# Which image this node has: the first node holds it against its own.
+DRAY_IMAGE_ID=$(od --address-radix=n --format=x1 --skip-bytes=48 --read-bytes=16 '/shared/my work/build/dray-cpu.sif' | tr --delete ' \n') || true
+export DRAY_IMAGE_ID
+
+# Known only here, so handed in as it is: who this node is, and what pass_env names.
+if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
+if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
+if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
+if [[ -v SLURM_CPUS_ON_NODE ]]; then export APPTAINERENV_SLURM_CPUS_ON_NODE="$SLURM_CPUS_ON_NODE"; fi
+if [[ -v DRAY_IMAGE_ID ]]; then export APPTAINERENV_DRAY_IMAGE_ID="$DRAY_IMAGE_ID"; fi
+
+# What was compiled on this node goes when it has ended.
+readonly scratch=/tmp/dray-r1
+trap 'rm -rf -- "$scratch"' EXIT
+# The engine has a group of its own: what this script hears (Slurm may signal it alone), it hands on, and once.
+set -m
+apptainer \
   --quiet \
   exec \
   --cleanenv \
@@ -54,4 +70,17 @@ exec apptainer \
   python3 \
   -m \
   dray.runner \
-  '/shared/my work/runs/r1/plan.json'
+  '/shared/my work/runs/r1/plan.json' &
+set +m
+readonly engine=$!
+for heard in TERM INT HUP USR1; do
+  # shellcheck disable=SC2064 # now, not then
+  trap "kill -$heard -- -$engine 2>/dev/null" "$heard"
+done
+while :; do # a signal ends the wait, and not the engine
+  code=0
+  wait "$engine" || code=$?
+  kill -0 "$engine" 2>/dev/null || break
+done
+wait "$engine" || code=$?
+exit "$code"

@@ -2,6 +2,8 @@
 # Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# dray: else accelerate looks for GPUs
+export ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
 # dray: all nodes are on loopback; this machine's name may not resolve
@@ -21,7 +23,11 @@ export TOKENIZERS_PARALLELISM=false
 # dray: compile caches race on a shared disk
 export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
 # dray: compile caches race on a shared disk
+export TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
+# dray: compile caches race on a shared disk
 export TRITON_CACHE_DIR=/tmp/dray-r1/triton
+
+cd '/shared/my work/runs/r1'
 
 exec /home/me/.venv/bin/python \
   -m \

@@ -2,6 +2,8 @@
 # Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# dray: else accelerate looks for GPUs
+export ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
@@ -19,6 +21,8 @@ export TOKENIZERS_PARALLELISM=false
 # dray: compile caches race on a shared disk
 export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
 # dray: compile caches race on a shared disk
+export TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
+# dray: compile caches race on a shared disk
 export TRITON_CACHE_DIR=/tmp/dray-r1/triton
 
 # An engine's own words about a missing place are hard to read.
@@ -32,6 +36,16 @@ need() { # PLACE WHY RECORD
 cd '/shared/my work/runs/r1' || exit 69
 need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 
+# Which image this node has: the first node holds it against its own.
+DRAY_IMAGE_ID=$(docker image inspect '--format={{.Id}}' dray:cpu | tr --delete ' \n') || true
+export DRAY_IMAGE_ID
+
+# The fabric's devices, where this node has them.
+devices=()
+for device in /dev/infiniband /dev/cxi*; do
+  [[ ! -e "$device" ]] || devices+=("--device=$device")
+done
+
 exec docker \
   run \
   --rm \
@@ -42,6 +56,8 @@ exec docker \
   --network-alias="$DRAY_NODE_NAME" \
   --user=1000:1000 \
   --shm-size=1g \
+  "${devices[@]}" \
+  --env=ACCELERATE_USE_CPU \
   --env=CUDA_VISIBLE_DEVICES \
   --env=HF_HUB_OFFLINE \
   --env=NCCL_SOCKET_IFNAME \
@@ -50,10 +66,13 @@ exec docker \
   --env=PYTHONUNBUFFERED \
   --env=TOKENIZERS_PARALLELISM \
   --env=TORCHINDUCTOR_CACHE_DIR \
+  --env=TORCH_EXTENSIONS_DIR \
   --env=TRITON_CACHE_DIR \
   --env=DRAY_NODE \
   --env=DRAY_NODES \
   --env=DRAY_NODE_NAME \
+  --env=DRAY_CPUS \
+  --env=DRAY_IMAGE_ID \
   '--mount=type=bind,src=/shared/my work/runs/r1,dst=/shared/my work/runs/r1' \
   --mount=type=bind,src=/scratch,dst=/scratch \
   '--workdir=/shared/my work/runs/r1' \

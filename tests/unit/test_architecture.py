@@ -21,6 +21,7 @@ FLOORS = {
     "batch": 2,
     "binds": 2,
     "environ": 2,
+    "launchers": 2,
     "plan": 3,
     "engines": 4,
     "render": 4,

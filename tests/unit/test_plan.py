@@ -107,8 +107,10 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
         f"data.text={places['data']}",
         folder=str(places["run"]),
         site=SITE.model_copy(update={"binds": ()}),
-        **{**identity, "engine": engine, "image": f"/images/{HOSTILE}.sif"},
+        **{**identity, "engine": engine, "image": f"{tmp_path}/{HOSTILE}.sif"},
     )
+    if engine != "docker":
+        (tmp_path / f"{HOSTILE}.sif").write_bytes(bytes(64))
     hostile = decided.env[0].model_copy(update={"name": "HOSTILE", "value": HOSTILE + "\nsecond line"})
     decided = decided.model_copy(update={"env": (*decided.env, hostile)})
     script = tmp_path / "node.sh"
@@ -125,7 +127,7 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
     env = dict(line.split("=", 1) for line in (tmp_path / "env").read_text(encoding="utf-8").split("\0")[:-1])
     assert env[f"{prefix}HOSTILE"] == HOSTILE + "\nsecond line"
     assert env[f"{prefix}{names['name']}"] == "n 2"
-    assert argv[-5:] == [f"/images/{HOSTILE}.sif", "python3", "-m", "dray.runner", f"{places['run']}/plan.json"]
+    assert argv[-5:] == [f"{tmp_path}/{HOSTILE}.sif", "python3", "-m", "dray.runner", f"{places['run']}/plan.json"]
     run, data = (str(places[name]).replace('"', '""') for name in ("run", "data"))
     read_only = "readonly" if engine == "docker" else "ro"
     assert f'--mount=type=bind,"src={run}","dst={run}"' in argv
@@ -159,7 +161,7 @@ def test_the_port_is_the_probed_one_or_the_jobs_own(root: Path) -> None:
 
 def test_what_beats_what_is_kept(root: Path) -> None:
     threads = next(variable for variable in made(root).env if variable.name == "OMP_NUM_THREADS")
-    assert (threads.value, threads.source, threads.beats) == ("1", "recipe", ("4 (dray)", "3 (site harbour)"))
+    assert (threads.value, threads.source, threads.beats) == ("1", "recipe", ("3 (site harbour)",))
 
 
 def test_a_gpu_recipe_without_gpus_is_refused(root: Path) -> None:
@@ -195,13 +197,20 @@ def test_facts_that_are_not(text: str, message: str) -> None:
 def test_a_line_break_in_a_sites_words_stays_a_comment(root: Path) -> None:
     variable = made(root).env[0].model_copy(update={"why": "one\ntouch pwned"})
     script = render.node_script(made(root).model_copy(update={"env": (variable,)}))
-    assert "# dray: one touch pwned\nexport APPTAINERENV_CUDA_VISIBLE_DEVICES=''\n" in script
+    assert "# dray: one touch pwned\nexport APPTAINERENV_ACCELERATE_USE_CPU=true\n" in script
 
 
 def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: Path) -> None:
     place = tmp_path / f"gone {HOSTILE}"
     (tmp_path / "failures").mkdir()
-    decided = made(root, f"data.text={place}", folder=str(tmp_path), site=SITE.model_copy(update={"binds": ()}))
+    (tmp_path / "image.sif").touch()
+    decided = made(
+        root,
+        f"data.text={place}",
+        folder=str(tmp_path),
+        site=SITE.model_copy(update={"binds": ()}),
+        image=f"{tmp_path}/image.sif",
+    )
     ended = subprocess.run(
         ["bash", "-c", render.node_script(decided)],
         env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1"},
@@ -227,7 +236,8 @@ def test_nothing_of_the_submitters_own_reaches_apptainer_unseen(root: Path, tmp_
     tool = tmp_path / "apptainer"
     tool.write_text("#!/bin/bash\nenv\n")
     tool.chmod(0o755)
-    decided = made(root, folder=str(tmp_path), site=SITE.model_copy(update={"binds": ()}))
+    site = SITE.model_copy(update={"binds": ()})
+    decided = made(root, folder=str(tmp_path), site=site, image=str(tool))
     strays = ("APPTAINERENV_STRAY", "SINGULARITYENV_STRAY", "APPTAINER_BIND", "SINGULARITY_BINDPATH")
     ended = subprocess.run(
         ["bash", "-c", render.node_script(decided)],
@@ -239,3 +249,11 @@ def test_nothing_of_the_submitters_own_reaches_apptainer_unseen(root: Path, tmp_
     names = {line.split("=")[0] for line in ended.stdout.splitlines()}
     assert not names & set(strays)
     assert {"APPTAINERENV_OMP_NUM_THREADS", "APPTAINER_TMPDIR"} <= names
+
+
+def test_what_is_passed_is_the_jobs_own_and_nobody_elses(root: Path) -> None:
+    decided = made(root, 'pass_env=["HF_TOKEN", "HF_HUB_OFFLINE"]', environment=["HF_TOKEN", "NCCL_DEBUG"])
+    assert "HF_HUB_OFFLINE" not in {variable.name for variable in decided.env}
+    assert decided.left_outside == ("NCCL_DEBUG",)
+    assert 'if [[ -v HF_TOKEN ]]; then export APPTAINERENV_HF_TOKEN="$HF_TOKEN"; fi\n' in render.node_script(decided)
+    assert "  passed        HF_TOKEN HF_HUB_OFFLINE\n  left outside  NCCL_DEBUG\n" in render.text(decided)

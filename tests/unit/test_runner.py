@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from dray.runner import __main__ as runner
+from dray.runner import cores, locks, meeting, record
 from dray.runner import rank as rank_module
 
 RANK_KEEPER = Path(rank_module.__file__)
+RANKS = [sys.executable, "-S", "-E", RANK_KEEPER.with_name("ranks.py")]
 
 
 def free_port() -> int:
@@ -36,14 +38,24 @@ def plan(tmp_path: Path) -> dict[str, Any]:
         "folder": str(tmp_path),
         "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
         "command": ["train", "{node_rank}"],
+        "where": str(tmp_path),
         "world": {
             "nodes": [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}],
             "ranks_per_node": 2,
             "size": 4,
             "master": "127.0.0.1",
             "port": free_port(),
+            "interfaces": [],
             "meet_within": 20,
-            "identity": {"node": "DRAY_NODE", "nodes": "DRAY_NODES", "name": "DRAY_NODE_NAME"},
+            "cores": [],
+            "one_machine": True,
+            "identity": {
+                "node": "DRAY_NODE",
+                "nodes": "DRAY_NODES",
+                "name": "DRAY_NODE_NAME",
+                "cpus": "DRAY_CPUS",
+                "image": "DRAY_IMAGE_ID",
+            },
         },
     }
 
@@ -56,7 +68,9 @@ def start(plan: dict[str, Any], tmp_path: Path):
     """Start the runner as one node."""
     started = []
 
-    def begin(node: object = "0", nodes: object = "2", name: str | None = "node1", path: Path | None = None):
+    def begin(
+        node: object = "0", nodes: object = "2", name: str | None = "node1", path: Path | None = None, **more: str
+    ):
         file = path or tmp_path / "plan.json"
         if path is None:
             file.write_text(json.dumps(plan))
@@ -64,7 +78,7 @@ def start(plan: dict[str, Any], tmp_path: Path):
         env = {key: str(value) for key, value in identity.items() if value is not None}
         process = subprocess.Popen(
             [sys.executable, "-m", "dray.runner", file],
-            env={"PATH": os.environ["PATH"], **env},
+            env={"PATH": os.environ["PATH"], "DRAY_CPUS": "1", **env, **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,6 +90,10 @@ def start(plan: dict[str, Any], tmp_path: Path):
     for process in started:
         process.kill()
         process.communicate()
+
+
+# What a node says that cannot tell which of the machine's cores are its own.
+UNBOUND = "dray: cores of each rank: not bound; OMP_NUM_THREADS=1"
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -90,7 +108,7 @@ def test_two_nodes_meet_and_become_the_launcher(plan: dict[str, Any], start: Sta
             *["--node-rank", str(number), sys.executable, "-S", "-E", str(RANK_KEEPER), str(tmp_path), "4"],
             *[f"node{number + 1}", "train", "{node_rank}"],
         ]
-        assert ended(node) == (0, f"{given}\n")
+        assert ended(node) == (0, f"{UNBOUND}\n{given}\n")
     assert not (tmp_path / "failures").exists()
 
 
@@ -214,22 +232,206 @@ def test_a_launcher_that_is_not_there_is_recorded(plan, start: Start, tmp_path: 
     plan["launcher"] = ["no-such-launcher"]
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
     code, err = ended(start(0, 1, "node1"))
-    assert (code, err) == (127, "the launcher cannot start: no-such-launcher: No such file or directory\n")
-    assert json.loads((tmp_path / "failures" / "node-0.json").read_text())["why"] == err.strip()
+    why = "the launcher cannot start: no-such-launcher: No such file or directory"
+    assert (code, err) == (127, f"{UNBOUND}\n{why}\n")
+    assert json.loads((tmp_path / "failures" / "node-0.json").read_text())["why"] == why
 
 
-def test_the_node_number_replaces_whole_words_of_the_launcher_only() -> None:
+def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> None:
     words = runner.argv(
         {
-            "launcher": ["l", "{node_rank}", "x{node_rank}"],
+            "launcher": ["l", "{node_rank}", "x{node_rank}", "{master}", "{endpoint}", "{is_host}", "{ranks}"],
             "folder": "/r",
-            "world": {"size": 2, "nodes": [{"name": f"n{number}"} for number in range(8)]},
+            "world": {"size": 2, "port": 5, "nodes": [{"name": f"n{number}"} for number in range(8)]},
             "command": ["{node_rank}"],
         },
-        "7",
+        7,
+        "10.0.0.1",
     )
-    assert words[:3] == ["l", "7", "x{node_rank}"]
+    ranks = RANK_KEEPER.with_name("ranks.py")
+    assert words[:7] == ["l", "7", "x{node_rank}", "10.0.0.1", "10.0.0.1:5", "is_host=0", str(ranks)]
     assert words[-1] == "{node_rank}"
+
+
+def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp_path: Path) -> None:
+    plan["command"] = ["python3", "sub/train.py", "--data", "/elsewhere"]
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    code, err = ended(start(0, 1, "node1"))
+    assert code == 78
+    assert err.splitlines()[:3] == [
+        "the program is not in the container: sub/train.py",
+        f"  wanted: a file {tmp_path}/sub/train.py",
+        "  found:  no such file, seen from inside",
+    ]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").touch()
+    for command in (plan["command"], ["mytool", "meta/model"], ["env", "A=b/c", "train.py"], ["/bin/ls", "/gone"]):
+        plan["command"] = command
+        assert ended(start(0, 1, "node1"))[0] == 0
+    plan["command"] = ["/gone/mytool"]
+    assert ended(start(0, 1, "node1"))[0] == 78
+
+
+def test_a_node_with_another_image_stops_all_nodes(start: Start) -> None:
+    master, guest = start(0, 2, "node1", DRAY_IMAGE_ID="a" * 32), start(1, 2, "node2", DRAY_IMAGE_ID="b" * 32)
+    code, err = ended(master)
+    assert (code, err.splitlines()[:3]) == (
+        78,
+        ["node 1 (node2) holds another image", "  wanted: image aaaaaaaaaaaa", "  found:  image bbbbbbbbbbbb"],
+    )
+    assert ended(guest)[0] == 78
+
+
+def test_two_nodes_of_one_host_name_are_refused_where_nodes_are_machines(plan, start: Start) -> None:
+    plan["world"]["one_machine"] = False
+    master, guest = start(0, 2, "node1"), start(1, 2, "node2")
+    code, err = ended(master)
+    assert (code, err.splitlines()[0]) == (78, "node 1 (node2) and node1 have the same host name")
+    assert f"  found:  {socket.gethostname()}" in err
+    assert ended(guest)[0] == 78
+
+
+def hello(**changes: object) -> dict[str, Any]:
+    said = {"node": 1, "name": "n2", "host": "n2", "plan": "p", "image": "i", "dray": "1", "time": 1000.0}
+    return {**said, **changes}
+
+
+def test_a_clock_that_is_far_away_is_unfit() -> None:
+    mine = hello(node=0, name="n1", host="n1")
+    assert meeting._odd(hello(time=1059.0), mine, {}, None) is None
+    refusal = meeting._odd(hello(time=900.0), mine, {}, None)
+    assert (refusal.code, str(refusal).splitlines()[0]) == (
+        69,
+        "the clock of node 1 (n2) is 100 s away from the first node's",
+    )
+    other = meeting._odd(hello(dray="2"), mine, {}, None)
+    assert (other.code, str(other).splitlines()[0]) == (78, "node 1 (n2) holds another dray")
+
+
+def test_the_address_is_that_of_the_sites_interface() -> None:
+    assert meeting.address({"interfaces": ["nothsn9", "lo"], "master": "node1"}) == "127.0.0.1"
+    assert meeting.address({"interfaces": [], "master": "node1"}) == "node1"
+    with pytest.raises(record.Refusal) as refused:
+        meeting.address({"interfaces": ["hsn0", "hsn1"], "master": "node1"})
+    assert (refused.value.code, str(refused.value).splitlines()[1]) == (69, "  wanted: hsn0 or hsn1")
+
+
+# Ranks without an agent.
+
+
+def test_each_rank_gets_what_torch_reads(tmp_path: Path) -> None:
+    show = "import json, os; print(json.dumps(dict(os.environ)))"
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        subprocess.run(
+            [*RANKS, "3", "2", "1", "n1", "5000", sys.executable, "-c", show], stdout=file, env={}, check=True
+        )
+    worlds = [json.loads(line) for line in out.read_text().splitlines()]
+    worlds = [{key: world[key] for key in world if key != "LC_CTYPE"} for world in worlds]
+    assert sorted(worlds, key=lambda world: world["RANK"]) == [
+        {
+            **{"RANK": str(2 + local), "LOCAL_RANK": str(local), "GROUP_RANK": "1", "WORLD_SIZE": "6"},
+            **{"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "5000"},
+        }
+        for local in range(2)
+    ]
+
+
+def test_a_rank_that_dies_ends_the_others_and_its_code_is_kept() -> None:
+    script = 'if [ "$LOCAL_RANK" = 1 ]; then exit 7; else exec sleep 60; fi'
+    before = time.monotonic()
+    ended = subprocess.run([*RANKS, "1", "2", "0", "n1", "5000", "/bin/sh", "-c", script], check=False)
+    assert (ended.returncode, time.monotonic() - before < 20) == (7, True)
+
+
+def test_what_the_job_is_told_every_rank_hears() -> None:
+    script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done"
+    argv = [*RANKS, "1", "2", "0", "n1", "5000", "/bin/sh", "-c", script]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout
+        assert [started.stdout.readline(), started.stdout.readline()] == ["ready\n", "ready\n"]
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(20) == 9
+
+
+# Cores.
+
+
+@pytest.mark.parametrize(
+    ("allowed", "ranks", "nodes", "gpus", "shares"),
+    [
+        ("0-7", 2, ["0-7"], [], ["0-3", "4-7"]),
+        ("0-7", 4, ["0,2,4,6", "1,3,5,7"], [], ["0,2", "4,6", "1,3", "5,7"]),
+        ("1-6", 2, ["0-3", "4-7"], [], ["1-3", "4-6"]),
+        ("0-7", 2, ["0-3", "4-7"], [1, 0], ["4-7", "0-3"]),
+        ("0-7", 4, ["0-3", "4-7"], [1, 0, 1, 0], ["4-5", "0-1", "6-7", "2-3"]),
+        ("0-7", 2, ["0-3", "4-7"], [1, 0, 1, 0], ["0-3", "4-7"]),  # two of four GPUs, and nobody says which
+        ("0-7", 2, ["0-3", "4-7"], [-1, -1], ["0-3", "4-7"]),  # one node of memory, as virtual machines have it
+        ("0-8", 2, ["0-8"], [], ["0-3", "4-7"]),
+        ("0-3", 2, [], [], ["0-1", "2-3"]),
+        ("8-9", 2, ["0-1"], [], ["8", "9"]),  # cores that no node of memory names
+    ],
+)
+def test_cores_are_shared_out(allowed: str, ranks: int, nodes: list[str], gpus: list[int], shares: list[str]) -> None:
+    known = {number: cores.parse(node) for number, node in enumerate(nodes)}
+    found = cores.split(cores.parse(allowed), ranks, known, gpus)
+    assert [cores.write(share) for share in found] == shares
+
+
+def test_the_machine_is_read(tmp_path: Path) -> None:
+    for number, cpus in ((0, "0-1,4-5"), (8, "2-3,6-7")):  # numbers may have gaps
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{number}/cpulist").write_text(f"{cpus}\n")
+    for cpu in range(8):
+        (tmp_path / f"devices/system/cpu/cpu{cpu}/topology").mkdir(parents=True)
+        threads = f"{cpu % 4},{cpu % 4 + 4}\n"
+        (tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").write_text(threads)
+    for slot, (kind, vendor, node) in {"03": ("0x030200", "0x10de", 8), "81": ("0x030200", "0x10de", 0)}.items():
+        (tmp_path / f"bus/pci/devices/0000:{slot}:00.0").mkdir(parents=True)
+        for name, text in {"class": kind, "vendor": vendor, "numa_node": node}.items():
+            (tmp_path / f"bus/pci/devices/0000:{slot}:00.0/{name}").write_text(f"{text}\n")
+    (tmp_path / "bus/pci/devices/0000:01:00.0").mkdir()
+    (tmp_path / "bus/pci/devices/0000:01:00.0/class").write_text("0x020000\n")
+    assert cores._nodes(str(tmp_path)) == {0: [0, 4, 1, 5], 8: [2, 6, 3, 7]}
+    assert cores._gpus(str(tmp_path)) == [8, 0]
+
+
+def test_a_site_s_cores_count_where_the_job_has_all_of_them(monkeypatch) -> None:
+    world = {"identity": {"cpus": "DRAY_CPUS"}, "cores": ["2-3", "0-1"]}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert cores.shares(2, world, {}) == [[2, 3], [0, 1]]
+    assert cores.shares(2, world, {"DRAY_CPUS": "2"}) == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
+    assert cores.shares(2, world, {"DRAY_CPUS": "4"}, sys="/nowhere") == [[0, 1], [2, 5]]
+    assert cores.shares(8, world, {}) == []
+
+
+def test_a_rank_moves_to_its_cores(tmp_path: Path) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    told = f"{mine[-1]};{mine[0]}"
+    where = "import os; print(sorted(os.sched_getaffinity(0)), 'DRAY_CORES' in os.environ)"
+    with kept(tmp_path, sys.executable, "-c", where, LOCAL_RANK="1", DRAY_CORES=told) as rank:
+        assert rank.wait(10) == 0
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == f"[{mine[0]}] False\n"
+
+
+def test_a_rank_outside_the_shares_is_not_bound(tmp_path: Path) -> None:
+    with kept(tmp_path, "true", LOCAL_RANK="7", DRAY_CORES="0;1") as rank:
+        assert rank.wait(10) == 0
+    with kept(tmp_path, "true", LOCAL_RANK="0", DRAY_CORES="100000;1") as rank:
+        assert rank.wait(10) == 0
+    assert "dray: this rank is not bound to its cores: " in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+def test_only_locks_that_nobody_can_hold_are_removed(tmp_path: Path, capsys) -> None:
+    old, new = (tmp_path / "py311_cpu" / name / "lock" for name in ("cpu_adam", "fused_adam"))
+    for lock in (old, new):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(old, (time.time() - 3600,) * 2)
+    locks.clear(str(tmp_path))
+    assert (old.exists(), new.exists()) == (False, True)
+    assert capsys.readouterr().out == f"dray: removed {old}, a lock 60 minutes old: its compiler was killed\n"
 
 
 # The keeper of one rank.
@@ -252,6 +454,7 @@ def kept(folder: Path, *command: str, **env: str):
 def record_of(folder: Path) -> dict[str, Any]:
     record = json.loads((folder / "failures" / "rank-1.json").read_text())
     del record["time"]
+    assert record.pop("attempt") == 0
     return record
 
 

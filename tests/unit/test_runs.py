@@ -12,6 +12,8 @@ import pytest
 
 from dray.errors import ConfigError
 from dray.facts import Facts
+from dray.images import record as records
+from dray.runs import write as writing
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, create, new_id
 from dray.runs.write import read_recipe, write
@@ -47,8 +49,28 @@ def test_ids_without_a_job_do_not_collide() -> None:
 
 def test_a_folder_is_never_shared(tmp_path: Path) -> None:
     create(tmp_path, "r1")
-    with pytest.raises(ConfigError, match="the run folder cannot be made"):
+    with pytest.raises(ConfigError, match="there is a run of this name already"):
         create(tmp_path, "r1")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the run folder cannot be made"):
+        create(tmp_path / "file", "r1")
+
+
+def test_the_cause_is_of_the_last_attempt(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    record(paths, "rank-1", 10.0, rank=1, code=5, attempt=0)
+    record(paths, "rank-3", 1000.0, rank=3, code=7, attempt=2)
+    assert finish(paths, code=1).exit_code == 7
+
+
+def test_two_steps_of_one_job_that_begin_in_the_same_second(root: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(writing, "new_id", lambda name, job: f"then-{name}-{job}")
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+    seen = Facts(scheduler="slurm", job=7, nodelist="n[1-2]", nodes=2, port=1, engine="bare", image="/python")
+    runs = [write(recipe, seen, runs=tmp_path) for _ in range(3)]
+    assert [run.run for run in runs] == ["then-smoke-cpu-7", "then-smoke-cpu-7-2", "then-smoke-cpu-7-3"]
+    with pytest.raises(ConfigError, match="there is a run of this name already"):
+        write(recipe, seen, runs=tmp_path, name="then-smoke-cpu-7")
 
 
 def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
@@ -199,17 +221,18 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def probe(root: Path, **env: str) -> dict[str, str]:
+def probe(root: Path, image: str = "/a b/i.sif", **env: str) -> dict[str, str]:
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     ended = subprocess.run(
-        [root / "slurm" / "probe.sh", "apptainer", "/a b/i.sif", "generic"],
+        [root / "slurm" / "probe.sh", "apptainer", image, "generic"],
         env={"PATH": os.environ["PATH"], **slurm, **env}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return dict(line.split("=", 1) for line in ended.stdout.splitlines())
 
 
 def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
-    assert probe(root, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="32") == {
+    own = {"HF_HOME": str(root), "NCCL_DEBUG": "INFO", "MY_NCCL_X": "1", "HF_TOKEN": "secret"}
+    assert probe(root, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="32", **own) == {
         "scheduler": "slurm",
         "job": "17",
         "nodelist": "n[1-2]",
@@ -217,12 +240,25 @@ def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
         "gpus_per_node": "4",
         "cpus_per_node": "32",
         "port": "20017",
+        "hf_home": str(root),
+        "environment": "HF_HOME HF_TOKEN NCCL_DEBUG ",
         "engine": "apptainer",
         "image": "/a b/i.sif",
+        "image_sha256": "",
         "site": "generic",
         "uid": str(os.getuid()),
         "gid": str(os.getgid()),
     }
+
+
+def test_the_probe_reads_the_image_s_record_and_the_gpus_of_an_salloc(root: Path, tmp_path: Path) -> None:
+    known = records.Record(
+        variant="cpu", dray="0", base="b", inputs="1" * 64, epoch=0, tools={}, sif=records.File(sha256="2" * 64, size=1)
+    )
+    records.write(tmp_path / "i.sif", known)
+    said = probe(root, str(tmp_path / "i.sif"), SLURM_GPUS_PER_NODE="a100:4")
+    assert (said["image_sha256"], said["gpus_per_node"]) == ("2" * 64, "4")
+    assert probe(root, HF_HOME=str(tmp_path / "not yet"))["hf_home"] == probe(root, HF_HOME="relative")["hf_home"] == ""
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::"])

@@ -27,6 +27,8 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 
 
 _VERBS = ("plan", "run", "submit", "finish")
+# These may end in -- and a command, whose words are nobody else's.
+_START = ("plan", "run", "submit")
 _GROUPS = ("recipe", "image", "cluster")
 
 
@@ -43,9 +45,11 @@ def _register(named: str | None) -> None:
 
 def main() -> None:
     """Run one verb. What a user can act on is printed without a traceback, with the contract's exit code."""
-    _register(sys.argv[1] if len(sys.argv) > 1 else None)
+    words = sys.argv[1:]
+    _register(words[0] if words else None)
+    cut = words.index("--") if words[:1] and words[0] in _START and "--" in words else len(words)
     try:
-        app()
+        app(words[:cut], obj=words[cut + 1 :])
     except DrayError as error:
         print(f"dray: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -36,6 +36,7 @@ class Format(enum.StrEnum):
 
     SIF = "sif"
     DOCKER = "docker"
+    PODMAN = "podman"
 
 
 @app.command("build")
@@ -43,7 +44,7 @@ def build(
     variant: Variant,
     kind: Annotated[
         list[Format] | None,
-        typer.Option("--format", help="A SIF for Apptainer, or a Docker image; may be given twice."),
+        typer.Option("--format", help="A SIF for Apptainer, or an image in Docker or Podman; may be repeated."),
     ] = None,
     base: Base = "",
     wheels: Wheels = None,

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dray.errors import ConfigError
+from dray.runs import write
+from dray.spec.recipe import Recipe
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
+        help="A recipe file and settings that win over its own; or a command that runs on every rank in its place.",
+    ),
+]
+Launcher = Annotated[str, typer.Option(help="torchrun, accelerate, deepspeed or python, in place of the recipe's.")]
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/smoke-cpu.toml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
@@ -14,4 +27,36 @@ Overrides = Annotated[
 Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes, in place of the recipe's.")]
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node, a rank for each.")]
 Site = Annotated[str, typer.Option(envvar="DRAY_SITE", help="A site under slurm/sites, or a site file.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is to run, as the user said it."""
+
+    path: Path | None
+    overrides: tuple[str, ...]
+    command: tuple[str, ...]
+
+    def recipe(self) -> Recipe:
+        """Read it."""
+        return write.read_recipe(self.path, self.overrides, self.command)
+
+
+def chosen(words: list[str] | None, launcher: str, context: typer.Context) -> Chosen:
+    """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
+    command, rest = tuple(context.obj or ()), [*(words or [])]
+    path = Path(rest.pop(0)) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
+    if path and command:
+        raise ConfigError(
+            "a recipe and a command were given, and each is a run of its own",
+            found=f"{path} and {' '.join(command)}",
+            fix="leave one out; a recipe may name its command itself ([command] argv)",
+        )
+    if not path and not command:
+        raise ConfigError(
+            "there is nothing to run", wanted="a recipe, such as recipes/smoke-cpu.toml, or -- and a command"
+        )
+    return Chosen(path, (*rest, *([f"launcher={launcher}"] if launcher else [])), command)
+
+
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]

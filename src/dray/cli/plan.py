@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dray import checkout, facts, render
-from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs, Site
+from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.images import place
@@ -30,8 +30,9 @@ class Format(enum.StrEnum):
 
 
 def plan(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    context: typer.Context,
+    words: Words = None,
+    launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
     facts_file: Annotated[
@@ -48,7 +49,7 @@ def plan(
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
     """Print exactly what would run, and who set what. Starts nothing."""
-    settings = write.read_recipe(recipe, overrides or [])
+    settings = chosen(words, launcher, context).recipe()
     seen = _read(facts_file) if facts_file else assumed(settings, nodes, gpus_per_node, site)
     if facts_file and (nodes or gpus_per_node or site not in ("generic", seen.site)):
         raise ConfigError(

@@ -30,7 +30,8 @@ class Progress:
             transient=True,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("starting", total=plan.recipe.train.steps, figures="")
+        steps = plan.recipe.train.steps if plan.recipe.train else None
+        self._task = self._bar.add_task("starting", total=steps, figures="")
         self._say(f"{plan.recipe.name}: {plan.world.size} ranks on {len(plan.world.nodes)} nodes ({plan.engine})")
 
     def __enter__(self) -> Progress:

@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Check recipes, and see what they m
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Print all that is wrong with a recipe's keys, values and batch. Model and text are looked at when it runs."""
     good = read_recipe(recipe, overrides or [])
-    if good.ranks_per_node:
+    if good.batch and good.ranks_per_node:
         divide(good.batch, world_size=good.nodes * good.ranks_per_node)
     print(f"{recipe}: good ({good.name}, {good.launcher} in the {good.image} image)")
 

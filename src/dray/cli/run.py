@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import enum
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs
+from dray import checkout
+from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Words, chosen
 from dray.cli.progress import Progress
 from dray.errors import ConfigError
 from dray.images import place
-from dray.runs import local, write
+from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, default_runs
+from dray.spec.recipe import Recipe
 
 
 class Engine(enum.StrEnum):
@@ -22,33 +25,83 @@ class Engine(enum.StrEnum):
 
     bare = "bare"
     docker = "docker"
+    podman = "podman"
+    apptainer = "apptainer"
+    singularity = "singularity"
 
 
 def run(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    context: typer.Context,
+    words: Words = None,
+    launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
-    engine: Annotated[Engine, typer.Option(help="bare: this Python; docker: one container a node.")] = Engine.bare,
+    engine: Annotated[
+        Engine, typer.Option(help="bare: this Python; docker, podman: a container a node; apptainer: with --hostfile.")
+    ] = Engine.bare,
     runs: Runs = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Machines, one a line; type the same command on each. No SSH, no scheduler."),
+    ] = None,
+    node: Annotated[int | None, typer.Option(help="Which line of the hostfile this machine is, from 0.")] = None,
+    run_id: Annotated[str, typer.Option("--run", metavar="ID", help="With --hostfile: a name for this run.")] = "",
+    show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
 ) -> None:
-    """Run a recipe on this machine, each node a process or a container, and show how it goes."""
-    settings = write.read_recipe(recipe, overrides or [])
-    if settings.image_digest:
-        raise ConfigError(
-            "a recipe with image_digest wants one SIF, which dray run does not start",
-            found=settings.image_digest,
-            fix="sbatch or dray submit; to try it here, take the line out of the recipe",
+    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
+    asked = chosen(words, launcher, context)
+    settings = asked.recipe()
+    if not hostfile:
+        _refuse({"--node": node is not None, "--run": bool(run_id), "--print": show}, "goes with --hostfile")
+        _refuse({f"--engine {engine}": engine in ("apptainer", "singularity")}, "goes with --hostfile, or with sbatch")
+    folder = (runs or default_runs()).absolute()
+    if hostfile:
+        _refuse({"--nodes": nodes is not None}, "is not for a hostfile, whose lines are the nodes")
+        machines = hosts.read(hostfile)
+        name = run_id or machines.run_id(settings)
+        if show:
+            program, *said = sys.argv[: sys.argv.index("--") if asked.command else None]
+            dray = [sys.executable, "-m", "dray"] if program.endswith(".py") else [program]
+            named = [] if run_id else ["--run", name]
+            again = [*dray, *(word for word in said if word != "--print"), *named]
+            print(machines.commands(again, asked.command), end="")
+            return
+        only: int | None = machines.here(node)
+        facts = machines.facts(
+            settings, run=name, engine=engine.value, image=_image(engine, settings), gpus_per_node=gpus_per_node
         )
-    image = place.bare_python() if engine is Engine.bare else place.in_docker(settings.image)
-    facts = local.facts(settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node)
-    plan = write.write(settings, facts, runs=(runs or default_runs()).absolute())
+        plan = write.write(settings, facts, runs=folder, name=name)
+    else:
+        only = None
+        image = _image(engine, settings)
+        facts = local.facts(settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node)
+        plan = write.write(settings, facts, runs=folder)
     paths = RunPaths(Path(plan.folder))
     with Progress(plan, paths) as progress:
         try:
-            code, stopped = local.run(plan, paths, watch=progress.update), False
+            code, stopped = local.run(plan, paths, watch=progress.update, only=only), False
         except KeyboardInterrupt:  # all that was started is gone by now
             code, stopped = 130, True
     result = finish(paths, code=code, stopped=stopped)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)
+
+
+def _image(engine: Engine, recipe: Recipe) -> str:
+    if engine in ("apptainer", "singularity"):
+        return str(place.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
+    if recipe.image_digest:
+        raise ConfigError(
+            "a recipe with image_digest wants one SIF, which only Apptainer starts",
+            found=recipe.image_digest,
+            fix="sbatch, dray submit or --engine apptainer; to try it here, take the line out of the recipe",
+        )
+    if engine == Engine.bare:
+        return place.bare_python()
+    return place.in_engine("docker" if engine == Engine.docker else "podman", recipe.image)
+
+
+def _refuse(options: dict[str, bool], why: str) -> None:
+    for option, given in options.items():
+        if given:
+            raise ConfigError(f"{option} {why}", fix=f"leave out {option}")

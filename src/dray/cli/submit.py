@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dray import checkout, render
-from dray.cli.options import GpusPerNode, Nodes, Overrides, RecipeFile, Runs, Site
+from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.plan import ASSUMED, assumed
 from dray.errors import ConfigError
 from dray.images import place
@@ -20,8 +20,9 @@ from dray.spec.site import find
 
 
 def submit(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    context: typer.Context,
+    words: Words = None,
+    launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
     site: Site = "generic",
@@ -41,7 +42,8 @@ def submit(
                 found=f"--sbatch {option}",
                 fix="give --nodes and --gpus-per-node to dray submit itself",
             )
-    settings = write.read_recipe(recipe, overrides or [])
+    asked = chosen(words, launcher, context)
+    settings = asked.recipe()
     facts = assumed(settings, nodes, gpus_per_node, site)
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
     plan = write.decide(settings, facts, run=folder.name, folder=folder)
@@ -57,8 +59,8 @@ def submit(
         folder=folder,
         image=place.required(checkout.root(), settings.image, settings.image_digest).absolute(),
         site=site,
-        recipe=recipe.absolute(),
-        overrides=overrides or [],
+        words=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
+        command=asked.command,
     )
     if dry_run:
         print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}", end="")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dray.engines import apptainer, bare, docker
+from dray.engines import apptainer, bare, docker, pyxis
 from dray.engines.words import Word
 from dray.plan import Plan
 
@@ -16,12 +16,15 @@ class Engine:
 
     prefix: str
     argv: Callable[[Plan, Sequence[str]], list[Word]]
+    identify: Callable[[Plan], list[Word]] | None = None
 
 
 _ENGINES = {
-    "apptainer": Engine(prefix="APPTAINERENV_", argv=apptainer.argv),
-    "singularity": Engine(prefix="SINGULARITYENV_", argv=apptainer.argv),
-    "docker": Engine(prefix="", argv=docker.argv),
+    "apptainer": Engine(prefix="APPTAINERENV_", argv=apptainer.argv, identify=apptainer.identify),
+    "singularity": Engine(prefix="SINGULARITYENV_", argv=apptainer.argv, identify=apptainer.identify),
+    "docker": Engine(prefix="", argv=docker.argv, identify=docker.identify),
+    "podman": Engine(prefix="", argv=docker.argv, identify=docker.identify),
+    "pyxis": Engine(prefix="", argv=pyxis.argv),
     "bare": Engine(prefix="", argv=bare.argv),
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dray.binds import Bind
-from dray.engines.words import Word, csv_line
+from dray.engines import stage
+from dray.engines.words import Filled, Word, csv_line
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
 
@@ -23,10 +24,15 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         "--no-mount=home,cwd",
         *_GPU[ACCELERATORS[plan.variant]],
         *(f"--mount={_mount(bind)}" for bind in plan.binds),
-        f"--pwd={plan.folder}",
-        plan.image,
+        f"--pwd={plan.where}",
+        Filled(stage.IMAGE) if plan.stage else plan.image,
         *inner,
     ]
+
+
+def identify(plan: Plan) -> list[Word]:
+    """The id in the SIF's header, which dray makes of the image's content: reading it all would take seconds."""
+    return ["od", "--address-radix=n", "--format=x1", "--skip-bytes=48", "--read-bytes=16", plan.image]
 
 
 def _mount(bind: Bind) -> str:

@@ -1,16 +1,21 @@
-"""Docker: one container a node on a private network, for the smoke test on one machine."""
+"""Docker and Podman: one container a node, on a private network where all nodes are on one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dray.binds import Bind
-from dray.engines.words import OnNode, Word, csv_line
+from dray.engines.words import Each, OnNode, Word, csv_line
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
 
 LABEL = "dray.run"
-_GPU = {"cpu": [], "cuda": ["--gpus=all"], "rocm": ["--device=/dev/kfd", "--device=/dev/dri"]}
+DEVICES = "devices"
+_ROCM = ["--device=/dev/kfd", "--device=/dev/dri"]
+_GPU = {
+    "docker": {"cpu": [], "cuda": ["--gpus=all"], "rocm": _ROCM},
+    "podman": {"cpu": [], "cuda": ["--device=nvidia.com/gpu=all"], "rocm": _ROCM},
+}
 
 
 def network(plan: Plan) -> str:
@@ -20,25 +25,34 @@ def network(plan: Plan) -> str:
 
 def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
     """`run` in the foreground; the container ends with its command and leaves nothing."""
-    name_variable = plan.world.identity["name"]
+    name = plan.world.identity["name"]
+    # A hostname alone is not in the network's DNS.
+    private = [f"--network={network(plan)}", OnNode("--hostname", name), OnNode("--network-alias", name)]
+    # Podman without root: the caller's number inside is another one outside, unless it is told to keep it.
+    keep = ["--userns=keep-id"] if plan.engine == "podman" and not plan.user.startswith("0:") else []
     return [
-        "docker",
+        plan.engine,
         "run",
         "--rm",
         "--init",
         f"--label={LABEL}={plan.run}",
-        f"--network={network(plan)}",
-        OnNode("--hostname", name_variable),
-        OnNode("--network-alias", name_variable),  # a hostname alone is not in the network's DNS
+        *(private if plan.world.one_machine else ["--network=host"]),
         f"--user={plan.user}",
+        *keep,
         "--shm-size=1g",  # the default of 64 MB ends data workers and NCCL with a bus error
-        *_GPU[ACCELERATORS[plan.variant]],
-        *(f"--env={name}" for name in (*(v.name for v in plan.env), *plan.world.identity.values())),
+        Each(DEVICES),  # Apptainer sees the host's; here each must be named
+        *_GPU[plan.engine][ACCELERATORS[plan.variant]],
+        *(f"--env={name}" for name in (*(v.name for v in plan.env), *plan.world.identity.values(), *plan.pass_env)),
         *(f"--mount={_mount(bind)}" for bind in plan.binds),
-        f"--workdir={plan.folder}",
+        f"--workdir={plan.where}",
         plan.image,
         *inner,
     ]
+
+
+def identify(plan: Plan) -> list[Word]:
+    """The program that prints which image this node has."""
+    return [plan.engine, "image", "inspect", "--format={{.Id}}", plan.image]
 
 
 def _mount(bind: Bind) -> str:

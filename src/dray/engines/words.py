@@ -16,7 +16,21 @@ class OnNode:
     variable: str
 
 
-Word = str | OnNode
+@dataclass(frozen=True)
+class Each:
+    """All words of an array that the node's own script has filled."""
+
+    variable: str
+
+
+@dataclass(frozen=True)
+class Filled:
+    """One word that the node's own script has found."""
+
+    variable: str
+
+
+Word = str | OnNode | Each | Filled
 
 
 def csv_line(fields: Sequence[str]) -> str:

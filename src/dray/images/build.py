@@ -7,16 +7,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from docker.errors import DockerException
-
-from dray import __version__, dockerd
+from dray import __version__
 from dray.errors import ConfigError, DrayError
-from dray.images import builder, bundle, inputs, place, record
+from dray.images import builder, bundle, engines, inputs, place, record
 from dray.images.inputs import INPUTS_LABEL, Source
 from dray.images.log import BuildLog
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
@@ -74,9 +72,9 @@ def build(
                 with _made(checkout, source, near=sif, formats=formats, say=log.line) as again:
                     _need_same(place.failed(checkout, variant), scratch, again)
             shutil.rmtree(place.failed(checkout, variant), ignore_errors=True)
-            if "docker" in formats:
-                log.line("dray: load the Docker image")
-                _load(scratch / LAYER, place.docker_tag(variant))
+            for engine in engines.asked(formats):
+                log.line(f"dray: load the image into {engine}")
+                engines.load(engine, scratch / LAYER, place.docker_tag(variant))
             if "sif" in formats:
                 _deliver(source, scratch, sif, made_from)
             seconds = time.monotonic() - started
@@ -91,13 +89,12 @@ def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) ->
         if known is None or known.inputs != made_from or f"sha256:{known.sif.sha256}" != digest(sif):
             return []
         found.append(Built(name=str(sif), size=known.sif.size, digest=f"sha256:{known.sif.sha256}"))
-    if "docker" in formats:
+    for engine in engines.asked(formats):
         tag = place.docker_tag(source.image.variant)
-        with closing(dockerd.client()) as client, dockerd.doing(f"look for {tag}"):
-            images = client.images.list(tag)
-        if not images or images[0].labels.get(INPUTS_LABEL) != made_from:
+        known_there = engines.look(engine, tag)
+        if not known_there or known_there.labels.get(INPUTS_LABEL) != made_from:
             return []
-        found.append(Built(name=tag, size=int(images[0].attrs["Size"]), digest=str(images[0].id)))
+        found.append(Built(name=f"{tag} in {engine}", size=known_there.size, digest=known_there.id))
     return found
 
 
@@ -117,7 +114,7 @@ def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str],
         ]
         argv += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
         argv += ["--sif"] if "sif" in formats else []
-        if "docker" in formats:
+        if engines.asked(formats):
             tag = place.docker_tag(source.image.variant)
             argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
         try:
@@ -185,15 +182,3 @@ def _deliver(source: Source, scratch: Path, sif: Path, made_from: str) -> None:
     record.path_for(sif).unlink(missing_ok=True)
     (scratch / SIF).replace(sif)
     record.write(sif, known)
-
-
-def _load(archive: Path, tag: str) -> None:
-    with closing(dockerd.client()) as client, dockerd.doing(f"load {tag}"):
-        before = {str(found.id) for found in client.images.list(tag)}
-        with archive.open("rb") as file:
-            client.images.load(file)
-        image = client.images.get(tag)
-        for old in before - {str(image.id)}:
-            # Over a gigabyte that nobody can name any more, unless a container or another tag still holds it.
-            with suppress(DockerException):
-                client.images.remove(old)

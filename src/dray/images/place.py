@@ -7,8 +7,9 @@ import sys
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
-from dray import dockerd
+from dray import dockerd, process
 from dray.errors import ConfigError, UnfitError
 from dray.images import verify
 
@@ -18,12 +19,21 @@ def docker_tag(variant: str) -> str:
     return f"dray:{variant}"
 
 
-def in_docker(variant: str) -> str:
-    """The Docker image, which must be there: Docker would look for it on a registry, where it never was."""
-    tag = docker_tag(variant)
-    with closing(dockerd.client()) as client:
-        if not client.images.list(tag):
-            raise ConfigError("the image is not there", wanted=f"{tag} in Docker", fix=f"make image-{variant}-docker")
+def in_engine(engine: Literal["docker", "podman"], variant: str) -> str:
+    """The image of Docker or Podman, which must be there: they would look on a registry, where it never was."""
+    if engine == "docker":
+        tag = docker_tag(variant)
+        with closing(dockerd.client()) as client:
+            there = bool(client.images.list(tag))
+    else:
+        tag = f"localhost/{docker_tag(variant)}"
+        there = process.run(["podman", "image", "exists", tag], check=False).code == 0
+    if not there:
+        raise ConfigError(
+            "the image is not there",
+            wanted=f"{tag} in {engine.capitalize()}",
+            fix=f"dray image build {variant} --format {engine}",
+        )
     return tag
 
 

@@ -6,44 +6,73 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from dray.runner import meeting, node, record
+from dray.runner import cores, locks, meeting, node, record
 
-_NODE_RANK = "{node_rank}"
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 
 
 def main(path: str) -> int:
     """Only comes back when the launch failed."""
     with open(path, "rb") as file:
-        text = file.read()
-    plan = json.loads(text)
-    names = plan["world"]["identity"]
-    number = os.environ.get(names["node"], "unknown")
+        plan = json.load(file)
+    world = plan["world"]
+    number = os.environ.get(world["identity"]["node"], "unknown")
     try:
-        meeting.meet(plan["world"], node.index(plan["world"], os.environ), hashlib.sha256(text).hexdigest())
+        me = node.index(world, os.environ)
+        node.require(plan)
+        master = meeting.meet(world, me, digest(plan))
     except record.Refusal as refusal:
         print(refusal, file=sys.stderr)
         return refusal.code if refusal.recorded else _failed(plan, number, refusal.code, str(refusal))
-    command = argv(plan, number)
+    locks.clear(os.environ.get("TORCH_EXTENSIONS_DIR", ""))
+    command = argv(plan, me, master)
     try:
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, {**os.environ, **placed(world, os.environ)})
     except OSError as error:
         why = f"the launcher cannot start: {command[0]}: {error.strerror}"
         print(why, file=sys.stderr)
         return _failed(plan, number, 127, why)
 
 
-def argv(plan: dict[str, Any], number: str) -> list[str]:
-    """The launcher with this node's number in its place, then the keeper of each rank, then the command."""
-    launcher = [number if word == _NODE_RANK else word for word in plan["launcher"]]
-    keeper = [sys.executable, "-S", "-E", f"{os.path.dirname(os.path.abspath(__file__))}/rank.py"]
+def digest(plan: Mapping[str, Any]) -> str:
+    """What all nodes must agree on; each machine without a shared disk has a user of its own."""
+    same = {key: value for key, value in plan.items() if key != "user"}
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def argv(plan: Mapping[str, Any], me: int, master: str) -> list[str]:
+    """The launcher with what only this node knows in its place, then the keeper of each rank, then the command."""
     world = plan["world"]
-    name = world["nodes"][int(number)]["name"]
-    return [*launcher, *keeper, plan["folder"], str(world["size"]), name, *plan["command"]]
+    known = {
+        "{node_rank}": str(me),
+        "{master}": master,
+        "{endpoint}": f"{master}:{world['port']}",
+        "{is_host}": f"is_host={int(me == 0)}",
+        "{ranks}": f"{_HERE}/ranks.py",
+    }
+    launcher = [known.get(word, word) for word in plan["launcher"]]
+    keeper = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_HERE}/rank.py"]
+    return [*launcher, *keeper, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
 
 
-def _failed(plan: dict[str, Any], number: str, code: int, why: str) -> int:
+def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Where the ranks of this node run: the keeper of each moves to its share. Threads follow unless somebody said."""
+    shares = cores.shares(world["ranks_per_node"], world, environ)
+    given = environ.get(world["identity"]["cpus"], "")
+    count = min(map(len, shares)) if shares else int(given if given.isdigit() else 1) // world["ranks_per_node"]
+    found = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, count))}
+    if shares:
+        found["DRAY_CORES"] = ";".join(map(cores.write, shares))
+    told = found.get("DRAY_CORES", "not bound")
+    print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={found['OMP_NUM_THREADS']}", flush=True)
+    return found
+
+
+def _failed(plan: Mapping[str, Any], number: str, code: int, why: str) -> int:
     name = os.environ.get(plan["world"]["identity"]["name"], "")
     record.write(plan["folder"], f"node-{number}", node=name, rank=None, code=code, why=why, log=None, last_lines=[])
     return code

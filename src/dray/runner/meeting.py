@@ -1,38 +1,69 @@
 """All nodes meet at the master before anything is launched, on the very address and port that training will use.
 
-Each node sends one line of JSON: its number, its name, its plan's digest. The master answers all at once: go, or
-stop and why. So a node that never comes, comes twice or holds another plan stops the run in the deadline.
+Each node sends one line of JSON: who it is and what it holds. The master answers all at once: go, and at which
+address, or stop and why. So a node that never comes, comes twice or holds something else stops the run in time.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from dray import __version__
 from dray.runner.record import Refusal
 
 _UNFIT, _RETRY, _CONFIG = 69, 75, 78
+_MOST_SKEW_S = 60.0
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
-def meet(world: Mapping[str, Any], number: int, digest: str) -> None:
-    """Come back when every node of the plan is there; raise what the master found otherwise."""
+def meet(world: Mapping[str, Any], number: int, digest: str) -> str:
+    """Come back when every node of the plan is there, with the master's address; raise what the master found else."""
     if len(world["nodes"]) == 1:
         _listen(world).close()  # nobody to meet, but training will need the port
-        return
+        return address(world)
     deadline = time.monotonic() + world["meet_within"]
-    mine = {"node": number, "name": world["nodes"][number]["name"], "plan": digest}
-    if number == 0:
-        _host(world, mine, deadline)
-    else:
-        _join(world, mine, deadline)
+    mine = {
+        "node": number,
+        "name": world["nodes"][number]["name"],
+        "host": os.uname().nodename,
+        "plan": digest,
+        "image": os.environ.get(world["identity"]["image"], ""),
+        "dray": __version__,
+        "time": time.time(),
+    }
+    return _host(world, mine, deadline) if number == 0 else _join(world, mine, deadline)
 
 
-def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) -> None:
-    nodes = world["nodes"]
+def address(world: Mapping[str, Any]) -> str:
+    """This node's address on the first of the site's interfaces that it has, or else what the plan calls it by."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in world["interfaces"]:
+            try:
+                found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                return socket.inet_ntoa(found[20:24])
+            except OSError:
+                continue
+    if world["interfaces"]:
+        raise Refusal(
+            _UNFIT,
+            "the first node has none of the site's network interfaces",
+            wanted=" or ".join(world["interfaces"]),
+            found=" ".join(name for _, name in socket.if_nameindex()),
+            fix="correct `interfaces` in the site's file, or ask for other nodes",
+        )
+    return str(world["master"])
+
+
+def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) -> str:
+    nodes, hosts, master = world["nodes"], {mine["host"]: mine["name"]}, address(world)
     guests: dict[int, socket.socket] = {}
     refusal = None
     with _listen(world) as door:
@@ -47,14 +78,19 @@ def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
             if hello is None or hello.keys() != mine.keys():  # a stranger, or a node that died while it spoke
                 guest.close()
                 continue
-            refusal = _odd(hello, mine, guests)
+            twin = None if world["one_machine"] else hosts.get(hello["host"])
+            refusal = _odd(hello, {**mine, "time": time.time()}, guests, twin)
+            hosts[hello["host"]] = hello["name"]
             guests[hello["node"]] = guest
-    answer = {"go": True} if refusal is None else {"go": False, "code": refusal.code, "why": str(refusal)}
+    answer = {"go": True, "master": master}
+    if refusal is not None:
+        answer = {"go": False, "code": refusal.code, "why": str(refusal)}
     for guest in guests.values():
         with guest:
             guest.sendall(json.dumps(answer).encode() + b"\n")
     if refusal is not None:
         raise refusal
+    return master
 
 
 def _listen(world: Mapping[str, Any]) -> socket.socket:
@@ -72,12 +108,12 @@ def _listen(world: Mapping[str, Any]) -> socket.socket:
         ) from error
 
 
-def _join(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) -> None:
+def _join(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) -> str:
     place = (world["master"], world["port"])
     while True:
         try:
             with socket.create_connection(place, timeout=max(0.01, deadline - time.monotonic())) as line:
-                line.sendall(json.dumps(mine).encode() + b"\n")
+                line.sendall(json.dumps({**mine, "time": time.time()}).encode() + b"\n")
                 # The master knows who is missing. It may have come later than this node, and so may its deadline.
                 answer = _receive(line, within=world["meet_within"] + 5.0)
                 if answer is not None:
@@ -103,6 +139,7 @@ def _join(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
             fix="see failures/node-0.json",
             recorded=True,
         )
+    return str(answer["master"])
 
 
 def _receive(line: socket.socket, *, within: float) -> dict[str, Any] | None:
@@ -115,7 +152,11 @@ def _receive(line: socket.socket, *, within: float) -> dict[str, Any] | None:
     return said if isinstance(said, dict) else None
 
 
-def _odd(hello: Mapping[str, Any], mine: Mapping[str, Any], guests: Mapping[int, object]) -> Refusal | None:
+def _odd(
+    hello: Mapping[str, Any], mine: Mapping[str, Any], guests: Mapping[int, object], twin: str | None
+) -> Refusal | None:
+    """What is wrong with a node that has come. `mine` is what the master holds, at the time at which it came."""
+    who = f"node {hello['node']} ({hello['name']})"
     if hello["node"] in guests or hello["node"] == mine["node"]:
         return Refusal(
             _CONFIG,
@@ -124,14 +165,36 @@ def _odd(hello: Mapping[str, Any], mine: Mapping[str, Any], guests: Mapping[int,
             found=f"{hello['name']} is the second one",
             fix="the node's number must come from each node's own task; do not export it before srun",
         )
-    if hello["plan"] != mine["plan"]:
+    if twin:
         return Refusal(
             _CONFIG,
-            f"node {hello['node']} ({hello['name']}) holds another plan",
-            wanted=f"plan {mine['plan'][:12]}",
-            found=f"plan {hello['plan'][:12]}",
-            fix="the run folder must be on a disk that all nodes share",
+            f"{who} and {twin} have the same host name",
+            wanted="nodes of different host names: libraries tell nodes apart by them",
+            found=hello["host"],
+            fix="give the machines names of their own; or were two tasks started on one node?",
         )
+    skew = abs(hello["time"] - mine["time"])
+    if skew > _MOST_SKEW_S:
+        return Refusal(
+            _UNFIT,
+            f"the clock of {who} is {skew:.0f} s away from the first node's",
+            wanted=f"at most {_MOST_SKEW_S:.0f} s",
+            found=f"{skew:.0f} s",
+            fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
+        )
+    for held, fix in (
+        ("plan", "the run folder must be on a disk that all nodes share, or at the same path on every machine"),
+        ("dray", "the same image on every node"),
+        ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
+    ):
+        if hello[held] != mine[held]:
+            return Refusal(
+                _CONFIG,
+                f"{who} holds another {held}",
+                wanted=f"{held} {mine[held][:12] or '(unknown)'}",
+                found=f"{held} {hello[held][:12] or '(unknown)'}",
+                fix=fix,
+            )
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,21 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
             fix=f"{names['node']} must come from each node's own task; do not export it before srun",
         )
     return number
+
+
+def require(plan: Mapping[str, Any]) -> None:
+    """Refuse a command whose program is not in the container, before every rank dies of it."""
+    first, *rest = plan["command"]
+    programs = [word for word in rest[:1] if word.endswith(".py")] + [first] * ("/" in first)
+    for word in programs:
+        if not os.path.exists(os.path.join(plan["where"], word)):
+            raise Refusal(
+                _CONFIG,
+                f"the program is not in the container: {word}",
+                wanted=f"a file {os.path.join(plan['where'], word)}",
+                found="no such file, seen from inside",
+                fix="correct the path; what lies outside the bound folders (dray plan lists them) is not seen inside",
+            )
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""Keeps one rank: its log, its exit code, and why it died. Started by file, without site-packages: 20 ms in all.
+"""Keeps one rank: its cores, its log, its exit code, and why it died. Started by file, without site-packages: 20 ms.
 
 A launcher such as torchrun answers 1 for every failure, so the rank's own code would be lost without this.
 """
@@ -24,6 +24,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         found = f"RANK={rank or '(not set)'} WORLD_SIZE={os.environ.get('WORLD_SIZE', '(not set)')}"
         why = f"the launcher made another world: {found}, the plan has {world_size} ranks"
         return _failed(folder, rank, node, 78, why, log)
+    _take_place()
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     child = os.fork()
@@ -50,6 +51,21 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     return code if stopped else _failed(folder, rank, node, code, why, log)  # a rank that was stopped is no cause
 
 
+def _take_place() -> None:
+    """Move to this rank's share of the node's cores, where the runner has found one."""
+    shares, local = os.environ.pop("DRAY_CORES", ""), os.environ.get("LOCAL_RANK", "")
+    if not shares or not local.isdigit() or int(local) > shares.count(";"):
+        return
+    mine: set[int] = set()
+    for part in shares.split(";")[int(local)].split(","):
+        first, _, last = part.partition("-")
+        mine.update(range(int(first), int(last or first) + 1))
+    try:
+        os.sched_setaffinity(0, mine)
+    except OSError as error:
+        print(f"dray: this rank is not bound to its cores: {error}", file=sys.stderr, flush=True)
+
+
 def _become(command: list[str]) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
@@ -65,8 +81,11 @@ def _failed(folder: str, rank: str, node: str, code: int, why: str, log: str) ->
     from dray.runner import record  # only a rank that died pays for it  # noqa: PLC0415
 
     number = int(rank) if rank.isdigit() else None
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     name = f"rank-{rank or 'unknown'}"
-    record.write(folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=record.tail(log))
+    record.write(
+        folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=record.tail(log), attempt=attempt
+    )
     return code
 
 

@@ -73,7 +73,10 @@ def _first_cause(paths: RunPaths) -> Cause | None:
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths.failures.glob("*.json")]
     if not records:
         return None
-    return Cause.model_validate(min(records, key=lambda record: record["time"]))
+    # Where a launcher has started ranks again, what they died of before was no end.
+    last = max(record.get("attempt", 0) for record in records)
+    of_last = [record for record in records if record.get("attempt", last) == last]
+    return Cause.model_validate(min(of_last, key=lambda record: record["time"]))
 
 
 def _unrecorded(paths: RunPaths, code: int) -> Cause:
@@ -114,7 +117,7 @@ def summary(result: Result, paths: RunPaths) -> str:
         if result.tokens_per_s is not None:
             figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
         where = f"{result.world_size} ranks on {' '.join(result.hosts)}"
-        head = f"done: {result.steps} steps, {', '.join(figures)}, {where}"
+        head = ", ".join(["done: " + (f"{result.steps} steps" if result.steps else "exit code 0"), *figures, where])
         sample = [f"sample: {result.sample}"] if result.sample else []
         return "\n".join([head, *sample, f"run folder: {paths.folder}"])
     cause = result.cause

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
-from docker.errors import APIError
-
-from dray import dockerd, process
-from dray.engines.docker import LABEL, network
-from dray.errors import UnfitError
+from dray import process
+from dray.environ import scratch
 from dray.facts import Engine, Facts
 from dray.plan import Plan
+from dray.runs.network import containers
 from dray.runs.paths import RunPaths
 from dray.spec.recipe import Recipe
 
@@ -46,13 +45,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None]) -> int:
-    """Start every node and wait; `watch` is called between looks. The exit code is the first failing node's."""
+def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | None = None) -> int:
+    """Start every node, or only this one, and wait; `watch` is called between looks. The first failing node's code."""
+    numbers = range(len(plan.world.nodes)) if only is None else [only]
     with ExitStack() as stack:
         stack.enter_context(process.stoppable())
-        if plan.engine == "docker":
-            stack.enter_context(_private_network(plan))
-        nodes = [stack.enter_context(_node(plan, paths, number)) for number in range(len(plan.world.nodes))]
+        stack.callback(shutil.rmtree, scratch(plan.run), ignore_errors=True)
+        if plan.engine in ("docker", "podman"):
+            stack.enter_context(containers(plan))
+        nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]
         return _wait(nodes, watch)
 
 
@@ -72,10 +73,12 @@ def _wait(nodes: list[process.Running], watch: Callable[[], None]) -> int:
 @contextmanager
 def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]:
     names = plan.world.identity
+    beside = len(plan.world.nodes) if plan.world.one_machine else 1
     me = {
         names["node"]: str(number),
         names["nodes"]: str(len(plan.world.nodes)),
         names["name"]: plan.world.nodes[number].name,
+        names["cpus"]: str(max(1, len(os.sched_getaffinity(0)) // beside)),
     }
     with paths.node_log(number).open("ab") as log:
         node = process.start(["bash", paths.node_script], env={**os.environ, **me}, output=log)
@@ -83,22 +86,3 @@ def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]
         yield node
     finally:
         node.stop()
-
-
-@contextmanager
-def _private_network(plan: Plan) -> Iterator[None]:
-    if process.which("docker") is None:
-        raise UnfitError("the docker program is not on this machine", fix="install Docker's client, docker-cli")
-    with closing(dockerd.client()) as client:
-        with dockerd.doing("make a private network"):
-            made = client.networks.create(network(plan), labels={LABEL: plan.run})
-        try:
-            yield
-        finally:
-            with dockerd.doing("take the private network down"):
-                for container in client.containers.list(
-                    all=True, ignore_removed=True, filters={"label": f"{LABEL}={plan.run}"}
-                ):
-                    with suppress(APIError):  # it ends by itself at this very moment
-                        container.remove(force=True)
-                made.remove()

@@ -17,6 +17,7 @@ class RunPaths:
         self.folder = folder
         self.plan = folder / "plan.json"
         self.node_script = folder / "node.sh"
+        self.srun_options = folder / "srun.options"
         self.facts = folder / "facts.txt"
         self.logs = folder / "logs"
         self.failures = folder / "failures"
@@ -36,13 +37,26 @@ class RunPaths:
     @property
     def of_one_attempt(self) -> tuple[Path, ...]:
         """What a next attempt must not mistake for its own; checkpoints are for it to use."""
-        return (self.plan, self.node_script, self.facts, self.logs, self.failures, self.metrics, self.result)
+        return (
+            self.plan,
+            self.node_script,
+            self.srun_options,
+            self.facts,
+            self.logs,
+            self.failures,
+            self.metrics,
+            self.result,
+        )
 
 
 def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
     """Sorts by time; never given twice: a job's number is its cluster's own, and without one chance decides."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"{stamp}-{name}-{job or secrets.token_hex(3)}"
+
+
+class TakenError(ConfigError):
+    """A run of this name is there already."""
 
 
 def create(runs: Path, run: str) -> RunPaths:
@@ -54,6 +68,10 @@ def create(runs: Path, run: str) -> RunPaths:
         for inner in (paths.logs, paths.failures, paths.checkpoints):
             inner.mkdir()
     except OSError as error:
+        if isinstance(error, FileExistsError) and paths.folder.is_dir():
+            raise TakenError(
+                "there is a run of this name already", where=paths.folder, fix="name another: --run"
+            ) from error
         raise ConfigError(
             "the run folder cannot be made",
             where=runs,

@@ -17,13 +17,14 @@ def sbatch(
     folder: Path,
     image: Path,
     site: str,
-    recipe: Path,
-    overrides: Sequence[str],
+    words: Sequence[str],
+    command: Sequence[str],
 ) -> list[str]:
     """The whole command. What was decided here goes along as words: some sites export no environment to jobs."""
     log = str(folder).replace("%", "%%") + "/job-%j.log"
     decided = [f"--run={folder}", f"--image={image}", f"--site={site}"]
-    return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, str(recipe), *overrides]
+    said = [*words, *(["--", *command] if command else [])]
+    return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *said]
 
 
 def submit(argv: Sequence[str], folder: Path) -> str:

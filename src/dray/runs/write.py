@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from dray import __version__, render
+from dray.errors import ConfigError
 from dray.facts import Facts, to_text
 from dray.plan import Plan, plan
-from dray.runs.paths import create, new_id, reopen
-from dray.spec.model import load
+from dray.runs.paths import RunPaths, TakenError, create, new_id, reopen
+from dray.spec.model import check, load
 from dray.spec.recipe import Recipe
 from dray.spec.site import find
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe with the command line's overrides. A relative text file lies beside the recipe, wherever we stand."""
-    recipe = load(Recipe, path, overrides)
-    if recipe.data.text == "builtin":
-        return recipe
-    text = str(path.absolute().parent / recipe.data.text)
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"text": text})})
+def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
+    """The recipe with the command line's overrides; a command alone is a recipe too.
+
+    Relative paths in a recipe start beside it, wherever we stand; a command on the command line runs where we stand.
+    """
+    if path is None:
+        name = re.sub("[^a-z0-9._-]", "-", PurePosixPath(command[0]).stem.lower()).lstrip("._-")[:63] or "run"
+        recipe = check(Recipe, {"name": name, "command": {"argv": [*command]}}, overrides, what="the command's recipe")
+    else:
+        recipe = load(Recipe, path, overrides)
+    beside = path.absolute().parent if path else Path.cwd()
+    changes: dict[str, object] = {}
+    if recipe.data.text != "builtin":
+        changes["data"] = recipe.data.model_copy(update={"text": str(beside / recipe.data.text)})
+    if recipe.command:
+        changes["command"] = recipe.command.model_copy(update={"folder": str(beside / recipe.command.folder)})
+    if recipe.accelerate:
+        changes["accelerate"] = _read(beside / recipe.accelerate)
+    return recipe.model_copy(update=changes)
+
+
+def _begun(
+    recipe: Recipe, facts: Facts, runs: Path, run: str | None, name: str, *, may_differ: bool
+) -> tuple[Plan, RunPaths]:
+    if run:
+        return decide(recipe, facts, run=run, folder=runs / run), reopen(runs, run)
+    number = 1
+    while True:  # two steps of one job may begin in the same second
+        numbered = name if number == 1 else f"{name}-{number}"
+        decided = decide(recipe, facts, run=numbered, folder=runs / numbered)
+        try:
+            return decided, create(runs, numbered)
+        except TakenError:
+            if not may_differ:
+                raise
+            number += 1
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the recipe's accelerate file cannot be read", where=path, found=error) from error
 
 
 def decide(recipe: Recipe, facts: Facts, *, run: str, folder: Path) -> Plan:
@@ -29,16 +67,18 @@ def decide(recipe: Recipe, facts: Facts, *, run: str, folder: Path) -> Plan:
     return plan(recipe, site, facts, run=run, folder=PurePosixPath(folder), dray=__version__)
 
 
-def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None) -> Plan:
+def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, name: str | None = None) -> Plan:
     """Decide first, so that a run that cannot be leaves no folder; then write plan.json and node.sh.
 
-    `run` is the id of a folder that `dray submit` has made and whose job this is.
+    `run` is the id of a folder that `dray submit` has made and whose job this is, `name` that of a new one.
     """
-    name = run or new_id(recipe.name, job=facts.job)
-    decided = decide(recipe, facts, run=name, folder=runs / name)
-    paths = reopen(runs, name) if run else create(runs, name)
+    decided, paths = _begun(recipe, facts, runs, run, name or new_id(recipe.name, job=facts.job), may_differ=not name)
     paths.facts.write_text(to_text(facts), encoding="utf-8")
     paths.plan.write_text(decided.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    for name_of, text in decided.files.items():
+        (paths.folder / name_of).write_text(text, encoding="utf-8")
     paths.node_script.write_text(render.node_script(decided), encoding="utf-8")
     paths.node_script.chmod(0o755)
+    if decided.engine == "pyxis":
+        paths.srun_options.write_text(render.srun_options(decided), encoding="utf-8")
     return decided

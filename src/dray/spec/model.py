@@ -37,7 +37,11 @@ class Spec(BaseModel):
 def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     """The file with the `key=value` overrides on top. Everything that is wrong is in one ConfigError."""
     kind = model.__name__.lower()
-    written = _parse(_read(path, kind), path, kind)
+    return check(model, _parse(_read(path, kind), path, kind), overrides, what=f"{kind} {path}")
+
+
+def check(model: type[S], written: Table, overrides: Sequence[str] = (), *, what: str) -> S:
+    """The table with the overrides on top, as `load` does it."""
     data = written
     typed: list[tuple[Keys, str]] = []
     lines: list[tuple[str, str]] = []
@@ -60,7 +64,7 @@ def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
     width = max(len(label) for label, _ in lines)
     raise ConfigError(
-        f"{kind} {path} has {len(lines)} error{'s' if len(lines) > 1 else ''}",
+        f"{what} has {len(lines)} error{'s' if len(lines) > 1 else ''}",
         found="\n".join(f"{label:<{width}}   {text}".strip() for label, text in lines),
     )
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dray.spec.image import Variant
 from dray.spec.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
-Launcher = Literal["torchrun"]
+Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 Scalar = str | int | float | bool
 
 
 _SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
 _SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class Batch(Spec):
@@ -72,6 +75,15 @@ class Train(Spec):
     """Steps between two lines of metrics."""
 
 
+class Command(Spec):
+    """A program of the user's own, in the place of dray's trainer; the launcher starts it on every rank."""
+
+    argv: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments. A first word that ends in .py is run by the image's Python."""
+    folder: str = "."
+    """Where it runs; ranks may write there. A relative path starts at the recipe's own folder."""
+
+
 class Recipe(Spec):
     """One training run."""
 
@@ -93,12 +105,43 @@ class Recipe(Spec):
     """Port of the first node where ranks meet. Left out: derived from the job's number, and probed."""
     meet_within: Count = 120
     """Seconds in which all nodes must have met before the launch is given up."""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    env: dict[Annotated[str, Field(pattern=_VARIABLE)], str] = {}
     """Environment of every rank. Wins over the site's and over dray's own."""
-    batch: Batch
+    pass_env: tuple[Annotated[str, Field(pattern=_VARIABLE)], ...] = ()
+    """Variables that ranks get with the value that they have where the job was submitted, such as HF_TOKEN."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often torchrun starts all ranks again after one has died. Ranks then follow the order in which nodes come."""
+    accelerate: str | None = None
+    """A configuration file of accelerate's, in the place of dray's own. A relative path starts beside the recipe."""
+    command: Command | None = None
+    batch: Batch | None = None
     data: Data = Data()
     model: Model = Model()
-    train: Train
+    train: Train | None = None
+
+    @field_validator("pass_env")
+    @classmethod
+    def _only_the_jobs_own(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        _refuse_ours(names)
+        return names
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Recipe:
+        missing = [name for name in ("batch", "train") if getattr(self, name) is None]
+        if self.command and PurePosixPath(self.command.folder) == PurePosixPath("/"):
+            raise ValueError("command.folder is /, which would hide the image's own files; name the program's folder")
+        if self.command is None and missing:
+            raise ValueError(f"missing: expected {' and '.join(f'[{name}]' for name in missing)}, or [command] argv")
+        if self.command and (self.batch or self.train):
+            raise ValueError("[batch] and [train] are for dray's own trainer, and [command] is in its place")
+        both = [name for name in self.pass_env if name in self.env]
+        if both:
+            raise ValueError(f"{', '.join(both)}: in env and in pass_env; one of the two decides its value")
+        if self.restarts and self.launcher != "torchrun":
+            raise ValueError("restarts is torchrun's; no other launcher can start ranks again")
+        if self.accelerate and self.launcher != "accelerate":
+            raise ValueError(f"accelerate names a file for that launcher, and the launcher is {self.launcher}")
+        return self
 
     @field_validator("env")
     @classmethod
@@ -112,7 +155,11 @@ class Recipe(Spec):
             raise ValueError(
                 f"{', '.join(secrets)}: this looks like a secret, and every run folder holds its recipe; leave it out"
             )
-        ours = [name for name in env if name in _OURS or name.startswith(("SLURM_", "DRAY_"))]
-        if ours:
-            raise ValueError(f"{', '.join(ours)}: the scheduler and the launcher set this; leave it out")
+        _refuse_ours(env)
         return env
+
+
+def _refuse_ours(names: Iterable[str]) -> None:
+    ours = [name for name in names if name in _OURS or name.startswith(("SLURM_", "DRAY_"))]
+    if ours:
+        raise ValueError(f"{', '.join(ours)}: the scheduler and the launcher set this; leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,6 +47,14 @@ class Site(Spec):
     """Folders that ranks need."""
     env: tuple[SiteVariable, ...] = ()
     """Variables that ranks need."""
+    interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
+    """Network interfaces on which ranks meet, the first that the first node has; else its host name's address."""
+    engine: Literal["", "pyxis"] = ""
+    """What starts containers, where it is not the apptainer or singularity on the nodes."""
+    stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
+    """A folder of each node's own disk, such as /tmp or /dev/shm, to which the image is copied before it starts."""
+    cores: tuple[Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")], ...] = ()
+    """The cores of each local rank, such as 49-55; used where a job has all of them and as many ranks on a node."""
 
 
 def find(name: str) -> Site:

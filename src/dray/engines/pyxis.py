@@ -1,0 +1,30 @@
+"""Pyxis: Slurm itself starts the container, by options of srun; node.sh is then inside already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dray.engines.words import Word
+from dray.errors import ConfigError
+from dray.plan import Plan
+
+
+def argv(_plan: Plan, inner: Sequence[str]) -> list[Word]:
+    """The inner command itself."""
+    return list(inner)
+
+
+def srun(plan: Plan) -> list[str]:
+    """What srun is told."""
+    for bind in plan.binds:
+        if set(",:") & set(bind.path):
+            raise ConfigError("Pyxis cannot mount a path with , or : in it", found=bind.path, fix="name another place")
+    mounts = ",".join(f"{bind.path}:{bind.path}{'' if bind.write else ':ro'}" for bind in plan.binds)
+    return [
+        f"--container-image={plan.image}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={plan.folder}",
+        "--no-container-mount-home",
+        "--no-container-remap-root",
+        "--container-writable",  # of the container's own copy, which goes at the end
+    ]

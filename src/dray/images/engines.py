@@ -1,0 +1,65 @@
+"""Built images in Docker and in Podman: look for one, and load one from its archive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from docker.errors import DockerException
+
+from dray import dockerd, process
+from dray.errors import UnfitError
+
+
+@dataclass(frozen=True, kw_only=True)
+class There:
+    """An image that an engine has."""
+
+    id: str
+    size: int
+    labels: Mapping[str, str]
+
+
+def asked(formats: Sequence[str]) -> list[str]:
+    """The engines among the formats of a build."""
+    return [one for one in formats if one in ("docker", "podman")]
+
+
+def look(engine: str, tag: str) -> There | None:
+    """What an engine has by this name."""
+    if engine == "podman":
+        _require_podman()
+        done = process.run(["podman", "image", "inspect", f"localhost/{tag}"], check=False)
+        if done.code != 0:
+            return None
+        (said,) = json.loads(done.out)
+        return There(id=f"sha256:{said['Id']}", size=int(said["Size"]), labels=said["Labels"] or {})
+    with closing(dockerd.client()) as client, dockerd.doing(f"look for {tag}"):
+        images = client.images.list(tag)
+    return There(id=str(images[0].id), size=int(images[0].attrs["Size"]), labels=images[0].labels) if images else None
+
+
+def load(engine: str, archive: Path, tag: str) -> None:
+    """Hand an archive to an engine. The image that had this name goes, unless something still holds it."""
+    before = look(engine, tag)
+    if engine == "podman":
+        process.run(["podman", "load", "--quiet", "--input", archive])
+        now = look(engine, tag)
+        if before and now and before.id != now.id:
+            process.run(["podman", "rmi", before.id.removeprefix("sha256:")], check=False)
+        return
+    with closing(dockerd.client()) as client, dockerd.doing(f"load {tag}"):
+        with archive.open("rb") as file:
+            client.images.load(file)
+        if before and before.id != client.images.get(tag).id:
+            # Over a gigabyte that nobody can name any more, unless a container or another tag still holds it.
+            with suppress(DockerException):
+                client.images.remove(before.id)
+
+
+def _require_podman() -> None:
+    if not process.which("podman"):
+        raise UnfitError("podman is not on this machine", fix="install it, or --format docker or sif")

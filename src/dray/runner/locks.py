@@ -1,0 +1,24 @@
+"""Locks that a killed compiler has left: whoever waits for one waits for ever, and says nothing."""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+
+# torch holds a lock while it compiles one extension, which takes minutes at the most.
+_STALE_S = 15 * 60.0
+
+
+def clear(folder: str) -> None:
+    """Remove those of torch's extensions that nobody can hold any more."""
+    if not folder:
+        return
+    for path in glob.glob(f"{glob.escape(folder)}/**/lock", recursive=True):
+        try:
+            age = time.time() - os.stat(path).st_mtime
+            if age > _STALE_S:
+                os.unlink(path)
+                print(f"dray: removed {path}, a lock {age / 60:.0f} minutes old: its compiler was killed", flush=True)
+        except OSError:  # another node was faster
+            continue

@@ -1,0 +1,118 @@
+"""A run over machines without a scheduler: a file names them, and each finds its own line in it. No SSH."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dray.errors import ConfigError
+from dray.facts import Engine, Facts
+from dray.plan import port_of
+from dray.spec.recipe import Recipe
+
+_FORM = "a machine a line: its name or address as the others reach it, then slots=N for its ranks where they differ"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The machines, in the file's order; the first is the master."""
+
+    file: Path
+    names: tuple[str, ...]
+    slots: int | None
+
+    def here(self, number: int | None = None) -> int:
+        """Which of them this machine is."""
+        if number is not None:
+            if not 0 <= number < len(self.names):
+                raise ConfigError(
+                    "there is no such node", where=self.file, wanted=f"0 to {len(self.names) - 1}", found=number
+                )
+            return number
+        mine = [number for number, name in enumerate(self.names) if _is_here(name)]
+        if len(mine) != 1:
+            raise ConfigError(
+                "several lines are this machine" if mine else "no line is this machine",
+                where=self.file,
+                wanted="one line with this machine's name or with one of its addresses",
+                found=", ".join(self.names[one] for one in mine) if mine else f"{socket.gethostname()} is not there",
+                fix="say which it is: --node 0 for the first line, --node 1 for the second ...",
+            )
+        return mine[0]
+
+    def run_id(self, recipe: Recipe) -> str:
+        """The same on every machine without asking any other: of the same recipe and file."""
+        said = f"{self.names} {self.slots} {recipe.model_dump_json()}"
+        return f"{recipe.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+    def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int) -> Facts:
+        """What these machines are to the plan; it must be the same on each of them."""
+        return Facts(
+            scheduler="hosts",
+            nodelist=",".join(self.names),
+            nodes=len(self.names),
+            gpus_per_node=gpus_per_node or self.slots or 0,
+            port=recipe.port or port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
+            engine=engine,
+            image=image,
+            uid=os.getuid(),
+            gid=os.getgid(),
+        )
+
+    def commands(self, argv: Sequence[str], command: Sequence[str]) -> str:
+        """What to type on each machine."""
+        width, folder = max(map(len, self.names)), shlex.quote(str(Path.cwd()))
+        after = ["--", *command] if command else []
+        lines = (shlex.join([*argv, "--node", str(number), *after]) for number in range(len(self.names)))
+        return "".join(
+            f"{name:<{width}}  cd {folder} && {line}\n" for name, line in zip(self.names, lines, strict=True)
+        )
+
+
+def read(path: Path) -> Hosts:
+    """The file, in the form that DeepSpeed and MPI have too."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the hostfile cannot be read", where=path, wanted=_FORM, found=error) from error
+    names: list[str] = []
+    slots: set[int | None] = set()
+    for number, raw in enumerate(text.splitlines(), start=1):
+        words = raw.partition("#")[0].split()
+        if not words:
+            continue
+        count = words[1].removeprefix("slots=") if words[1:] else ""
+        if len(words) > 2 or (words[1:] and not (words[1].startswith("slots=") and count.isdigit() and int(count))):
+            raise ConfigError(
+                "a line of the hostfile is not understood", where=f"{path}:{number}", wanted=_FORM, found=raw.strip()
+            )
+        if words[0] in names:
+            raise ConfigError("a machine is in the hostfile twice", where=f"{path}:{number}", found=words[0])
+        names.append(words[0])
+        slots.add(int(count) if count else None)
+    if not names:
+        raise ConfigError("the hostfile names no machine", where=path, wanted=_FORM)
+    if len(slots) > 1:
+        found = ", ".join("none" if one is None else str(one) for one in sorted(slots, key=lambda one: one or 0))
+        raise ConfigError(
+            "machines of one run must have the same number of ranks", where=path, wanted="one slots=N", found=found
+        )
+    return Hosts(path, tuple(names), slots.pop())
+
+
+def _is_here(name: str) -> bool:
+    """By name, or since this machine can listen at that address."""
+    if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
+            probe.bind(address[4])
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,175 @@
+"""All launchers on the real cluster: the same losses, anybody's script, and worlds that are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def torchrun_losses(sbatch) -> list[float]:
+    return losses(sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT))
+
+
+def losses(ended) -> list[float]:
+    assert ended.code == 0, ended.output
+    assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
+    return [step["loss"] for step in ended.metrics("step")]
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "deepspeed", "python"])
+def test_every_launcher_trains_the_same(sbatch, torchrun_losses, launcher: str) -> None:
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *SHORT)
+    assert losses(ended) == pytest.approx(torchrun_losses, rel=1e-6)
+    assert torchrun_losses[-1] < torchrun_losses[0]
+
+
+def test_one_rank_alone_is_a_world_too_for_accelerate(sbatch) -> None:
+    """Its own way to start one process would leave out the variables that tell a rank who it is."""
+    ended = sbatch(
+        "--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=accelerate", "ranks_per_node=1", *SHORT
+    )
+    assert ended.code == 0, ended.output
+    assert ended.metrics("start")[0]["world_size"] == 1
+
+
+@pytest.fixture
+def folder(desk) -> Path:
+    """A folder of the cluster's user with scripts that know nothing of dray."""
+    made = desk.shared / "home" / "my scripts"
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(SCRIPTS, made)
+    for path in (made, *made.iterdir()):
+        path.chmod(0o777)
+    return made
+
+
+def wrote(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_a_script_for_torchrun(sbatch, root: Path, folder: Path, launcher: str) -> None:
+    hostile = """a b'"$(touch pwned);`touch pwned`\\*"""
+    ended = sbatch(
+        f"{root}/slurm/multinode.sh", f"launcher={launcher}", "ranks_per_node=2", "--", "ddp.py", "--note", hostile,
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    said = wrote(folder, "ddp")
+    assert said["losses"][-1] < 0.2 * said.pop("losses")[0]
+    assert said == {"folder": "/shared/home/my scripts", "world": 4, "local": "2", "note": hostile}
+    assert not list(folder.glob("pwned"))
+    assert ended.output.splitlines()[-2] == "done: exit code 0, 4 ranks on n1 n2"
+
+
+def test_a_script_for_accelerate(sbatch, root: Path, folder: Path) -> None:
+    ended = sbatch(
+        f"{root}/slurm/multinode.sh", "launcher=accelerate", "ranks_per_node=2", "--", "accelerated.py",
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    said = wrote(folder, "accelerated")
+    assert said["losses"][-1] < said["losses"][0]
+    assert (said["world"], said["kind"]) == (4, "DistributedType.MULTI_CPU")
+
+
+def test_a_script_for_deepspeed(sbatch, root: Path, folder: Path) -> None:
+    ended = sbatch(
+        f"{root}/slurm/multinode.sh", "launcher=deepspeed", "ranks_per_node=2", "--", "zero.py",
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    said = wrote(folder, "zero")
+    assert said["losses"][-1] < said["losses"][0]
+    assert (said["world"], said["stage"]) == (4, 2)
+
+
+def test_a_script_that_is_not_there(sbatch, root: Path, folder: Path) -> None:
+    ended = sbatch(f"{root}/slurm/multinode.sh", "--", "gone.py", workdir="/shared/home/my scripts")
+    assert ended.code == 78, ended.output
+    cause = ended.result()["cause"]
+    assert cause["why"].splitlines()[:2] == [
+        "the program is not in the container: gone.py",
+        "  wanted: a file /shared/home/my scripts/gone.py",
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed", "python"])
+def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder: Path, launcher: str) -> None:
+    """Its own exit code is the job's, whatever the launcher makes of it."""
+    dies = "import os, sys, time; sys.exit(41) if os.environ['RANK'] == '3' else time.sleep(60)"
+    ended = sbatch(
+        f"{root}/slurm/multinode.sh", f"launcher={launcher}", "ranks_per_node=2", "--", "python3", "-c", dies,
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 41, ended.output
+    cause = ended.result()["cause"]
+    assert (cause["rank"], cause["node"], cause["code"], cause["why"]) == (3, "n2", 41, "exit code 41")
+
+
+def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: Path) -> None:
+    writes = "import os; os.makedirs(os.environ['TRITON_CACHE_DIR']); print(os.environ['TRITON_CACHE_DIR'])"
+    ended = sbatch(f"{root}/slurm/multinode.sh", "--", "python3", "-c", writes, workdir="/shared/home/my scripts")
+    assert ended.code == 0, ended.output
+    scratch = (ended.folder / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")
+    assert scratch.startswith("/tmp/dray-")
+    for node in ("n1", "n2"):
+        assert desk.exec(["test", "-e", scratch], node=node).code == 1
+
+
+def test_a_run_inside_an_salloc_and_two_at_once(desk, root: Path, folder: Path) -> None:
+    """The ports of two steps of one job must not meet."""
+    start = f"bash {root}/slurm/multinode.sh ranks_per_node=1 -- ddp.py --note"
+    both = f"{start} one & {start} two & wait %1 && wait %2"
+    code, out, err = desk.exec(
+        ["salloc", "--quiet", "--nodes=2", "--overcommit", "bash", "-c", both], workdir="/shared/home/my scripts"
+    )
+    assert code == 0, out + err
+    assert out.count("done: exit code 0, 2 ranks on n1 n2") == 2
+
+
+def test_a_heterogeneous_job_is_refused(sbatch) -> None:
+    ended = sbatch("--nodes=1", ":", "--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml")
+    assert ended.code == 78, ended.output
+    assert "dray: a heterogeneous job has no one node list, and one part would train alone\n" in ended.output
+
+
+def test_half_of_slurms_variables(sbatch) -> None:
+    ended = sbatch("--wrap=unset SLURM_JOB_NODELIST; exec bash slurm/multinode.sh recipes/smoke-cpu.toml")
+    assert ended.code == 78, ended.output
+    assert "dray: this is not a whole Slurm job: SLURM_JOB_NODELIST is not set\n" in ended.output
+
+
+def test_a_node_with_another_image(sbatch, desk, sif: Path) -> None:
+    """Each node has a file of that name on its own disk, as after a copy that went wrong on one."""
+    other = f"(head --bytes=48 {sif}; head --bytes=16 /dev/zero; tail --bytes=+65 {sif}) >/tmp/own.sif"
+    for node, script in (("n1", f"cp {sif} /tmp/own.sif"), ("n2", other)):
+        assert desk.exec(["bash", "-c", script], node=node).code == 0
+    try:
+        ended = sbatch("--export=ALL,DRAY_IMAGE=/tmp/own.sif", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    finally:
+        for node in ("n1", "n2"):
+            desk.exec(["rm", "-f", "/tmp/own.sif"], node=node)
+    assert ended.code == 78, ended.output
+    assert ended.result()["cause"]["why"].splitlines()[0] == "node 1 (n2) holds another image"
+
+
+def test_a_node_without_the_image(sbatch, desk, sif: Path) -> None:
+    assert desk.exec(["cp", str(sif), "/tmp/own.sif"], node="n1").code == 0
+    try:
+        ended = sbatch("--export=ALL,DRAY_IMAGE=/tmp/own.sif", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    finally:
+        desk.exec(["rm", "-f", "/tmp/own.sif"], node="n1")
+    assert ended.code == 69, ended.output
+    cause = ended.result()["cause"]
+    assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif is not there\n  wanted: the image")

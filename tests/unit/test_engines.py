@@ -1,0 +1,187 @@
+"""Engines besides those of the plan's own tests: the image on a node's own disk, Podman, Pyxis."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray import render
+from dray.errors import ConfigError
+from dray.facts import Facts
+from dray.plan import Plan, plan
+from dray.runs.write import read_recipe
+from dray.spec.site import Site, SiteBind
+
+IMAGE = bytes(range(256)) * 8
+
+
+def made(root: Path, folder: Path, *, site: Site, **facts: object) -> Plan:
+    said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "port": 20001, "uid": 1000, "gid": 1000}
+    seen = Facts.model_validate({**said, **facts})
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+    return plan(recipe, site, seen, run="r1", folder=PurePosixPath(folder), dray="0")
+
+
+class TestStage:
+    """The real script and the real bash; Apptainer is a stand-in that tells which image it was to start."""
+
+    @pytest.fixture
+    def start(self, root: Path, tmp_path: Path):
+        for name in ("run/failures", "disk", "bin"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "my image.sif").write_bytes(IMAGE)
+        tool = tmp_path / "bin" / "apptainer"
+        tool.write_text('#!/bin/bash\nfor word; do [[ "$word" != *.sif ]] || sha256sum "$word"; done\neval "$DO"\n')
+        tool.chmod(0o755)
+
+        def begin(do: str = "", *, disk: Path = tmp_path / "disk", sha256: str = "") -> subprocess.Popen[str]:
+            decided = made(
+                root,
+                tmp_path / "run",
+                site=Site(name="s", about="", stage=str(disk)),
+                engine="apptainer",
+                image=str(tmp_path / "my image.sif"),
+                image_sha256=sha256,
+            )
+            return subprocess.Popen(
+                ["bash", "-c", render.node_script(decided)],
+                env={"PATH": f"{tool.parent}:/usr/bin:/bin", "DO": do},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+        return begin
+
+    @staticmethod
+    def copy(tmp_path: Path) -> Path:
+        known = IMAGE[48:64].hex()
+        return tmp_path / "disk" / f"dray-images-{os.getuid()}" / f"{known}-{len(IMAGE)}.sif"
+
+    @pytest.mark.parametrize("sha256", ["", hashlib.sha256(IMAGE).hexdigest()])
+    def test_the_copy_is_started_and_goes_at_the_end(self, start, tmp_path: Path, sha256: str) -> None:
+        with start(sha256=sha256) as node:
+            out, err = node.communicate(timeout=20)
+        copy = self.copy(tmp_path)
+        assert (node.returncode, out, err) == (0, f"{hashlib.sha256(IMAGE).hexdigest()}  {copy}\n", "")
+        assert list(copy.parent.iterdir()) == []
+
+    def test_a_failing_run_cleans_up_too_and_keeps_its_code(self, start, tmp_path: Path) -> None:
+        with start("exit 7") as node:
+            assert node.wait(20) == 7
+        assert list(self.copy(tmp_path).parent.iterdir()) == []
+
+    def test_two_jobs_share_it_and_the_last_one_removes_it(self, start, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "gate")
+        with start(f"read < {shlex.quote(str(tmp_path / 'gate'))}") as first:
+            assert first.stdout
+            first.stdout.readline()
+            copied = self.copy(tmp_path).stat().st_ino
+            with start(f"stat --format=%i {shlex.quote(str(self.copy(tmp_path)))}") as second:
+                assert second.communicate(timeout=20)[0].splitlines()[1] == str(copied)
+            assert self.copy(tmp_path).exists()
+            (tmp_path / "gate").write_text("go\n")
+            assert first.wait(20) == 0
+        assert list(self.copy(tmp_path).parent.iterdir()) == []
+
+    def test_an_image_that_arrives_otherwise_is_not_started(self, start, tmp_path: Path) -> None:
+        with start(sha256="0" * 64) as node:
+            out, err = node.communicate(timeout=20)
+        assert (node.returncode, out) == (69, "")
+        assert err.splitlines()[:2] == ["dray: the image did not arrive whole", f"  where:  {self.copy(tmp_path)}"]
+
+    def test_where_there_is_no_room_the_shared_one_starts(self, start, tmp_path: Path) -> None:
+        small = tmp_path / "file"
+        small.touch()
+        with start(disk=small) as node:
+            out, _ = node.communicate(timeout=20)
+        assert (node.returncode, out.split("  ")[1]) == (0, f"{tmp_path}/my image.sif\n")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
+    def test_a_full_disk_leaves_the_shared_one_alone(self, start, tmp_path: Path) -> None:
+        small = tmp_path / "small"
+        small.mkdir()
+        (tmp_path / "my image.sif").write_bytes(IMAGE * 64)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "dray-test", small], check=True)
+        try:
+            with start(disk=small) as node:
+                out, err = node.communicate(timeout=20)
+            left = [path.suffix for path in (small / f"dray-images-{os.getuid()}").iterdir()]
+        finally:
+            subprocess.run(["umount", small], check=True)
+        assert (node.returncode, out.split("  ")[1]) == (0, f"{tmp_path}/my image.sif\n")
+        assert "dray: no room for the image in" in err
+        assert (tmp_path / "my image.sif").read_bytes() == IMAGE * 64
+        assert ".part" not in left
+
+    def test_what_slurm_tells_the_script_alone_the_engine_hears_once(self, start) -> None:
+        """As proctrack/cgroup does it, which signals no grandchild."""
+        do = "count=0; trap 'count=$((count + 1))' USR1; trap 'echo heard $count; exit 9' TERM; echo ready; "
+        with start(do + "while :; do sleep 0.05; done") as node:
+            assert node.stdout
+            while node.stdout.readline() != "ready\n":
+                assert node.poll() is None
+            node.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)  # two signals at once may be heard in any order
+            node.send_signal(signal.SIGTERM)
+            assert node.wait(20) == 9
+            assert node.stdout.read() == "heard 1\n"
+
+    @pytest.mark.shellcheck
+    def test_shellcheck(self, root: Path, tmp_path: Path) -> None:
+        site = Site(name="s", about="", stage="/dev/shm")
+        script = render.node_script(made(root, tmp_path, site=site, engine="apptainer", image="/i.sif"))
+        checked = subprocess.run(["shellcheck", "-"], input=script, capture_output=True, text=True, check=False)
+        assert checked.stdout == ""
+
+
+def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
+    binds = (SiteBind(path="/data", why="it is there"), SiteBind(path="/scratch", why="so is that", write=True))
+    site = Site(name="s", about="", engine="pyxis", binds=binds)
+    decided = made(root, Path("/my runs/r1"), site=site, engine="pyxis", image="/images/dray-cuda.sqsh")
+    assert render.srun_options(decided).splitlines() == [
+        "--container-image=/images/dray-cuda.sqsh",
+        "--container-mounts=/my runs/r1:/my runs/r1,/data:/data:ro,/scratch:/scratch",
+        "--container-workdir=/my runs/r1",
+        "--no-container-mount-home",
+        "--no-container-remap-root",
+        "--container-writable",
+    ]
+    script = render.node_script(decided)
+    assert script.index("cd '/my runs/r1'\n") < script.index("\npython3 \\\n  -m \\\n  dray.runner \\\n")
+    assert "apptainer" not in script
+    assert "\nexport TRITON_CACHE_DIR=/tmp/dray-r1/triton\n" in script
+    odd = site.model_copy(update={"binds": (SiteBind(path="/a:b", why=""),)})
+    with pytest.raises(ConfigError, match="Pyxis cannot mount a path with , or :"):
+        render.srun_options(made(root, Path("/r"), site=odd, engine="pyxis", image="/i.sqsh"))
+
+
+@pytest.mark.parametrize(("uid", "keep"), [(1000, True), (0, False)])
+def test_podman_differs_from_docker_in_few_words(root: Path, uid: int, keep: bool) -> None:
+    site = Site(name="s", about="")
+    said = {"scheduler": "local", "image": "dray:cpu", "uid": uid}
+    docker, podman = (
+        render.node_script(made(root, Path("/r"), site=site, engine=engine, **said)).splitlines()
+        for engine in ("docker", "podman")
+    )
+    new = [line for line in podman if line not in docker]
+    assert new == [
+        "DRAY_IMAGE_ID=$(podman image inspect '--format={{.Id}}' dray:cpu | tr --delete ' \\n') || true",
+        "exec podman \\",
+        *(["  --userns=keep-id \\"] if keep else []),
+    ]
+
+
+def test_machines_of_a_hostfile_share_the_host_s_network(root: Path) -> None:
+    site = Site(name="s", about="")
+    decided = made(root, Path("/r"), site=site, engine="docker", scheduler="hosts", image="dray:cpu", nodelist="a,b")
+    lines = render.node_script(decided).splitlines()
+    assert "  --network=host \\" in lines
+    assert not [line for line in lines if "--hostname" in line or "--network-alias" in line]

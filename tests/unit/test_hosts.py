@@ -1,0 +1,98 @@
+"""Hostfiles: which machines there are, and which of them is this one."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from dray.errors import ConfigError
+from dray.runs import hosts
+from dray.runs.write import read_recipe
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    def write(text: str) -> Path:
+        (tmp_path / "my hosts").write_text(text)
+        return tmp_path / "my hosts"
+
+    return write
+
+
+def test_the_form_that_deepspeed_has(file) -> None:
+    found = hosts.read(file("# two boxes\nbox1 slots=8\n\n10.0.0.2   slots=8 # the second\n"))
+    assert (found.names, found.slots) == (("box1", "10.0.0.2"), 8)
+    assert hosts.read(file("a\nb")).slots is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the hostfile names no machine"),
+        ("# nothing\n\n", "the hostfile names no machine"),
+        ("a slots=2\nb slots=4\n", "machines of one run must have the same number of ranks"),
+        ("a slots=2\nb\n", "machines of one run must have the same number of ranks"),
+        ("a\nb\na\n", "a machine is in the hostfile twice"),
+        ("a slots=0\n", "a line of the hostfile is not understood"),
+        ("a slots=x\n", "a line of the hostfile is not understood"),
+        ("a 8\n", "a line of the hostfile is not understood"),
+        ("a slots=8 max=9\n", "a line of the hostfile is not understood"),
+    ],
+)
+def test_hostfiles_that_are_none(file, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        hosts.read(file(text))
+    assert str(refused.value).splitlines()[0] == said
+
+
+def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the hostfile cannot be read"):
+        hosts.read(tmp_path / "gone")
+    (tmp_path / "odd").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="the hostfile cannot be read"):
+        hosts.read(tmp_path / "odd")
+
+
+class TestHere:
+    """This machine's line."""
+
+    def test_by_name_and_by_address(self, file) -> None:
+        name = socket.gethostname()
+        assert hosts.read(file(f"198.51.100.1\n{name}.example.invalid\n")).here() == 1
+        assert hosts.read(file("127.0.0.1\n198.51.100.1\n")).here() == 0
+
+    def test_as_it_is_told(self, file) -> None:
+        found = hosts.read(file("198.51.100.1\n198.51.100.2\n"))
+        assert found.here(1) == 1
+        with pytest.raises(ConfigError, match="there is no such node"):
+            found.here(2)
+
+    def test_not_there_and_there_twice(self, file) -> None:
+        with pytest.raises(ConfigError, match="no line is this machine"):
+            hosts.read(file("198.51.100.1\n198.51.100.2\n")).here()
+        with pytest.raises(ConfigError, match="several lines are this machine"):
+            hosts.read(file("127.0.0.1\n127.0.0.2\n")).here()
+
+
+def test_all_machines_name_the_run_alike(file, root: Path) -> None:
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+    other = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.lr=1e-3"])
+    found = hosts.read(file("a\nb\n"))
+    name = found.run_id(recipe)
+    assert name == hosts.read(file("# the same\na\nb\n")).run_id(recipe)
+    assert len({name, found.run_id(other), hosts.read(file("b\na\n")).run_id(recipe)}) == 3
+    facts = found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0)
+    assert (facts.hosts(), facts.scheduler) == (["a", "b"], "hosts")
+    assert facts.port == found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0).port
+
+
+def test_what_to_type(file, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    shown = hosts.read(file("box1\n10.0.0.2\n")).commands(["dray", "run", "--run", "x"], ["my t.py", "--node"])
+    assert shown.splitlines() == [
+        f"box1      cd '{tmp_path}/a b' && dray run --run x --node 0 -- 'my t.py' --node",
+        f"10.0.0.2  cd '{tmp_path}/a b' && dray run --run x --node 1 -- 'my t.py' --node",
+    ]

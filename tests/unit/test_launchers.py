@@ -1,0 +1,152 @@
+"""Every launcher's whole command line, and recipes that name a launcher or a command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray import launchers
+from dray.errors import ConfigError
+from dray.launchers import Job
+from dray.runs.write import read_recipe
+
+JOB = Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), ranks_per_node=4, port=20017, restarts=0)
+COMMANDS = {
+    "torchrun": """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=static
+        --node-rank {node_rank} --master-addr {master} --master-port=20017 --max-restarts=0 --no-python""",
+    "accelerate": """python3 -m accelerate.commands.launch --config_file '/my runs/r1/accelerate.yaml'
+        --num_machines=2 --num_processes=8 --machine_rank {node_rank} --main_process_ip {master}
+        --main_process_port=20017 --no_python""",
+    "deepspeed": """python3 -m deepspeed.launcher.runner --hostfile '/my runs/r1/hostfile' --no_ssh
+        --node_rank {node_rank} --master_addr {master} --master_port=20017 --no_python --no_local_rank""",
+    "python": "python3 -S -E {ranks} 2 4 {node_rank} {master} 20017",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_whole_command(name: str) -> None:
+    assert list(launchers.argv(name, JOB)) == shlex.split(COMMANDS[name])
+
+
+def test_torchrun_that_starts_ranks_again() -> None:
+    words = launchers.argv("torchrun", Job(**{**JOB.__dict__, "restarts": 3}))
+    assert list(words) == shlex.split(
+        """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d
+        --rdzv-endpoint {endpoint} --rdzv-conf {is_host} --max-restarts=3 --no-python"""
+    )
+
+
+def test_the_files_that_launchers_read() -> None:
+    assert launchers.files("deepspeed", JOB, None) == {"hostfile": "n1 slots=4\nn2 slots=4\n"}
+    assert launchers.files("accelerate", JOB, None) == {"accelerate.yaml": launchers.ACCELERATE}
+    assert launchers.files("accelerate", JOB, "mine: 1\n") == {"accelerate.yaml": "mine: 1\n"}
+    assert launchers.files("torchrun", JOB, None) == launchers.files("python", JOB, None) == {}
+
+
+class TestCommands:
+    """Programs of the user's own."""
+
+    def test_a_command_alone_is_a_recipe(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        recipe = read_recipe(None, ["launcher=python", "nodes=3"], ["My Train.py", "--lr", "1e-4", "a=b"])
+        assert (recipe.name, recipe.launcher, recipe.nodes) == ("my-train", "python", 3)
+        assert recipe.command
+        assert recipe.command.argv == ("My Train.py", "--lr", "1e-4", "a=b")
+        assert recipe.command.folder == str(tmp_path)
+        assert (recipe.batch, recipe.train) == (None, None)
+
+    @pytest.mark.parametrize(("command", "name"), [("./-x.sh", "x"), ("/usr/bin/???", "run"), ("é.py", "run")])
+    def test_any_program_gives_a_name(self, command: str, name: str) -> None:
+        assert read_recipe(None, [], [command]).name == name
+
+    def test_a_recipe_s_command_runs_beside_it(self, tmp_path: Path) -> None:
+        (tmp_path / "r.toml").write_text('name = "r"\n[command]\nargv = ["train.py"]\nfolder = "src"\n')
+        recipe = read_recipe(tmp_path / "r.toml")
+        assert recipe.command
+        assert recipe.command.folder == f"{tmp_path}/src"
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ('name = "r"\n', "missing: expected [batch] and [train], or [command] argv"),
+            ('name = "r"\n[batch]\nglobal_size = 8\n', "missing: expected [train], or [command] argv"),
+            (
+                'name = "r"\n[command]\nargv = ["x"]\n[batch]\nglobal_size = 8\n',
+                "[batch] and [train] are for dray's own trainer, and [command] is in its place",
+            ),
+            ('name = "r"\n[command]\nargv = []\n', "command.argv"),
+            ('name = "r"\n[command]\nargv = ["x"]\nfolder = "/"\n', "command.folder is /, which would hide"),
+            ('name = "r"\nlauncher = "mpirun"\n[command]\nargv = ["x"]\n', 'expected one of "torchrun", "accelerate"'),
+            (
+                'name = "r"\nlauncher = "python"\nrestarts = 1\n[command]\nargv = ["x"]\n',
+                "restarts is torchrun's; no other launcher can start ranks again",
+            ),
+            (
+                'name = "r"\npass_env = ["RANK"]\n[command]\nargv = ["x"]\n',
+                "RANK: the scheduler and the launcher set this",
+            ),
+            (
+                'name = "r"\npass_env = ["A"]\n[env]\nA = "1"\n[command]\nargv = ["x"]\n',
+                "A: in env and in pass_env; one of the two decides its value",
+            ),
+            (
+                'name = "r"\naccelerate = "a.yaml"\n[command]\nargv = ["x"]\n',
+                "accelerate names a file for that launcher, and the launcher is torchrun",
+            ),
+        ],
+    )
+    def test_recipes_that_do_not_fit(self, tmp_path: Path, text: str, said: str) -> None:
+        (tmp_path / "r.toml").write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            read_recipe(tmp_path / "r.toml")
+        assert said in str(refused.value)
+
+    def test_accelerate_s_own_file(self, tmp_path: Path) -> None:
+        (tmp_path / "r.toml").write_text(
+            'name = "r"\nlauncher = "accelerate"\naccelerate = "a.yaml"\n[command]\nargv = ["x"]\n'
+        )
+        with pytest.raises(ConfigError, match="the recipe's accelerate file cannot be read"):
+            read_recipe(tmp_path / "r.toml")
+        (tmp_path / "a.yaml").write_text("mine: 1\n")
+        assert read_recipe(tmp_path / "r.toml").accelerate == "mine: 1\n"
+
+
+class TestWords:
+    """What the command line takes for a recipe, a setting and a command."""
+
+    @staticmethod
+    def plan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dray", "plan", *words], cwd=folder, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(launchers.__file__).parents[1])},
+        )  # fmt: skip
+
+    def test_settings_and_a_command(self, tmp_path: Path) -> None:
+        shown = self.plan(
+            tmp_path, "--launcher", "deepspeed", "ranks_per_node=2", "--", "t.py", "--nodes", "7", "--", "x=1"
+        )
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert f"\n  in  {tmp_path}\n" in shown.stdout
+        assert shown.stdout.rstrip().endswith("--no_python --no_local_rank python3 t.py --nodes 7 -- x=1")
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ((), "there is nothing to run"),
+            (("nodes=2",), "there is nothing to run"),
+            (("nodes=2", "--"), "there is nothing to run"),
+            (("r.toml", "--", "t.py"), "a recipe and a command were given, and each is a run of its own"),
+            (("nodes=two", "--", "t.py"), "the command's recipe has 1 error"),
+            (("--launcher", "mpirun", "--", "t.py"), "the command's recipe has 1 error"),
+            (("gone.toml",), "recipe gone.toml does not exist"),
+        ],
+    )
+    def test_what_cannot_be(self, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+        (tmp_path / "r.toml").touch()
+        refused = self.plan(tmp_path, *words)
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, f"dray: {said}")
