@@ -28,9 +28,14 @@ def main() -> None:
             "nodes": [{"name": "n", "address": "n"}],
             "size": 1,
             "port": 0,
-            "identity": {"node": "N", "nodes": "NS", "name": "NN"},
+            "master": "n",
+            "ranks_per_node": 1,
+            "interfaces": [],
+            "cores": [],
+            "identity": {"node": "N", "nodes": "NS", "name": "NN", "cpus": "NC", "image": "NI"},
         }
-        plan.write_text(json.dumps({"folder": folder, "launcher": ["true"], "command": [], "world": world}))
+        said = {"folder": folder, "launcher": ["true"], "command": ["true"], "where": folder, "world": world}
+        plan.write_text(json.dumps(said))
         commands = {
             "python": [sys.executable, "-c", ""],
             "runner": [sys.executable, "-m", "dray.runner", str(plan)],
@@ -42,7 +47,7 @@ def main() -> None:
         for _ in range(ROUNDS):
             for name, command in commands.items():
                 begun = time.perf_counter()
-                subprocess.run(command, env=env, check=True)  # noqa: S603  our own list
+                subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)  # noqa: S603  our own list
                 seconds[name].append(time.perf_counter() - begun)
     medians = {name: statistics.median(times) * 1000 for name, times in seconds.items()}
     print(f"an empty python           {medians['python']:6.1f} ms")
