@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from dray import batch, binds, environ, launchers
 from dray.errors import ConfigError
 from dray.facts import Engine, Facts
+from dray.spec.image import ACCELERATORS
 from dray.spec.recipe import Recipe
 from dray.spec.site import Site
 
@@ -30,6 +31,9 @@ _SLURM: dict[_Identity, str] = {
     "image": "DRAY_IMAGE_ID",
 }
 _IDENTITY = {"slurm": _SLURM, "local": _LOCAL, "hosts": _LOCAL}
+# By which Slurm says whose GPUs a job has, where nothing else keeps it from the others'. ROCm reads CUDA's name too,
+# and numbers anew what is left: of two such lists the second would name GPUs that are not there.
+_VISIBLE = {"cpu": (), "cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES",)}
 _FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
 
 
@@ -141,6 +145,8 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
         identity=_IDENTITY[facts.scheduler],
     )
     env = environ.resolve(recipe, site, facts, run_id=run)
+    visible = (name for name in _VISIBLE[ACCELERATORS[recipe.image]] if name not in recipe.env)
+    passed = tuple(dict.fromkeys((*recipe.pass_env, *visible)))
     return Plan(
         dray=dray,
         run=run,
@@ -164,8 +170,8 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
         where=recipe.command.folder if recipe.command else str(folder),
         files=launchers.files(recipe.launcher, job, recipe.accelerate),
         env=env,
-        pass_env=recipe.pass_env,
-        left_outside=tuple(sorted(set(facts.environment) - {*recipe.pass_env, *(variable.name for variable in env)}))
+        pass_env=passed,
+        left_outside=tuple(sorted(set(facts.environment) - {*passed, *(variable.name for variable in env)}))
         if facts.engine not in ("bare", "pyxis")
         else (),
         binds=binds.resolve(recipe, site, facts, folder=folder),

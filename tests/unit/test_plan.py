@@ -257,3 +257,12 @@ def test_what_is_passed_is_the_jobs_own_and_nobody_elses(root: Path) -> None:
     assert decided.left_outside == ("NCCL_DEBUG",)
     assert 'if [[ -v HF_TOKEN ]]; then export APPTAINERENV_HF_TOKEN="$HF_TOKEN"; fi\n' in render.node_script(decided)
     assert "  passed        HF_TOKEN HF_HUB_OFFLINE\n  left outside  NCCL_DEBUG\n" in render.text(decided)
+
+
+@pytest.mark.parametrize(("image", "name"), [("cuda12", "CUDA_VISIBLE_DEVICES"), ("rocm", "ROCR_VISIBLE_DEVICES")])
+def test_a_job_sees_the_gpus_that_slurm_gave_it(root: Path, image: str, name: str) -> None:
+    seen = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
+    decided = made(root, f"image={image}", gpus_per_node=2, environment=seen)
+    assert (decided.pass_env, decided.left_outside) == ((name,), tuple(one for one in seen if one != name))
+    assert f'export APPTAINERENV_{name}="${name}"' in render.node_script(decided)
+    assert made(root, f"image={image}", f"env.{name}=1", gpus_per_node=2).pass_env == ()
