@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: P
 
 def test_a_run_inside_an_salloc_and_two_at_once(desk, root: Path, folder: Path) -> None:
     """The ports of two steps of one job must not meet."""
-    start = f"bash {root}/slurm/multinode.sh ranks_per_node=1 -- ddp.py --note"
+    start = f"bash {shlex.quote(str(root))}/slurm/multinode.sh ranks_per_node=1 -- ddp.py --note"
     both = f"{start} one & {start} two & wait %1 && wait %2"
     code, out, err = desk.exec(
         ["salloc", "--quiet", "--nodes=2", "--overcommit", "bash", "-c", both], workdir="/shared/home/my scripts"
@@ -152,8 +153,9 @@ def test_half_of_slurms_variables(sbatch) -> None:
 
 def test_a_node_with_another_image(sbatch, desk, sif: Path) -> None:
     """Each node has a file of that name on its own disk, as after a copy that went wrong on one."""
-    other = f"(head --bytes=48 {sif}; head --bytes=16 /dev/zero; tail --bytes=+65 {sif}) >/tmp/own.sif"
-    for node, script in (("n1", f"cp {sif} /tmp/own.sif"), ("n2", other)):
+    own = shlex.quote(str(sif))
+    other = f"(head --bytes=48 {own}; head --bytes=16 /dev/zero; tail --bytes=+65 {own}) >/tmp/own.sif"
+    for node, script in (("n1", f"cp {own} /tmp/own.sif"), ("n2", other)):
         assert desk.exec(["bash", "-c", script], node=node).code == 0
     try:
         ended = sbatch("--export=ALL,DRAY_IMAGE=/tmp/own.sif", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
