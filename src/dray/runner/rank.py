@@ -27,6 +27,8 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     _take_place()
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Until the handlers are there, a signal waits: it would end the keeper and leave no word of the rank.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     child = os.fork()
     if child == 0:
         _become(command)
@@ -38,6 +40,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
 
     for number in _SIGNALS:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     # Waiting without reaping: until the handlers are off, the child's number must not become another process's.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     for number in _SIGNALS:
@@ -68,6 +71,7 @@ def _take_place() -> None:
 
 def _become(command: list[str]) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     try:
         os.execvp(command[0], command)
     except OSError as error:
