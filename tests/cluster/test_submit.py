@@ -22,15 +22,14 @@ exec {shlex.quote(sys.executable)} -m dray cluster exec -- sbatch "$@"
 """
 
 
-def test_a_submitted_recipe_trains_in_its_folder(desk, root: Path, tmp_path: Path) -> None:
+def submitted(desk, root: Path, tmp_path: Path, *words: str | Path, cwd: Path | None = None) -> tuple[Path, str]:
+    """The run's folder once the job has ended, and the job's number."""
     tool = tmp_path / "sbatch"
     tool.write_text(SBATCH)
     tool.chmod(0o755)
-    runs = desk.shared / "my runs"
-    words = ["--nodes", "2", "--sbatch=--export=NONE", "--runs", runs, "train.steps=4", "train.warmup_steps=0"]
     ended = subprocess.run(
-        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", *words],
-        cwd=root,
+        [sys.executable, "-m", "dray", "submit", "--runs", desk.shared / "my runs", *words],
+        cwd=cwd or root,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARED": str(desk.shared)},
         capture_output=True,
         text=True,
@@ -44,7 +43,22 @@ def test_a_submitted_recipe_trains_in_its_folder(desk, root: Path, tmp_path: Pat
     while not (folder / "result.json").exists():
         assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("job-*.log")]
         time.sleep(0.2)
+    return folder, job
+
+
+def test_a_submitted_recipe_trains_in_its_folder(desk, root: Path, tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--sbatch=--export=NONE", "train.steps=4", "train.warmup_steps=0"]
+    folder, job = submitted(desk, root, tmp_path, "recipes/smoke-cpu.toml", *words)
     result = json.loads((folder / "result.json").read_text())
     assert (result["run"], result["status"], result["hosts"]) == (folder.name, "done", ["n1", "n2"])
     assert f"run folder: {folder}\n" in (folder / f"job-{job}.log").read_text()
     assert json.loads((folder / "plan.json").read_text())["run"] == folder.name
+
+
+def test_a_submitted_command_is_every_rank(desk, root: Path, tmp_path: Path) -> None:
+    asks = "from accelerate import Accelerator; print('of', Accelerator().num_processes)"
+    words = ["--launcher", "accelerate", "nodes=2", "ranks_per_node=2", "--", "python3", "-c", asks]
+    folder, _ = submitted(desk, root, tmp_path, *words)
+    logs = {path.name: path.read_text() for path in (folder / "logs").glob("rank-*.log")}
+    assert logs == {f"rank-{rank}.log": "of 4\n" for rank in range(4)}
+    assert json.loads((folder / "result.json").read_text())["status"] == "done"
