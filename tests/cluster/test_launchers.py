@@ -175,3 +175,39 @@ def test_a_node_without_the_image(sbatch, desk, sif: Path) -> None:
     assert ended.code == 69, ended.output
     cause = ended.result()["cause"]
     assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif is not there\n  wanted: the image")
+
+
+def test_ranks_that_torchrun_starts_again(sbatch, root: Path, folder: Path) -> None:
+    """The other rank is at work when one dies: one that had ended well could not begin anew."""
+    dies_once = (
+        "import os, pathlib, sys, time; rank = os.environ['RANK']; again = pathlib.Path('begun-' + rank).exists(); "
+        "pathlib.Path('begun-' + rank).touch(); print('again', again, flush=True); "
+        "sys.exit(0) if again else sys.exit(5) if rank == '1' else time.sleep(60)"
+    )
+    ended = sbatch(
+        f"{root}/slurm/multinode.sh", "restarts=1", "ranks_per_node=1", "--", "python3", "-c", dies_once,
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    logs = "".join(path.read_text() for path in (ended.folder / "logs").glob("rank-*.log"))
+    assert (logs.count("again False"), logs.count("again True")) == (2, 2)
+    assert list((ended.folder / "failures").iterdir()) == []
+
+
+def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, desk, root: Path, folder: Path) -> None:
+    """Ranks meet at the interface's address, and start from a copy of the image that is gone afterwards."""
+    site = desk.shared / "home" / "my site.toml"
+    site.write_text('name = "mine"\nabout = "a test"\ninterfaces = ["hsn0", "eth0"]\nstage = "/tmp"\n')
+    site.chmod(0o644)
+    show = "import os; print(os.environ['MASTER_ADDR'], os.environ['APPTAINER_CONTAINER'])"
+    ended = sbatch(
+        "--export=ALL,DRAY_SITE=/shared/home/my site.toml", f"{root}/slurm/multinode.sh", "--", "python3", "-c", show,
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    address = desk.exec(["hostname", "-I"], node="n1").out.split()[0]
+    for rank in (0, 1):
+        master, image = (ended.folder / "logs" / f"rank-{rank}.log").read_text().split()
+        assert master == address
+        assert image.startswith("/tmp/dray-images-")
+        assert desk.exec(["bash", "-c", "ls -A /tmp/dray-images-*"], node=f"n{rank + 1}").out == ""

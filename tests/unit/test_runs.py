@@ -56,13 +56,6 @@ def test_a_folder_is_never_shared(tmp_path: Path) -> None:
         create(tmp_path / "file", "r1")
 
 
-def test_the_cause_is_of_the_last_attempt(root: Path, tmp_path: Path) -> None:
-    paths = begun(root, tmp_path)
-    record(paths, "rank-1", 10.0, rank=1, code=5, attempt=0)
-    record(paths, "rank-3", 1000.0, rank=3, code=7, attempt=2)
-    assert finish(paths, code=1).exit_code == 7
-
-
 def test_two_steps_of_one_job_that_begin_in_the_same_second(root: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(writing, "new_id", lambda name, job: f"then-{name}-{job}")
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")

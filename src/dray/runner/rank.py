@@ -25,6 +25,10 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         why = f"the launcher made another world: {found}, the plan has {world_size} ranks"
         return _failed(folder, rank, node, 78, why, log)
     _take_place()
+    # A launcher may have started all ranks again: what this one died of before was no end.
+    record = f"{folder}/failures/rank-{rank}.json"
+    if os.path.exists(record):
+        os.unlink(record)
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # Until the handlers are there, a signal waits: it would end the keeper and leave no word of the rank.
@@ -85,11 +89,8 @@ def _failed(folder: str, rank: str, node: str, code: int, why: str, log: str) ->
     from dray.runner import record  # only a rank that died pays for it  # noqa: PLC0415
 
     number = int(rank) if rank.isdigit() else None
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     name = f"rank-{rank or 'unknown'}"
-    record.write(
-        folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=record.tail(log), attempt=attempt
-    )
+    record.write(folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=record.tail(log))
     return code
 
 

@@ -73,10 +73,7 @@ def _first_cause(paths: RunPaths) -> Cause | None:
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths.failures.glob("*.json")]
     if not records:
         return None
-    # Where a launcher has started ranks again, what they died of before was no end.
-    last = max(record.get("attempt", 0) for record in records)
-    of_last = [record for record in records if record.get("attempt", last) == last]
-    return Cause.model_validate(min(of_last, key=lambda record: record["time"]))
+    return Cause.model_validate(min(records, key=lambda record: record["time"]))
 
 
 def _unrecorded(paths: RunPaths, code: int) -> Cause:
