@@ -20,7 +20,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
-install: .venv/installed ## Install dray and what it trains with into .venv
+install: .venv/host ## Install dray into .venv, to submit, build and plan; it needs no torch
 
 demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks
 	@$(BIN)/dray run recipes/smoke-cpu.toml
@@ -43,7 +43,7 @@ image-%: .venv/host ## Build build/dray-%.sif: cpu, cuda, cuda12 or rocm (BASE=,
 image-%-docker: .venv/host ## Build the Docker image dray:% (likewise)
 	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
-smoke: .venv/installed ## Train in Docker: two containers are two nodes
+smoke: .venv/host ## Train in Docker: two containers are two nodes
 	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker
 
 cluster: .venv/host ## A real two-node Slurm on this machine (NODES=, GPUS_PER_NODE=, BASE=)

@@ -87,7 +87,7 @@ def _launch(scratch: Path, rounds: int) -> None:
 
 def _with_dray(runs: Path, script: Path, launcher: str) -> tuple[list[str], dict[str, str]]:
     recipe = write.read_recipe(None, [f"launcher={launcher}", "ranks_per_node=2"], [str(script)])
-    facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0)
+    facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="generic")
     made = write.write(recipe, facts, runs=runs)
     names = made.world.identity
     me = {names["node"]: "0", names["nodes"]: "1", names["name"]: "node1", names["cpus"]: str(os.cpu_count())}

@@ -93,6 +93,9 @@ def node_script(plan: Plan) -> str:
             f'if [[ -v {name} ]]; then export {engine.prefix}{name}="${name}"; fi'
             for name in (*identity.values(), *plan.pass_env)
         ]
+    if plan.recipe.pass_env:
+        lines += ["", "# A token that is missing says so here, and not as a failed download."]
+        lines += [f"[[ -v {name} ]] || echo 'dray: {name} (pass_env) is not set' >&2" for name in plan.recipe.pass_env]
     if plan.engine in ("docker", "podman"):
         lines += ["", _DEVICES]
     if plan.stage:

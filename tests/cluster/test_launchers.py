@@ -128,6 +128,16 @@ def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: P
         assert desk.exec(["test", "-e", scratch], node=node).code == 1
 
 
+def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path, folder: Path) -> None:
+    ended = sbatch(
+        "--nodes=1", f"{root}/slurm/singlenode.sh", "launcher=python", "ranks_per_node=4", "--", "compiles.py",
+        workdir="/shared/home/my scripts",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    logs = [path.read_text() for path in (ended.folder / "logs").glob("rank-*.log")]
+    assert logs == ["compiled 20\n"] * 4
+
+
 def test_a_run_inside_an_salloc_and_two_at_once(desk, root: Path, folder: Path) -> None:
     """The ports of two steps of one job must not meet."""
     start = f"bash {shlex.quote(str(root))}/slurm/multinode.sh ranks_per_node=1 -- ddp.py --note"

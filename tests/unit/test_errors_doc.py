@@ -161,5 +161,5 @@ def test_all_secrets_of_a_recipe_are_named_and_none_is_shown(root: Path, tmp_pat
     assert err == (
         "dray: recipe my.toml has 1 error\n"
         "  found:  env   HF_TOKEN, WANDB_API_KEY, X: this looks like a secret, and every run folder holds its recipe; "
-        "leave it out\n"
+        "set it where you submit and name it in pass_env\n"
     )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dray import checkout
-from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Words, chosen
+from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.progress import Progress
 from dray.errors import ConfigError
 from dray.images import place
@@ -39,6 +39,7 @@ def run(
     engine: Annotated[
         Engine, typer.Option(help="bare: this Python; docker, podman: a container a node; apptainer: with --hostfile.")
     ] = Engine.bare,
+    site: Site = "generic",
     runs: Runs = None,
     hostfile: Annotated[
         Path | None,
@@ -67,14 +68,17 @@ def run(
             print(machines.commands(again, asked.command), end="")
             return
         only: int | None = machines.here(node)
+        image = _image(engine, settings)
         facts = machines.facts(
-            settings, run=name, engine=engine.value, image=_image(engine, settings), gpus_per_node=gpus_per_node
+            settings, run=name, engine=engine.value, image=image, gpus_per_node=gpus_per_node, site=site
         )
         plan = write.write(settings, facts, runs=folder, name=name)
     else:
         only = None
         image = _image(engine, settings)
-        facts = local.facts(settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node)
+        facts = local.facts(
+            settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site
+        )
         plan = write.write(settings, facts, runs=folder)
     paths = RunPaths(Path(plan.folder))
     with Progress(plan, paths) as progress:

@@ -50,7 +50,7 @@ class Hosts:
         said = f"{self.names} {self.slots} {recipe.model_dump_json()}"
         return f"{recipe.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
-    def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int) -> Facts:
+    def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int, site: str) -> Facts:
         """What these machines are to the plan; it must be the same on each of them."""
         return Facts(
             scheduler="hosts",
@@ -60,6 +60,7 @@ class Hosts:
             port=recipe.port or port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
             engine=engine,
             image=image,
+            site=site,
             uid=os.getuid(),
             gid=os.getgid(),
         )

@@ -20,7 +20,7 @@ from dray.spec.recipe import Recipe
 _GRACE = 10.0  # seconds that the other nodes get to end by themselves once one has failed
 
 
-def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int) -> Facts:
+def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int, site: str) -> Facts:
     """What this machine offers: as many nodes as asked for, all of them here."""
     count = nodes or recipe.nodes
     on_loopback = engine == "bare"
@@ -34,6 +34,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         port=_free_port() if on_loopback else None,  # in a network of its own every port is free
         engine=engine,
         image=image,
+        site=site,
         uid=os.getuid(),
         gid=os.getgid(),
     )

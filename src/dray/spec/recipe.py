@@ -153,7 +153,8 @@ class Recipe(Spec):
         ]
         if secrets:
             raise ValueError(
-                f"{', '.join(secrets)}: this looks like a secret, and every run folder holds its recipe; leave it out"
+                f"{', '.join(secrets)}: this looks like a secret, and every run folder holds its recipe; set it where "
+                "you submit and name it in pass_env"
             )
         _refuse_ours(env)
         return env
