@@ -23,6 +23,7 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
 lib::engine() { # the site's, or what is on this node
   local engine file="$site"
   [[ "$file" == *.toml ]] || file="$DRAY_HOME/slurm/sites/$site.toml"
+  [[ ! -f "$own_sites/$site.toml" ]] || file="$own_sites/$site.toml"
   engine="$(sed -n -E 's/^engine *= *"(.+)".*/\1/p' "$file" 2>/dev/null || true)"
   [[ -z "$engine" ]] || { echo "$engine"; return; }
   for engine in apptainer singularity; do
@@ -68,11 +69,12 @@ lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's 
   local -a places=("$DRAY_HOME") mounts=()
   local place
   [[ ! -f "$site" ]] || places+=("$site")
+  [[ ! -d "$own_sites" ]] || places+=("$own_sites")
   for place in "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
     [[ -z "$place" || "$place/" == "$DRAY_HOME/"* ]] || places+=("$place")
   done
   if [[ "$engine" == pyxis ]]; then
-    DRAY_HOME="$DRAY_HOME" srun --export=ALL --nodes=1 --ntasks=1 --container-image="$image" --no-container-mount-home \
+    DRAY_HOME="$DRAY_HOME" DRAY_SITES="$own_sites" srun --export=ALL --nodes=1 --ntasks=1 --container-image="$image" --no-container-mount-home \
       --container-mounts="$(lib::pyxis_mounts "${places[@]}")" --container-workdir="$where" "$@"
     return
   fi
@@ -80,6 +82,7 @@ lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's 
     mounts+=("$(lib::mount "$place")")
   done
   APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
+    APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites" \
     "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$where" "$image" "$@"
 }
 
@@ -141,7 +144,7 @@ lib::slurm() { # what Slurm hands to a job; half of it would start half a world
 }
 
 lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value ...] [-- COMMAND ...]; options: dray submit
-  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-generic}"
+  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}"
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in
       --run=*) given_run="${1#*=}" ;;
@@ -153,7 +156,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value 
     shift
   done
   lib::slurm
-  local recipe="" engine image run
+  local recipe="" engine image run own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then

@@ -29,6 +29,14 @@ probe::environment() { # names of variables that libraries of this field read; a
     tr '\n' ' ' || true
 }
 
+probe::variables() { # FOLDER...: the job's values of the variables that site files name in paths
+  local name
+  for name in $(grep -rhE --include='*.toml' 'path *= *"' "$@" 2>/dev/null | grep -oE '\$[A-Za-z_][A-Za-z0-9_]*' |
+    tr -d '$' | sort --unique); do
+    [[ ! -v "$name" || "${!name}" == *$'\n'* ]] || printf 'variable.%s=%s\n' "$name" "${!name}"
+  done
+}
+
 probe::main() {
   local -r engine="$1" image="$2" site="$3" salt="${4:-0}"
   # An salloc's own shell has only the second, which may name the kind: a100:4.
@@ -51,9 +59,12 @@ engine=$engine
 image=$image
 image_sha256=$(sed -n 's/.*"sha256": *"\([0-9a-f]*\)".*/\1/p' "$image.json" 2>/dev/null || true)
 site=$site
+cluster=${SLURM_CLUSTER_NAME:-}
+home=${HOME:-}
 uid=$(id -u)
 gid=$(id -g)
 FACTS
+  probe::variables "$(dirname -- "${BASH_SOURCE[0]}")/sites" "${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}" "$site"
 }
 
 probe::main "$@"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -120,3 +121,58 @@ def docker_image() -> str:
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def library() -> Callable[..., Path]:
+    """Writes a small real shared library."""
+    return _library
+
+
+def _library(
+    path: Path,
+    soname: str,
+    *,
+    needed: Sequence[str] = (),
+    wants: Mapping[str, Sequence[str]] | None = None,
+    gives: Sequence[str] = (),
+    runpath: str = "",
+    machine: int = 62,
+) -> Path:
+    """An ELF shared object with one loadable part, where an address is an offset, and no code."""
+    strings = bytearray(b"\0")
+
+    def text(value: str) -> int:
+        strings.extend(value.encode() + b"\0")
+        return len(strings) - len(value.encode()) - 1
+
+    tags = [(1, text(name)) for name in needed] + [(14, text(soname))]
+    tags += [(29, text(runpath))] if runpath else []
+    needs = b""
+    for number, (name, versions) in enumerate((wants or {}).items(), 1):
+        following = (16 + 16 * len(versions)) if number < len(wants or {}) else 0
+        needs += struct.pack("<HHIII", 1, len(versions), text(name), 16, following)
+        for index, version in enumerate(versions, 1):
+            needs += struct.pack("<IHHII", 0, 0, 2, text(version), 16 if index < len(versions) else 0)
+    gives_ = b""
+    for index, version in enumerate(gives, 1):
+        gives_ += struct.pack("<HHHHIII", 1, 0, index, 1, 0, 20, 28 if index < len(gives) else 0)
+        gives_ += struct.pack("<II", text(version), 0)
+    begin = 64 + 2 * 56
+    places = {}
+    data = b""
+    for name, part in (("strings", bytes(strings)), ("needs", needs), ("gives", gives_)):
+        places[name] = begin + len(data)
+        data += part + b"\0" * (-len(part) % 16)
+    tags += [(5, places["strings"])]
+    tags += [(0x6FFFFFFE, places["needs"])] if needs else []
+    tags += [(0x6FFFFFFC, places["gives"])] if gives_ else []
+    dynamic = b"".join(struct.pack("<qQ", *tag) for tag in (*tags, (0, 0)))
+    at, total = begin + len(data), begin + len(data) + len(dynamic)
+    head = b"\x7fELF\x02\x01\x01" + b"\0" * 9
+    head += struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
+    headers = struct.pack("<IIQQQQQQ", 1, 5, 0, 0, 0, total, total, 4096)
+    headers += struct.pack("<IIQQQQQQ", 2, 6, at, at, at, len(dynamic), len(dynamic), 8)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(head + headers + data + dynamic)
+    return path

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from string import Template
 
 from pydantic import BaseModel, ConfigDict
 
+from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.spec.recipe import Recipe
-from dray.spec.site import Site
+from dray.spec.site import Site, SiteBind
 
 
 class Bind(BaseModel):
@@ -21,6 +23,12 @@ class Bind(BaseModel):
     write: bool
     source: str
     why: str
+    required: bool = True
+
+    @property
+    def origin(self) -> str:
+        """Who wants it and why."""
+        return f"{self.source}: {self.why}"
 
 
 def resolve(recipe: Recipe, site: Site, facts: Facts, *, folder: PurePosixPath) -> tuple[Bind, ...]:
@@ -42,4 +50,31 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, folder: PurePosixPath) -> 
     if recipe.data.text != "builtin":
         yield Bind(path=recipe.data.text, write=False, source="recipe data.text", why="the text to train on")
     for wanted in site.binds:
-        yield Bind(path=wanted.path, write=wanted.write, source=f"site {site.name}", why=wanted.why)
+        path = _filled(wanted, site, facts)
+        if path:
+            source = f"site {site.name}" + (f" {wanted.path}" if path != wanted.path else "")
+            yield Bind(path=path, write=wanted.write, source=source, why=wanted.why, required=wanted.required)
+
+
+def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:
+    """The path with the job's variables in it; empty where one is not set and nobody must have it."""
+    if "$" not in wanted.path or facts.login:  # the login node's own variables need not be the job's
+        return wanted.path
+    path = Template(wanted.path).safe_substitute(facts.variables)
+    if not path.startswith("/") or "$" in path:
+        if not wanted.required:
+            return ""
+        raise ConfigError(
+            f"the site wants {wanted.path}, and it is no place in this job",
+            where=f"site {site.name}",
+            found=path if "$" not in path else "a variable that is not set",
+            fix="set it where you submit, or write a site file of your own without it (dray site show)",
+        )
+    if facts.home and f"{facts.home}/".startswith(f"{path.rstrip('/')}/"):
+        raise ConfigError(
+            f"{wanted.path} would bring your home into the container",
+            where=f"site {site.name}",
+            found=path,
+            fix="set the variable to a folder of its own; what lies in a home (~/.local, ~/.cache) breaks images",
+        )
+    return path

@@ -34,7 +34,7 @@ def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_id: str) -> tuple[V
     What pass_env names has the job's value, and is not decided here.
     """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, facts, run_id), _sites(site), _recipes(recipe)):
+    for layer in (_ours(recipe, facts, run_id), _sites(site, facts), _recipes(recipe)):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
@@ -68,8 +68,11 @@ def _ours(recipe: Recipe, facts: Facts, run_id: str) -> Iterator[Variable]:
         yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image has no use for GPUs that the node may have")
 
 
-def _sites(site: Site) -> Iterator[Variable]:
+def _sites(site: Site, facts: Facts) -> Iterator[Variable]:
+    several = "several" if facts.nodes > 1 else "one"
     for setting in site.env:
+        if setting.nodes not in ("any", several):
+            continue
         yield Variable(name=setting.name, value=setting.value, source=f"site {site.name}", why=setting.why)
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dray.errors import ConfigError
 from dray.hostlist import expand
 
+_VARIABLE = "variable."
 Engine = Literal["apptainer", "singularity", "docker", "podman", "pyxis", "bare"]
 
 
@@ -39,8 +40,16 @@ class Facts(BaseModel):
     """The image's file or reference; for bare, the Python that has the training stack."""
     image_sha256: str = ""
     """The image's digest, where its record beside it tells."""
-    site: str = "generic"
-    """The cluster's profile."""
+    site: str = ""
+    """The cluster's profile, by name or file; empty: what Slurm calls the cluster decides."""
+    cluster: str = ""
+    """What Slurm calls this cluster."""
+    login: str = ""
+    """The machine on which nothing but the plan was made, whose name a site file may know."""
+    home: str = ""
+    """The user's home, which no container sees by accident."""
+    variables: dict[str, str] = {}
+    """The job's values of the variables that site files name in paths."""
     hf_home: str | None = None
     """Where the job's HF_HOME is."""
     environment: tuple[str, ...] = ()
@@ -63,15 +72,19 @@ class Facts(BaseModel):
 
 def parse(text: str, *, where: str) -> Facts:
     """Facts from a probe's `key=value` lines. A value runs to the end of its line."""
-    found: dict[str, str | list[str]] = {}
+    found: dict[str, str | list[str] | dict[str, str]] = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         key, separator, value = line.partition("=")
         if not separator:
             raise ConfigError(
                 "a line of the facts is not key=value", where=f"{where}, line {number}", found=ascii(line[:60])
             )
-        if value:
+        if key.startswith(_VARIABLE):
+            variables[key.removeprefix(_VARIABLE)] = value
+        elif value:
             found[key] = value.split() if key == "environment" else value
+    found["variables"] = variables
     try:
         return Facts.model_validate(found)
     except ValidationError as wrong:
@@ -85,5 +98,6 @@ def parse(text: str, *, where: str) -> Facts:
 
 def to_text(facts: Facts) -> str:
     """The `key=value` lines that `parse` reads."""
-    found = {**facts.model_dump(exclude_none=True), "environment": " ".join(facts.environment)}
+    found = {**facts.model_dump(exclude_none=True, exclude={"variables"}), "environment": " ".join(facts.environment)}
+    found |= {f"{_VARIABLE}{name}": value for name, value in facts.variables.items()}
     return "".join(f"{key}={value}\n" for key, value in found.items())

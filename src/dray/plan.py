@@ -11,8 +11,8 @@ from dray import batch, binds, environ, launchers
 from dray.errors import ConfigError
 from dray.facts import Engine, Facts
 from dray.spec.image import ACCELERATORS
-from dray.spec.recipe import Recipe
-from dray.spec.site import Site
+from dray.spec.recipe import Preflight, Recipe
+from dray.spec.site import Fabric, Site
 
 _Identity = Literal["node", "nodes", "name", "cpus", "image"]
 # Which variable tells a node who it is and what it has, by who started it.
@@ -60,6 +60,7 @@ class World(_Model):
     meet_within: int
     cores: tuple[str, ...]
     one_machine: bool
+    shared_folder: bool
     identity: dict[_Identity, str]
 
 
@@ -75,6 +76,9 @@ class Plan(_Model):
     image_sha256: str
     stage: str
     variant: str
+    site: str
+    fabric: Fabric
+    preflight: Preflight | None
     user: str
     world: World
     batch: dict[Literal["global_size", "per_device", "accumulation"], int] | None
@@ -100,7 +104,9 @@ def port_of(job: int) -> int:
     return _FIRST_PORT + job % _PORTS
 
 
-def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosixPath, dray: str) -> Plan:
+def plan(
+    recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosixPath, dray: str, site_why: str = "given"
+) -> Plan:
     """Decide everything, with the reason of every automatic choice."""
     hosts = facts.hosts()
     nodes = tuple(Node(name=host, address=facts.address or host) for host in hosts)
@@ -109,6 +115,7 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
     size = len(nodes) * ranks_per_node
     shares = batch.divide(recipe.batch, world_size=size) if recipe.batch else None
     reasons = {
+        "site": f"{site.name}: {site_why}",
         "nodes": f"{len(nodes)}: "
         + (
             "the scheduler gave them"
@@ -116,9 +123,16 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
             else f"given, though the recipe asks for {recipe.nodes}"
         ),
         "ranks_per_node": ranks_why,
-        "master": f"{nodes[0].name}: the first of {facts.nodelist}",
+        "master": f"{nodes[0].name}: the first of {facts.nodelist}"
+        + (f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""),
         "port": port_why,
-        "cores": "each node shares out its own" if not site.cores else f"site {site.name}, where a job has whole nodes",
+        "preflight": f"all ranks, within {recipe.preflight.within} s"
+        if _preflight(recipe, facts)
+        else f"none (preflight.when is {recipe.preflight.when})",
+        "cores": f"{' '.join(site.cores)}: site {site.name}, where a job has whole nodes"
+        if site.cores
+        else "each node shares out its own",
+        "fabric": site.why.get("fabric", f"site {site.name}"),
     }
     if recipe.batch and shares:
         product = f"{shares.per_device} a device x {shares.accumulation} x {size} ranks"
@@ -142,6 +156,7 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
         meet_within=recipe.meet_within,
         cores=site.cores,
         one_machine=facts.scheduler == "local",
+        shared_folder=facts.scheduler != "hosts",
         identity=_IDENTITY[facts.scheduler],
     )
     env = environ.resolve(recipe, site, facts, run_id=run)
@@ -156,6 +171,9 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
         image_sha256=facts.image_sha256,
         stage=site.stage if facts.engine in ("apptainer", "singularity") else "",
         variant=recipe.image,
+        site=f"site {site.name}",
+        fabric=_fabric(site, facts),
+        preflight=_preflight(recipe, facts),
         user=f"{facts.uid}:{facts.gid}",
         world=world,
         batch={
@@ -178,6 +196,20 @@ def plan(recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosi
         reasons=reasons,
         recipe=recipe,
     )
+
+
+def _fabric(site: Site, facts: Facts) -> Fabric:
+    """Only Apptainer puts the host's files into a container's library path; elsewhere the image must have all."""
+    if site.fabric.strategy == "host" and facts.engine not in ("apptainer", "singularity"):
+        return site.fabric.model_copy(update={"strategy": "none", "libraries": (), "plugin": ""})
+    return site.fabric
+
+
+def _preflight(recipe: Recipe, facts: Facts) -> Preflight | None:
+    """Nodes that are one machine have no wire between them to prove."""
+    several = facts.nodes > 1 and facts.scheduler != "local"
+    wanted = {"always": True, "never": False, "several": several}[recipe.preflight.when]
+    return recipe.preflight if wanted else None
 
 
 def _ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 from dray import engines, environ
-from dray.engines import pyxis, stage
+from dray.engines import places, pyxis, stage
 from dray.engines.docker import DEVICES
 from dray.engines.words import Each, Filled, OnNode, Word
-from dray.errors import EXIT_UNFIT
 from dray.plan import Plan
 from dray.spec.recipe import Recipe
 from dray.spec.site import Site
-
-# The record is what the runner would write, had the container started.
-_NEED = """\
-need() {{ # PLACE WHY RECORD
-  [[ -e "$1" ]] && return
-  local -r node="${{{name}:-$(</proc/sys/kernel/hostname)}}"
-  printf 'dray: %s is not there\\n  wanted: %s\\n  where:  node %s\\n' "$1" "$2" "$node" >&2
-  printf '{{"time": %s, "node": "%s", %s}}\\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${{{node}:-unknown}}.json"
-  exit {code}
-}}
-cd {folder} || exit {code}"""
-
 
 _START = """\
 # What was compiled on this node goes when it has ended.
@@ -76,10 +62,7 @@ def node_script(plan: Plan) -> str:
         lines.append(f"export {engine.prefix}{variable.name}={shlex.quote(variable.value)}")
     identity = plan.world.identity
     if plan.engine not in ("bare", "pyxis"):
-        lines += ["", "# An engine's own words about a missing place are hard to read."]
-        lines += [_NEED.format(**identity, code=EXIT_UNFIT, folder=shlex.quote(plan.folder))]
-        lines += [_need(plan.image, "the image")] if plan.engine in ("apptainer", "singularity") else []
-        lines += [_need(bind.path, f"{bind.source}: {bind.why}") for bind in plan.binds if bind.path != plan.folder]
+        lines += ["", *places.script(plan)]
     if engine.identify:
         known = " ".join(map(_word, engine.identify(plan)))
         lines += ["", "# Which image this node has: the first node holds it against its own."]
@@ -108,17 +91,6 @@ def node_script(plan: Plan) -> str:
     return "\n".join([*lines, "", _START.format(**words, start=start)])
 
 
-def _need(path: str, wanted: str) -> str:
-    record: dict[str, object] = {
-        "rank": None,
-        "code": EXIT_UNFIT,
-        "why": f"{path} is not there\n  wanted: {wanted}",
-        "log": None,
-        "last_lines": [],
-    }
-    return shlex.join(["need", path, wanted, json.dumps(record)[1:-1]])
-
-
 def _comment(text: str) -> str:
     # A site's words may hold a line break, and what follows it would be a command.
     return "# " + " ".join(text.split())
@@ -139,9 +111,11 @@ def srun_options(plan: Plan) -> str:
     return "".join(f"{word}\n" for word in pyxis.srun(plan))
 
 
-def sbatch_options(recipe: Recipe, site: Site) -> list[str]:
+def sbatch_options(recipe: Recipe, site: Site, gpus: int) -> list[str]:
     """What `dray submit` adds to sbatch; a later option of the user's wins over these."""
-    return [f"--job-name={recipe.name}", f"--nodes={recipe.nodes}", "--ntasks-per-node=1", *site.sbatch]
+    asked = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}"}
+    options = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes}", "--ntasks-per-node=1", *site.sbatch]
+    return [*options, asked[site.gpu_option]] if gpus else options
 
 
 def text(plan: Plan) -> str:
@@ -159,6 +133,7 @@ def text(plan: Plan) -> str:
         (
             "world",
             [
+                ("site", plan.reasons["site"]),
                 ("nodes", plan.reasons["nodes"]),
                 ("", " ".join(_named(node.name, node.address) for node in plan.world.nodes)),
                 ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
@@ -166,8 +141,10 @@ def text(plan: Plan) -> str:
                 ("port", plan.reasons["port"]),
                 ("cores", plan.reasons["cores"]),
                 *([("batch", plan.reasons["batch"])] if plan.batch else []),
+                ("preflight", plan.reasons["preflight"]),
             ],
         ),
+        *([("fabric", _fabric(plan))] if plan.fabric.kind != "unknown" else []),
         ("environment", [(v.name, _origin(v.value, v.source, v.why, v.beats)) for v in plan.env]),
         (
             "from where the job was submitted",
@@ -178,7 +155,13 @@ def text(plan: Plan) -> str:
         ),
         (
             "binds",
-            [(b.path, f"{'read-write' if b.write else 'read-only'}, {b.source}: {b.why}") for b in plan.binds]
+            [
+                (
+                    b.path,
+                    f"{'read-write' if b.write else 'read-only'}{'' if b.required else ' if it is there'}, {b.origin}",
+                )
+                for b in plan.binds
+            ]
             if plan.engine != "bare"
             else [("none", "bare runs on the machine itself")],
         ),
@@ -195,6 +178,21 @@ def _start(plan: Plan) -> list[Word]:
 
 def _named(name: str, address: str) -> str:
     return name if name == address else f"{name} ({address})"
+
+
+def _fabric(plan: Plan) -> list[tuple[str, str]]:
+    fabric = plan.fabric
+    whose = {"host": "the host's libraries", "image": "the image's libraries", "none": "nothing is put in"}
+    proof = " or ".join(fabric.transport) or "anything"
+    return [
+        ("kind", f"{fabric.kind}, {whose[fabric.strategy]}: {' '.join(plan.reasons['fabric'].split())}"),
+        *(("library", pattern) for pattern in fabric.libraries),
+        *([("plugin", fabric.plugin)] if fabric.plugin else []),
+        (
+            "proof",
+            f"ranks of several nodes must use {proof}" + (f", at {fabric.floor} GB/s or more" if fabric.floor else ""),
+        ),
+    ]
 
 
 def _origin(value: str, source: str, why: str, beats: tuple[str, ...]) -> str:

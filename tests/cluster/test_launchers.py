@@ -12,7 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
+QUICK = "preflight.when=never"
+SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1", QUICK)
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -62,7 +63,8 @@ def wrote(folder: Path, name: str) -> dict[str, Any]:
 def test_a_script_for_torchrun(sbatch, root: Path, folder: Path, launcher: str) -> None:
     hostile = """a b'"$(touch pwned);`touch pwned`\\*"""
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", f"launcher={launcher}", "ranks_per_node=2", "--", "ddp.py", "--note", hostile,
+        f"{root}/slurm/multinode.sh", QUICK, f"launcher={launcher}", "ranks_per_node=2",
+        "--", "ddp.py", "--note", hostile,
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
@@ -75,7 +77,7 @@ def test_a_script_for_torchrun(sbatch, root: Path, folder: Path, launcher: str) 
 
 def test_a_script_for_accelerate(sbatch, root: Path, folder: Path) -> None:
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", "launcher=accelerate", "ranks_per_node=2", "--", "accelerated.py",
+        f"{root}/slurm/multinode.sh", QUICK, "launcher=accelerate", "ranks_per_node=2", "--", "accelerated.py",
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
@@ -86,7 +88,7 @@ def test_a_script_for_accelerate(sbatch, root: Path, folder: Path) -> None:
 
 def test_a_script_for_deepspeed(sbatch, root: Path, folder: Path) -> None:
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", "launcher=deepspeed", "ranks_per_node=2", "--", "zero.py",
+        f"{root}/slurm/multinode.sh", QUICK, "launcher=deepspeed", "ranks_per_node=2", "--", "zero.py",
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
@@ -96,7 +98,7 @@ def test_a_script_for_deepspeed(sbatch, root: Path, folder: Path) -> None:
 
 
 def test_a_script_that_is_not_there(sbatch, root: Path, folder: Path) -> None:
-    ended = sbatch(f"{root}/slurm/multinode.sh", "--", "gone.py", workdir="/shared/home/my scripts")
+    ended = sbatch(f"{root}/slurm/multinode.sh", QUICK, "--", "gone.py", workdir="/shared/home/my scripts")
     assert ended.code == 78, ended.output
     cause = ended.result()["cause"]
     assert cause["why"].splitlines()[:2] == [
@@ -110,7 +112,7 @@ def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder
     """Its own exit code is the job's, whatever the launcher makes of it."""
     dies = "import os, sys, time; sys.exit(41) if os.environ['RANK'] == '3' else time.sleep(60)"
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", f"launcher={launcher}", "ranks_per_node=2", "--", "python3", "-c", dies,
+        f"{root}/slurm/multinode.sh", QUICK, f"launcher={launcher}", "ranks_per_node=2", "--", "python3", "-c", dies,
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 41, ended.output
@@ -120,7 +122,9 @@ def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder
 
 def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: Path) -> None:
     writes = "import os; os.makedirs(os.environ['TRITON_CACHE_DIR']); print(os.environ['TRITON_CACHE_DIR'])"
-    ended = sbatch(f"{root}/slurm/multinode.sh", "--", "python3", "-c", writes, workdir="/shared/home/my scripts")
+    ended = sbatch(
+        f"{root}/slurm/multinode.sh", QUICK, "--", "python3", "-c", writes, workdir="/shared/home/my scripts"
+    )
     assert ended.code == 0, ended.output
     scratch = (ended.folder / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")
     assert scratch.startswith("/tmp/dray-")
@@ -140,7 +144,7 @@ def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path,
 
 def test_a_run_inside_an_salloc_and_two_at_once(desk, root: Path, folder: Path) -> None:
     """The ports of two steps of one job must not meet."""
-    start = f"bash {shlex.quote(str(root))}/slurm/multinode.sh ranks_per_node=1 -- ddp.py --note"
+    start = f"bash {shlex.quote(str(root))}/slurm/multinode.sh {QUICK} ranks_per_node=1 -- ddp.py --note"
     both = f"{start} one & {start} two & wait %1 && wait %2"
     code, out, err = desk.exec(
         ["salloc", "--quiet", "--nodes=2", "--overcommit", "bash", "-c", both], workdir="/shared/home/my scripts"
@@ -195,7 +199,7 @@ def test_ranks_that_torchrun_starts_again(sbatch, root: Path, folder: Path) -> N
         "sys.exit(0) if again else sys.exit(5) if rank == '1' else time.sleep(60)"
     )
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", "restarts=1", "ranks_per_node=1", "--", "python3", "-c", dies_once,
+        f"{root}/slurm/multinode.sh", QUICK, "restarts=1", "ranks_per_node=1", "--", "python3", "-c", dies_once,
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
@@ -211,8 +215,8 @@ def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, desk, root: Path, fo
     site.chmod(0o644)
     show = "import os; print(os.environ['MASTER_ADDR'], os.environ['APPTAINER_CONTAINER'])"
     ended = sbatch(
-        "--export=ALL,DRAY_SITE=/shared/home/my site.toml", f"{root}/slurm/multinode.sh", "--", "python3", "-c", show,
-        workdir="/shared/home/my scripts",
+        "--export=ALL,DRAY_SITE=/shared/home/my site.toml", f"{root}/slurm/multinode.sh", QUICK,
+        "--", "python3", "-c", show, workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
     address = desk.exec(["hostname", "-I"], node="n1").out.split()[0]

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml")
+RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.when=never")
 
 
 def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:

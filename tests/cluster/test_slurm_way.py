@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
+SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1", "preflight.when=never")
 
 
 def test_the_smoke_recipe_trains_on_two_nodes(full_run) -> None:

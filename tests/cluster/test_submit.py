@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cluster
 
 # This machine is no login node of the cluster: the command is handed on to one, and the folder belongs to the user
 # there, as it does where one user submits and runs.
+SHORT = ("train.steps=4", "train.warmup_steps=0", "preflight.when=never")
 SBATCH = f"""#!/bin/bash
 [ "$(id -u)" != 0 ] || chown -R "$(stat -c %u:%g "$SHARED/home")" "$SHARED/my runs"
 exec {shlex.quote(sys.executable)} -m dray cluster exec -- sbatch "$@"
@@ -47,7 +48,7 @@ def submitted(desk, root: Path, tmp_path: Path, *words: str | Path, cwd: Path | 
 
 
 def test_a_submitted_recipe_trains_in_its_folder(desk, root: Path, tmp_path: Path) -> None:
-    words = ["--nodes", "2", "--sbatch=--export=NONE", "train.steps=4", "train.warmup_steps=0"]
+    words = ["--nodes", "2", "--sbatch=--export=NONE", *SHORT]
     folder, job = submitted(desk, root, tmp_path, "recipes/smoke-cpu.toml", *words)
     result = json.loads((folder / "result.json").read_text())
     assert (result["run"], result["status"], result["hosts"]) == (folder.name, "done", ["n1", "n2"])
@@ -57,7 +58,17 @@ def test_a_submitted_recipe_trains_in_its_folder(desk, root: Path, tmp_path: Pat
 
 def test_a_submitted_command_is_every_rank(desk, root: Path, tmp_path: Path) -> None:
     asks = "from accelerate import Accelerator; print('of', Accelerator().num_processes)"
-    words = ["--launcher", "accelerate", "nodes=2", "ranks_per_node=2", "--", "python3", "-c", asks]
+    words = [
+        "--launcher",
+        "accelerate",
+        "nodes=2",
+        "ranks_per_node=2",
+        "preflight.when=never",
+        "--",
+        "python3",
+        "-c",
+        asks,
+    ]
     folder, _ = submitted(desk, root, tmp_path, *words)
     logs = {path.name: path.read_text() for path in (folder / "logs").glob("rank-*.log")}
     assert logs == {f"rank-{rank}.log": "of 4\n" for rank in range(4)}

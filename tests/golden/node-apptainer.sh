@@ -30,16 +30,38 @@ export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
 export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-r1/triton
 
 # An engine's own words about a missing place are hard to read.
-need() { # PLACE WHY RECORD
-  [[ -e "$1" ]] && return
+unfit() { # PLACE WANTED RECORD
   local -r node="${SLURMD_NODENAME:-$(</proc/sys/kernel/hostname)}"
   printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$node" >&2
   printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${SLURM_NODEID:-unknown}.json"
   exit 69
 }
+need() { # PLACE WANTED RECORD
+  [[ -e "$1" ]] || unfit "$@"
+}
 cd '/shared/my work/runs/r1' || exit 69
 need '/shared/my work/build/dray-cpu.sif' 'the image' '"rank": null, "code": 69, "why": "/shared/my work/build/dray-cpu.sif is not there\n  wanted: the image", "log": null, "last_lines": []'
+binds=()
+bind() { # PLACE ro|rw: also where a link leads to, since programs ask for a file's real path
+  local place real
+  real="$(realpath -- "$1"; echo .)" # the dot keeps what a line break at the end would lose
+  for place in "$1" "${real%$'\n.'}"; do
+    binds+=("$place"$'\t'"$2")
+  done
+}
+bind '/shared/my work/runs/r1' rw
 need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
+bind /scratch rw
+# A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
+mounts=() last=""
+while IFS= read -r -d '' entry; do
+  place="${entry%$'\t'*}" quoted="${entry%$'\t'*}" mode=""
+  quoted="${quoted//\"/\"\"}"
+  [[ "$entry" == *$'\t'rw ]] || mode=,ro
+  [[ "$place" != "$last" ]] || unset 'mounts[-1]'
+  mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
+  last="$place"
+done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 
 # Which image this node has: the first node holds it against its own.
 DRAY_IMAGE_ID=$(od --address-radix=n --format=x1 --skip-bytes=48 --read-bytes=16 '/shared/my work/build/dray-cpu.sif' | tr --delete ' \n') || true
@@ -63,8 +85,7 @@ apptainer \
   --cleanenv \
   --no-eval \
   --no-mount=home,cwd \
-  '--mount=type=bind,src=/shared/my work/runs/r1,dst=/shared/my work/runs/r1' \
-  --mount=type=bind,src=/scratch,dst=/scratch \
+  "${mounts[@]}" \
   '--pwd=/shared/my work/runs/r1' \
   '/shared/my work/build/dray-cpu.sif' \
   python3 \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 import signal
@@ -17,7 +18,7 @@ from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.plan import Plan, plan
 from dray.runs.write import read_recipe
-from dray.spec.site import Site, SiteBind
+from dray.spec.site import Fabric, Site, SiteBind
 
 IMAGE = bytes(range(256)) * 8
 
@@ -185,3 +186,108 @@ def test_machines_of_a_hostfile_share_the_host_s_network(root: Path) -> None:
     lines = render.node_script(decided).splitlines()
     assert "  --network=host \\" in lines
     assert not [line for line in lines if "--hostname" in line or "--network-alias" in line]
+
+
+class TestPlaces:
+    """The real script and the real bash; Apptainer is a stand-in that tells what it was to see of the host."""
+
+    @pytest.fixture
+    def node(self, root: Path, tmp_path: Path):
+        for name in ("run/failures", "bin", "real/data", "dev"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "i.sif").write_bytes(IMAGE)
+        tool = tmp_path / "bin" / "apptainer"
+        tool.write_text(
+            "#!/bin/bash\n"
+            'for word; do [[ "$word" != --mount=* ]] || printf "%s\\n" "${word#--mount=type=bind,}"; done\n'
+            'printf "libs %s\\nplugin %s\\n" "${APPTAINER_CONTAINLIBS:-}" "${APPTAINERENV_NCCL_NET_PLUGIN:-}"\n'
+        )
+        tool.chmod(0o755)
+
+        def run(*binds: SiteBind, fabric: Fabric | None = None) -> tuple[int, list[str], str]:
+            site = Site(name="s", about="", binds=binds, fabric=fabric or Fabric())
+            decided = made(root, tmp_path / "run", site=site, engine="apptainer", image=str(tmp_path / "i.sif"))
+            ended = subprocess.run(
+                ["bash", "-c", render.node_script(decided)],
+                env={"PATH": f"{tool.parent}:/usr/bin:/bin", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            return ended.returncode, ended.stdout.splitlines(), ended.stderr
+
+        return run
+
+    @staticmethod
+    def line(path: Path, mode: str = "") -> str:
+        return f'"src={path}","dst={path}"{mode}'
+
+    def test_a_links_target_is_seen_as_well(self, node, tmp_path: Path) -> None:
+        (tmp_path / "scratch").symlink_to("real")
+        code, out, _ = node(SiteBind(path=f"{tmp_path}/scratch/data", why="w", write=True))
+        assert code == 0
+        assert out[:-2] == [
+            self.line(tmp_path / "real/data"), self.line(tmp_path / "run"), self.line(tmp_path / "scratch/data"),
+        ]  # fmt: skip
+
+    def test_a_folder_comes_before_what_lies_in_it_and_who_writes_decides(self, node, tmp_path: Path) -> None:
+        """Else the site's folder, read-only, would hide the run's."""
+        (tmp_path / "link").symlink_to("real/data")
+        code, out, _ = node(
+            SiteBind(path=str(tmp_path), why="w"),
+            SiteBind(path=f"{tmp_path}/real/data", why="w", write=True),
+            SiteBind(path=f"{tmp_path}/link", why="w"),
+        )
+        assert code == 0
+        assert out[:-2] == [
+            self.line(tmp_path, ",ro"), self.line(tmp_path / "link", ",ro"), self.line(tmp_path / "real/data"),
+            self.line(tmp_path / "run"),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("name", ["a b:c", "d,e", "it's", "f\\g", "é", "[z]*", "tab\tin it"])
+    def test_any_name_arrives(self, node, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).mkdir()
+        code, out, err = node(SiteBind(path=f"{tmp_path}/{name}", why="w"))
+        assert code == 0, err
+        assert self.line(tmp_path / name, ",ro") in out
+
+    def test_what_is_not_required_is_left_out(self, node, tmp_path: Path) -> None:
+        code, out, _ = node(SiteBind(path=f"{tmp_path}/flash", why="w", required=False))
+        assert (code, out[:-2]) == (0, [self.line(tmp_path / "run")])
+
+    def test_what_is_required_stops_the_node(self, node, tmp_path: Path) -> None:
+        code, out, err = node(SiteBind(path=f"{tmp_path}/flash", why="fast data"))
+        assert (code, out) == (69, [])
+        assert err == f"dray: {tmp_path}/flash is not there\n  wanted: site s: fast data\n  where:  node n1\n"
+        record = json.loads((tmp_path / "run/failures/node-0.json").read_text())
+        assert (record["node"], record["code"]) == ("n1", 69)
+
+    def test_the_newest_library_that_matches_goes_in(self, node, tmp_path: Path) -> None:
+        for version in ("1.9.0", "1.22.0", "1.15.2.0"):
+            (tmp_path / "cray" / version).mkdir(parents=True)
+            (tmp_path / "cray" / version / "libfabric.so.1").touch()
+        (tmp_path / "libcxi.so.1").touch()
+        (tmp_path / "librccl-net.so").touch()
+        fabric = Fabric(
+            strategy="host",
+            libraries=(f"{tmp_path}/cray/*/libfabric.so.1", f"{tmp_path}/libcxi.so.1"),
+            plugin=f"{tmp_path}/librccl-*.so",
+        )
+        code, out, err = node(fabric=fabric)
+        assert code == 0, err
+        assert out[-2:] == [
+            f"libs {tmp_path}/cray/1.22.0/libfabric.so.1,{tmp_path}/libcxi.so.1",
+            f"plugin {tmp_path}/librccl-net.so",
+        ]
+        assert self.line(tmp_path / "librccl-net.so", ",ro") in out
+
+    def test_a_part_of_the_fabric_that_is_missing_stops_the_node(self, node, tmp_path: Path) -> None:
+        code, out, err = node(fabric=Fabric(strategy="host", plugin=f"{tmp_path}/lib/librccl-net*.so"))
+        assert (code, out) == (69, [])
+        assert err.splitlines()[0] == f"dray: {tmp_path}/lib/librccl-net*.so is not there"
+        assert "fall back to TCP" in err
+
+
+def test_docker_has_no_library_folder_to_put_the_hosts_into(root: Path) -> None:
+    fabric = Fabric(strategy="host", libraries=("/usr/lib64/libcxi.so.1",), transport=("cxi",))
+    site = Site(name="s", about="", fabric=fabric)
+    decided = made(root, Path("/r"), site=site, engine="docker", image="dray:cpu")
+    assert decided.fabric == Fabric(transport=("cxi",))

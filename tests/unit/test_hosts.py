@@ -83,9 +83,9 @@ def test_all_machines_name_the_run_alike(file, root: Path) -> None:
     name = found.run_id(recipe)
     assert name == hosts.read(file("# the same\na\nb\n")).run_id(recipe)
     assert len({name, found.run_id(other), hosts.read(file("b\na\n")).run_id(recipe)}) == 3
-    facts = found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="s")
-    assert (facts.hosts(), facts.scheduler, facts.site) == (["a", "b"], "hosts", "s")
-    assert facts.port == found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="s").port
+    facts = found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi")
+    assert (facts.hosts(), facts.scheduler, facts.site) == (["a", "b"], "hosts", "lumi")
+    assert facts.port == found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi").port
 
 
 def test_what_to_type(file, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

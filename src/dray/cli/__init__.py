@@ -26,10 +26,10 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("plan", "run", "submit", "finish")
+_VERBS = ("plan", "run", "submit", "finish", "doctor")
 # These may end in -- and a command, whose words are nobody else's.
-_START = ("plan", "run", "submit")
-_GROUPS = ("recipe", "image", "cluster")
+_START = ("plan", "run", "submit", "env")
+_GROUPS = ("recipe", "image", "cluster", "site", "env")
 
 
 def _register(named: str | None) -> None:

@@ -26,7 +26,10 @@ Overrides = Annotated[
 ]
 Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes, in place of the recipe's.")]
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node, a rank for each.")]
-Site = Annotated[str, typer.Option(envvar="DRAY_SITE", help="A site under slurm/sites, or a site file.")]
+Site = Annotated[
+    str,
+    typer.Option(envvar="DRAY_SITE", help="A site's name or file; else the one whose file names this cluster."),
+]
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import enum
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dray import checkout, facts, render
+from dray import checkout, facts, lint, render, sites
 from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.images import place
+from dray.runs import submit as queue
 from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 from dray.spec.recipe import Recipe
@@ -41,7 +43,7 @@ def plan(
     form: Annotated[
         Format, typer.Option("--format", help="text to read, json (plan.json), bash (node.sh).")
     ] = Format.text,
-    site: Site = "generic",
+    site: Site = "",
     runs: Runs = None,
     save: Annotated[
         bool, typer.Option("--write", help="Make the run folder and print its path instead of the plan.")
@@ -51,7 +53,7 @@ def plan(
     """Print exactly what would run, and who set what. Starts nothing."""
     settings = chosen(words, launcher, context).recipe()
     seen = _read(facts_file) if facts_file else assumed(settings, nodes, gpus_per_node, site)
-    if facts_file and (nodes or gpus_per_node or site not in ("generic", seen.site)):
+    if facts_file and (nodes or gpus_per_node or site not in ("", seen.site)):
         raise ConfigError(
             "the facts already say which nodes, GPUs and site there are",
             where=facts_file,
@@ -60,7 +62,9 @@ def plan(
         )
     folder = (runs or default_runs()).absolute()
     if save:
-        print(write.write(settings, seen, runs=folder, run=run).folder)
+        written = write.write(settings, seen, runs=folder, run=run)
+        print(lint.aloud(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
+        print(written.folder)
         return
     name = new_id(settings.name, job=seen.job)
     decided = write.decide(settings, seen, run=name, folder=folder / name)
@@ -87,7 +91,7 @@ def _read(name: str) -> Facts:
 def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
     """A Slurm cluster that gives what is asked for, when nothing was probed."""
     count = nodes or recipe.nodes
-    return Facts(
+    seen = Facts(
         scheduler="slurm",
         nodelist=f"node[1-{count}]" if count > 1 else "node1",
         nodes=count,
@@ -95,4 +99,9 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         engine="apptainer",
         image=str(place.to_run(checkout.root(), recipe.image)),
         site=site,
+        cluster=queue.cluster(),
+        login=socket.gethostname(),
     )
+    if gpus or recipe.image == "cpu":
+        return seen
+    return seen.model_copy(update={"gpus_per_node": sites.choose(seen)[0].gpus_per_node})

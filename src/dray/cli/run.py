@@ -39,7 +39,7 @@ def run(
     engine: Annotated[
         Engine, typer.Option(help="bare: this Python; docker, podman: a container a node; apptainer: with --hostfile.")
     ] = Engine.bare,
-    site: Site = "generic",
+    site: Site = "",
     runs: Runs = None,
     hostfile: Annotated[
         Path | None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dray import checkout, render
+from dray import checkout, lint, render, sites
 from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.plan import ASSUMED, assumed
 from dray.errors import ConfigError
@@ -16,7 +18,6 @@ from dray.images import place
 from dray.runs import submit as queue
 from dray.runs import write
 from dray.runs.paths import default_runs, new_id
-from dray.spec.site import find
 
 
 def submit(
@@ -25,7 +26,7 @@ def submit(
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
-    site: Site = "generic",
+    site: Site = "",
     runs: Runs = None,
     sbatch: Annotated[
         list[str] | None,
@@ -46,11 +47,11 @@ def submit(
     settings = asked.recipe()
     facts = assumed(settings, nodes, gpus_per_node, site)
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
+    chosen_site, _ = sites.choose(facts)
     plan = write.decide(settings, facts, run=folder.name, folder=folder)
     options = [
-        *render.sbatch_options(settings, find(site)),
+        *render.sbatch_options(settings, chosen_site, facts.gpus_per_node),
         *([f"--nodes={nodes}"] if nodes else []),
-        *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
         *(sbatch or []),
     ]
     argv = queue.sbatch(
@@ -58,10 +59,11 @@ def submit(
         options=options,
         folder=folder,
         image=place.required(checkout.root(), settings.image, settings.image_digest).absolute(),
-        site=site,
+        site=site or chosen_site.name,
         words=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
         command=asked.command,
     )
+    print(lint.aloud(plan, os.environ), end="", file=sys.stderr)
     if dry_run:
         print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}", end="")
         return

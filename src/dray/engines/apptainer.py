@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dray.binds import Bind
 from dray.engines import stage
-from dray.engines.words import Filled, Word, csv_line
+from dray.engines.places import MOUNTS
+from dray.engines.words import Each, Filled, Word
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
 
@@ -23,7 +23,7 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         "--no-eval",  # else a $(...) in a variable's value is run
         "--no-mount=home,cwd",
         *_GPU[ACCELERATORS[plan.variant]],
-        *(f"--mount={_mount(bind)}" for bind in plan.binds),
+        Each(MOUNTS),
         f"--pwd={plan.where}",
         Filled(stage.IMAGE) if plan.stage else plan.image,
         *inner,
@@ -33,9 +33,3 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
 def identify(plan: Plan) -> list[Word]:
     """The id in the SIF's header, which dray makes of the image's content: reading it all would take seconds."""
     return ["od", "--address-radix=n", "--format=x1", "--skip-bytes=48", "--read-bytes=16", plan.image]
-
-
-def _mount(bind: Bind) -> str:
-    # --mount and not --bind: a colon or a comma in a path would end the path there.
-    fields = ["type=bind", f"src={bind.path}", f"dst={bind.path}"]
-    return csv_line(fields if bind.write else [*fields, "ro"])

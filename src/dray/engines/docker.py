@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dray.binds import Bind
-from dray.engines.words import Each, OnNode, Word, csv_line
+from dray.engines.places import MOUNTS
+from dray.engines.words import Each, OnNode, Word
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
 
@@ -43,7 +43,7 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         Each(DEVICES),  # Apptainer sees the host's; here each must be named
         *_GPU[plan.engine][ACCELERATORS[plan.variant]],
         *(f"--env={name}" for name in (*(v.name for v in plan.env), *plan.world.identity.values(), *plan.pass_env)),
-        *(f"--mount={_mount(bind)}" for bind in plan.binds),
+        Each(MOUNTS),
         f"--workdir={plan.where}",
         plan.image,
         *inner,
@@ -53,8 +53,3 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
 def identify(plan: Plan) -> list[Word]:
     """The program that prints which image this node has."""
     return [plan.engine, "image", "inspect", "--format={{.Id}}", plan.image]
-
-
-def _mount(bind: Bind) -> str:
-    fields = ["type=bind", f"src={bind.path}", f"dst={bind.path}"]
-    return csv_line(fields if bind.write else [*fields, "readonly"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -31,10 +28,3 @@ class Filled:
 
 
 Word = str | OnNode | Each | Filled
-
-
-def csv_line(fields: Sequence[str]) -> str:
-    """Mount options: one line of CSV in every engine, quoted where a path holds a comma or a quote."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(fields)
-    return line.getvalue()

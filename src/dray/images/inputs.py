@@ -102,7 +102,7 @@ def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path,
     for path in _locks(checkout, image):
         shutil.copy2(path, folder)
     shutil.copy2(source / f"dray-{image.variant}.def", folder / "dray.def")
-    environment = _environment(containers / "environment") | image.environment
+    environment = environment_of(checkout, image)
     (folder / "environment").write_text(_assign(environment))
     (folder / "labels").write_text("".join(f"{key} {value}\n" for key, value in image.labels.items()))
     (folder / "Containerfile").write_text(
@@ -143,9 +143,10 @@ def _locks(checkout: Path, image: Image) -> list[Path]:
     return [path for path in (source / "requirements.lock", source / "build.lock") if path.exists()]
 
 
-def _environment(file: Path) -> dict[str, str]:
-    lines = (line for line in file.read_text().splitlines() if line and not line.startswith("#"))
-    return dict(line.split("=", 1) for line in lines)
+def environment_of(checkout: Path, image: Image) -> dict[str, str]:
+    """What processes in the image find in their environment."""
+    lines = (checkout / "containers" / "environment").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#")) | image.environment
 
 
 def _assign(values: Mapping[str, str]) -> str:

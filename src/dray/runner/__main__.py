@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dray.runner import cores, locks, meeting, node, record
+from dray.runner import cores, locks, meeting, node, preflight, record
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -25,13 +25,15 @@ def main(path: str) -> int:
         me = node.index(world, os.environ)
         node.require(plan)
         master = meeting.meet(world, me, digest(plan))
+        placement = {**os.environ, **placed(world, os.environ)}
+        preflight.check(plan, me, master, placement)
     except record.Refusal as refusal:
         print(refusal, file=sys.stderr)
         return refusal.code if refusal.recorded else _failed(plan, number, refusal.code, str(refusal))
     locks.clear(os.environ.get("TORCH_EXTENSIONS_DIR", ""))
     command = argv(plan, me, master)
     try:
-        os.execvpe(command[0], command, {**os.environ, **placed(world, os.environ)})
+        os.execvpe(command[0], command, placement)
     except OSError as error:
         why = f"the launcher cannot start: {command[0]}: {error.strerror}"
         print(why, file=sys.stderr)

@@ -44,6 +44,7 @@ class Result(BaseModel):
     tokens_per_s: float | None = None
     train_seconds: float | None = None
     sample: str | None = None
+    preflight: str | None = None
     cause: Cause | None = None
 
 
@@ -61,12 +62,24 @@ def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
         world_size=plan.world.size,
         hosts=[node.name for node in plan.world.nodes],
         cause=cause,
+        preflight=_preflight(paths),
         **_figures(paths.metrics),
     )
     part = paths.result.with_suffix(".part")
     part.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     part.replace(paths.result)
     return result
+
+
+def _preflight(paths: RunPaths) -> str | None:
+    """What the nodes proved before the launch, in a line."""
+    report = paths.preflight / "report.json"
+    if not report.exists():
+        return None
+    said = json.loads(report.read_text(encoding="utf-8"))
+    wires = " and ".join(sorted({rank["wire"] for rank in said["ranks"]}))
+    best = max((row["bus_gb_s"] for row in said["sweep"]), default=0.0)
+    return f"{wires}, {best:.2f} GB/s of bus bandwidth, in {sum(said['seconds'].values()):.1f} s"
 
 
 def _first_cause(paths: RunPaths) -> Cause | None:
@@ -115,7 +128,8 @@ def summary(result: Result, paths: RunPaths) -> str:
             figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
         where = f"{result.world_size} ranks on {' '.join(result.hosts)}"
         head = ", ".join(["done: " + (f"{result.steps} steps" if result.steps else "exit code 0"), *figures, where])
-        sample = [f"sample: {result.sample}"] if result.sample else []
+        sample = [f"preflight: {result.preflight}"] if result.preflight else []
+        sample += [f"sample: {result.sample}"] if result.sample else []
         return "\n".join([head, *sample, f"run folder: {paths.folder}"])
     cause = result.cause
     if cause is None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dray import sites
 from dray.errors import ConfigError
 from dray.facts import Engine, Facts
 from dray.plan import port_of
@@ -61,6 +62,8 @@ class Hosts:
             engine=engine,
             image=image,
             site=site,
+            home=os.environ.get("HOME", ""),
+            variables=sites.variables(site),
             uid=os.getuid(),
             gid=os.getgid(),
         )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from dray import process
+from dray import process, sites
 from dray.environ import scratch
 from dray.facts import Engine, Facts
 from dray.plan import Plan
@@ -35,6 +35,8 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         engine=engine,
         image=image,
         site=site,
+        home=os.environ.get("HOME", ""),
+        variables=sites.variables(site),
         uid=os.getuid(),
         gid=os.getgid(),
     )

@@ -21,6 +21,7 @@ class RunPaths:
         self.facts = folder / "facts.txt"
         self.logs = folder / "logs"
         self.failures = folder / "failures"
+        self.preflight = folder / "preflight"
         self.metrics = folder / "metrics.jsonl"
         self.checkpoints = folder / "checkpoints"
         self.result = folder / "result.json"
@@ -44,6 +45,7 @@ class RunPaths:
             self.facts,
             self.logs,
             self.failures,
+            self.preflight,
             self.metrics,
             self.result,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +27,15 @@ def sbatch(
     decided = [f"--run={folder}", f"--image={image}", f"--site={site}"]
     said = [*words, *(["--", *command] if command else [])]
     return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *said]
+
+
+def cluster() -> str:
+    """What Slurm calls this cluster; empty where there is no Slurm."""
+    named = os.environ.get("SLURM_CLUSTER_NAME", "")
+    if named or not process.which("scontrol"):
+        return named
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", process.run(["scontrol", "show", "config"], check=False).out, re.M)
+    return found[1] if found else ""
 
 
 def submit(argv: Sequence[str], folder: Path) -> str:

@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from dray import __version__, render
+from dray import __version__, render, sites
 from dray.errors import ConfigError
 from dray.facts import Facts, to_text
 from dray.plan import Plan, plan
 from dray.runs.paths import RunPaths, TakenError, create, new_id, reopen
 from dray.spec.model import check, load
 from dray.spec.recipe import Recipe
-from dray.spec.site import find
 
 
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
@@ -63,8 +62,8 @@ def _read(path: Path) -> str:
 
 def decide(recipe: Recipe, facts: Facts, *, run: str, folder: Path) -> Plan:
     """The plan of this recipe on these facts, for the site that the facts name."""
-    site = find(facts.site)
-    return plan(recipe, site, facts, run=run, folder=PurePosixPath(folder), dray=__version__)
+    site, why = sites.choose(facts)
+    return plan(recipe, site, facts, run=run, folder=PurePosixPath(folder), dray=__version__, site_why=why)
 
 
 def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, name: str | None = None) -> Plan:

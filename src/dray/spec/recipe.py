@@ -16,7 +16,7 @@ Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 Scalar = str | int | float | bool
 
 
-_SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
+SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
 _SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -75,6 +75,21 @@ class Train(Spec):
     """Steps between two lines of metrics."""
 
 
+class Preflight(Spec):
+    """What the nodes prove to one another before the launch."""
+
+    when: Literal["several", "always", "never"] = "several"
+    """On several nodes, on one too, or not at all."""
+    within: Count = 60
+    """Seconds that all collectives together may take."""
+    megabytes: Count = 64
+    """The largest message of the bandwidth sweep."""
+    free_gb: Annotated[float, Field(ge=0)] = 1.0
+    """Room that /tmp and the run's folder must have on each node."""
+    shared_memory_gb: Annotated[float, Field(ge=0)] = 0.5
+    """Size that /dev/shm must have."""
+
+
 class Command(Spec):
     """A program of the user's own, in the place of dray's trainer; the launcher starts it on every rank."""
 
@@ -113,6 +128,7 @@ class Recipe(Spec):
     """How often torchrun starts all ranks again after one has died. Ranks then follow the order in which nodes come."""
     accelerate: str | None = None
     """A configuration file of accelerate's, in the place of dray's own. A relative path starts beside the recipe."""
+    preflight: Preflight = Preflight()
     command: Command | None = None
     batch: Batch | None = None
     data: Data = Data()
@@ -149,7 +165,7 @@ class Recipe(Spec):
         secrets = [
             name
             for name, value in env.items()
-            if _SECRET_NAMES & set(name.upper().split("_")) or value.startswith(_SECRET_VALUES)
+            if SECRET_NAMES & set(name.upper().split("_")) or value.startswith(_SECRET_VALUES)
         ]
         if secrets:
             raise ValueError(

@@ -1,0 +1,68 @@
+"""Which wire NCCL or RCCL really used, from its own words; the parts of it that a process has loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# The last of these that a log has decides. `Initialized NET plugin` is said of plugins that are dropped later.
+_DECISIVE = (
+    re.compile(r"NET/OFI Selected provider is (?P<name>[^\s,]+)", re.IGNORECASE),
+    re.compile(r"Assigned NET plugin (?P<name>.+?) to comm", re.IGNORECASE),
+    re.compile(r"Using network (?P<name>\S.*?)\s*$", re.IGNORECASE),
+    re.compile(r"via NET/(?P<name>[^/\s]+)/\d", re.IGNORECASE),
+)
+# Plugins that carry libfabric by another name: the provider tells, and not they.
+_CARRIERS = re.compile(r"^(AWS )?Libfabric$|^OFI$", re.IGNORECASE)
+_TROUBLE = (
+    (
+        re.compile(r"Couldn't open a fabric access domain", re.IGNORECASE),
+        "the host's libraries are there in part only: give all that the plugin needs in fabric.libraries",
+    ),
+    (
+        re.compile(r"No eligible providers were found", re.IGNORECASE),
+        "libfabric has no provider for this network: /dev/cxi* or the host's libfabric is not in the container",
+    ),
+    (
+        re.compile(r"Could not find:|No plugin found|network .+ not found", re.IGNORECASE),
+        "the plugin is not in the container: name its file in fabric.plugin of the site's file",
+    ),
+    (
+        re.compile(r"Failed to initialize (any )?NET plugin", re.IGNORECASE),
+        "the plugin is there and does not start: dray site show --image says what it lacks",
+    ),
+)
+_PARTS = re.compile(r"/lib(nccl|rccl|nccl-net|rccl-net|fabric|cxi|ibverbs|mlx5|ucp|efa)[^/]*\.so[^/]*$")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What was used, the line that says so, and what went wrong on the way."""
+
+    name: str
+    line: str
+    trouble: str = ""
+    fix: str = ""
+
+
+def used(lines: Iterable[str]) -> Wire | None:
+    """None where the log does not tell, as on one node, which needs no network."""
+    provider, network, trouble, fix = None, None, "", ""
+    for line in lines:
+        for pattern in _DECISIVE:
+            found = pattern.search(line)
+            if found and pattern is _DECISIVE[0]:
+                provider = Wire(found["name"].rstrip(","), line.strip())
+            elif found:
+                network = Wire(found["name"], line.strip())
+        for pattern, advice in _TROUBLE:
+            if pattern.search(line):
+                trouble, fix = line.strip(), advice
+    chosen = provider if network is None or (provider and _CARRIERS.match(network.name)) else network
+    return chosen and Wire(chosen.name, chosen.line, trouble, fix)
+
+
+def loaded(maps: Iterable[str]) -> list[str]:
+    """The fabric's libraries among the files that /proc/self/maps names."""
+    return sorted({path for line in maps if (path := line.split(maxsplit=5)[-1].strip()) and _PARTS.search(path)})

@@ -1,0 +1,57 @@
+"""`dray env`: the environment of a run's ranks, held against what is known of its variables."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from dray import checkout, lint
+from dray.cli.options import GpusPerNode, Launcher, Nodes, Site, Words, chosen
+from dray.cli.plan import assumed
+from dray.errors import EXIT_CONFIG
+from dray.images import inputs
+from dray.runs import write
+
+app = typer.Typer(no_args_is_help=True, help="Which variables ranks get, who set them, and which will hurt.")
+
+
+@app.callback()
+def _group() -> None:
+    """So that `check` stays a word of its own."""
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    words: Words = None,
+    launcher: Launcher = "",
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = 0,
+    site: Site = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
+) -> None:
+    """Print what will hurt, hang or do nothing among the variables of a run; 78 where something is wrong."""
+    root = checkout.root()
+    said = words or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
+    settings = chosen(said, launcher, context).recipe()
+    facts = assumed(settings, nodes, gpus_per_node, site)
+    plan = write.decide(settings, facts, run="run", folder=root / "runs" / "run")
+    found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, settings.image)))
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=1))
+    else:
+        for one in found:
+            print(f"{one.verdict:<8} {one.name}={one.value} ({one.set_by}): {one.says}")
+            for label, text in (("fix", one.fix), ("source", one.source)):
+                if text:
+                    print(f"{'':<9}{label + ':':<8}{text}")
+        counts = ", ".join(
+            f"{sum(one.verdict == kind for one in found)} {kind}s" for kind in ("error", "warning", "note")
+        )
+        print(f"{plan.reasons['site']}; {len(plan.env)} variables inside: {counts}")
+    if any(one.verdict == "error" for one in found):
+        raise typer.Exit(EXIT_CONFIG)

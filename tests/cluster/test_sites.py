@@ -1,0 +1,165 @@
+"""Site files on the real cluster: what they bind, stage and put in; and nodes that do not have it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+SHORT = ("train.steps=2", "train.warmup_steps=0", "train.log_every=1")
+
+
+@pytest.fixture
+def site(desk):
+    """Write the site file of the cluster's user; the job's option that names it."""
+
+    def write(text: str) -> str:
+        file = desk.shared / "home" / "my site.toml"
+        file.write_text(f'name = "mine"\nabout = "a test"\n{text}\n')
+        file.chmod(0o644)
+        return "--export=ALL,DRAY_SITE=/shared/home/my site.toml"
+
+    return write
+
+
+@pytest.fixture
+def fabric(desk, library: Callable[..., Path]) -> Callable[..., str]:
+    """A folder of libraries that the nodes share, and the part of a site file that puts them in."""
+
+    def write(name: str, **said: object) -> str:
+        folder = desk.shared / "home" / "fabric"
+        path = library(folder / name, name, **said)
+        for one in (folder, path):
+            one.chmod(0o755)
+        return f'[fabric]\nkind = "slingshot"\nstrategy = "host"\nlibraries = ["/shared/home/fabric/{name}"]\n'
+
+    return write
+
+
+def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabric, desk) -> None:
+    """The smoke recipe with all that a site can ask for, and the preflight before it."""
+    data = desk.shared / "home" / "the data"
+    data.mkdir(exist_ok=True)
+    link = desk.shared / "home" / "scratch"
+    link.unlink(missing_ok=True)
+    link.symlink_to("the data")
+    option = site(
+        'interfaces = ["eth0"]\nstage = "/tmp"\n'
+        "[[binds]]\npath = '/shared/home/scratch'\nwhy = 'data'\nwrite = true\n"
+        "[[binds]]\npath = '/no/flash'\nwhy = 'fast data'\nrequired = false\n"
+        + fabric("libcxi.so.1", needed=["libc.so.6"], wants={"libc.so.6": ["GLIBC_2.2.5"]})
+    )
+    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    assert ended.code == 0, ended.output
+    assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
+    report = json.loads((ended.folder / "preflight" / "report.json").read_text())
+    assert {rank["wire"] for rank in report["ranks"]} == {"gloo over TCP"}
+    assert ended.result()["preflight"].startswith("gloo over TCP, ")
+    assert f"preflight: {ended.result()['preflight']}\n" in ended.output
+
+
+def test_what_is_put_in_is_in_the_library_path_of_ranks(sbatch, site, fabric, root: Path) -> None:
+    option = site(fabric("libcxi.so.1"))
+    looks = "import os; print(os.path.exists('/.singularity.d/libs/libcxi.so.1'), os.environ['LD_LIBRARY_PATH'])"
+    ended = sbatch(
+        option,
+        f"{root}/slurm/multinode.sh",
+        "preflight.when=never",
+        "--",
+        "python3",
+        "-c",
+        looks,
+        workdir="/shared/home",
+    )
+    assert ended.code == 0, ended.output
+    there, path = (ended.folder / "logs" / "rank-1.log").read_text().split()
+    assert there == "True"
+    assert "/.singularity.d/libs" in path.split(":")
+
+
+def test_a_library_for_a_newer_glibc_stops_before_a_rank_starts(sbatch, site, fabric) -> None:
+    option = site(fabric("libcxi.so.1", needed=["libc.so.6"], wants={"libc.so.6": ["GLIBC_2.2.5", "GLIBC_2.99"]}))
+    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    assert ended.code == 69, ended.output
+    why = ended.result()["cause"]["why"].splitlines()
+    assert why[0] in [f"/.singularity.d/libs/libcxi.so.1 of {node} does not fit this image" for node in ("n1", "n2")]
+    assert why[2].startswith("  found:  needs GLIBC_2.99 of libc.so.6; ")
+    assert not (ended.folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("what", ["bind", "plugin"])
+def test_what_one_node_alone_lacks(sbatch, site, desk, what: str) -> None:
+    """A site that expects a plugin which a node does not have: a silent fallback, on a real cluster."""
+    said = {
+        "bind": '[[binds]]\npath = "/tmp/only here"\nwhy = "data"\n',
+        "plugin": '[fabric]\nstrategy = "host"\nplugin = "/tmp/only here/librccl-net*.so"\n',
+    }
+    where = shlex.quote("/tmp/only here")
+    assert desk.exec(["bash", "-c", f"mkdir -p {where} && touch {where}/librccl-net.so"], node="n1").code == 0
+    began = time.monotonic()
+    try:
+        ended = sbatch(site(said[what]), "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    finally:
+        desk.exec(["bash", "-c", f"rm -rf {where}"], node="n1")
+    assert ended.code == 69, ended.output
+    assert time.monotonic() - began < 60
+    cause = ended.result()["cause"]
+    assert cause["node"] == "n2"
+    assert (
+        cause["why"].splitlines()
+        == {
+            "bind": ["/tmp/only here is not there", "  wanted: site mine: data"],
+            "plugin": [
+                "/tmp/only here/librccl-net*.so is not there",
+                "  wanted: a part of the fabric (site mine); without it ranks would fall back to TCP and say nothing",
+            ],
+        }[what]
+    )
+
+
+def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, desk) -> None:
+    own = desk.shared / "home" / "my sites"
+    own.mkdir(exist_ok=True)
+    own.chmod(0o755)
+    file = own / "harbour.toml"
+    file.write_text(
+        'name = "harbour"\nabout = "a test"\nclusters = ["desk"]\n[[binds]]\npath = "$MYDATA"\nwhy = "data"\n'
+    )
+    file.chmod(0o644)
+    option = "--export=ALL,DRAY_SITES=/shared/home/my sites,MYDATA=/shared/home"
+    ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.when=never", *SHORT)
+    assert ended.code == 0, ended.output
+    plan = json.loads((ended.folder / "plan.json").read_text())
+    assert plan["reasons"]["site"] == "harbour: Slurm calls this cluster desk"
+    assert ("/shared/home", "site harbour $MYDATA") in [(bind["path"], bind["source"]) for bind in plan["binds"]]
+
+
+def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, desk) -> None:
+    before = set((desk.shared / "runs").iterdir())
+
+    def on_n2() -> list[dict[str, object]]:
+        files = [
+            file for run in set((desk.shared / "runs").iterdir()) - before for file in run.glob("preflight/*.json")
+        ]
+        said = [json.loads(file.read_text()) for file in files]
+        return [rank for rank in said if rank["node"] == "n2"]
+
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.within=20", *SHORT)
+        deadline = time.monotonic() + 60
+        while not (ranks := on_n2()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        stopped = ranks[0]
+        assert desk.exec(["kill", "-STOP", str(stopped["pid"])], node="n2").code == 0
+        ended = job.result()
+    assert ended.code == 69, ended.output
+    assert ended.result()["cause"]["why"].splitlines()[0] == f"rank {stopped['rank']} on n2 did not answer in 20 s"
+    assert desk.exec(["kill", "-0", str(stopped["pid"])], node="n2").code != 0

@@ -1,0 +1,122 @@
+"""Host libraries held against an image by their ELF headers: small real libraries, made byte by byte."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dray.checks import abi, elf
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def image(tmp_path: Path, library: Write) -> list[str]:
+    """The folders of an image with a libc of 2.36, and with its own libz."""
+    folder = tmp_path / "image"
+    library(folder / "libc.so.6", "libc.so.6", gives=("libc.so.6", "GLIBC_2.2.5", "GLIBC_2.9", "GLIBC_2.36"))
+    library(folder / "libz.so.1", "libz.so.1")
+    return [str(folder)]
+
+
+def rows(image: list[str], *libraries: Path, configured: str = "") -> list[abi.Row]:
+    return abi.look(libraries, own=image, configured=configured)
+
+
+def test_the_headers_are_read(tmp_path: Path, library: Write) -> None:
+    path = library(
+        tmp_path / "libfabric.so.1.30.1",
+        "libfabric.so.1",
+        needed=("libcxi.so.1", "libc.so.6"),
+        wants={"libc.so.6": ("GLIBC_2.38", "GLIBC_2.2.5"), "libcxi.so.1": ("LIBCXI_1.5",)},
+        gives=("FABRIC_1.0", "FABRIC_1.7"),
+        runpath="$ORIGIN/../lib:/opt/x",
+    )
+    assert elf.read(path) == elf.Library(
+        machine="x86_64",
+        soname="libfabric.so.1",
+        needed=("libcxi.so.1", "libc.so.6"),
+        runpath=(f"{tmp_path}/../lib", "/opt/x"),
+        wants={"libc.so.6": ("GLIBC_2.38", "GLIBC_2.2.5"), "libcxi.so.1": ("LIBCXI_1.5",)},
+        gives=frozenset({"FABRIC_1.0", "FABRIC_1.7"}),
+    )
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="readelf, to compare with, is not here")
+@pytest.mark.parametrize("name", ["libz.so.1", "libstdc++.so.6"])
+def test_this_machines_own_libraries_are_read_as_readelf_reads_them(name: str) -> None:
+    path = next(Path(folder, name) for folder in abi.image_folders() if Path(folder, name).exists())
+    said = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True).stdout
+    needed = [line.split("[")[1].rstrip("]") for line in said.splitlines() if "(NEEDED)" in line]
+    assert list(elf.read(path).needed) == needed
+    assert elf.read(path).soname == name
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"#!/bin/bash\n", b"\x7fELF\x02\x01" + b"\xff" * 90, b"\x7fELF\x01\x01" + b"\0" * 90]
+)
+def test_what_is_no_library_is_a_trouble_and_no_traceback(tmp_path: Path, data: bytes, image: list[str]) -> None:
+    path = tmp_path / "libx.so"
+    path.write_bytes(data)
+    (row,) = rows(image, path)
+    assert len(row.troubles) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the libraries are made for x86_64")
+class TestFit:
+    def test_one_that_fits(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        wants = {"libc.so.6": ("GLIBC_2.36",)}
+        (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants))
+        assert (row.troubles, row.in_image, row.before, row.since) == ((), "", "host", "host")
+
+    def test_one_for_a_newer_glibc(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        wants = {"libc.so.6": ("GLIBC_2.2.5", "GLIBC_2.38")}
+        (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants))
+        assert row.troubles == (f"needs GLIBC_2.38 of libc.so.6; {image[0]}/libc.so.6 has GLIBC_2.36",)
+
+    def test_a_plugin_linked_with_another_libfabric(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        fabric = library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", gives=("FABRIC_1.0", "FABRIC_1.6"))
+        plugin = library(
+            tmp_path / "plugin/librccl-net.so", "librccl-net.so",
+            needed=["libfabric.so.1"], wants={"libfabric.so.1": ("FABRIC_1.0", "FABRIC_1.8")},
+        )  # fmt: skip
+        assert [row.troubles for row in rows(image, fabric, plugin)] == [
+            (),
+            (f"needs FABRIC_1.8 of libfabric.so.1; {fabric} has FABRIC_1.6",),
+        ]
+
+    def test_one_whose_own_need_was_not_put_in(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        (row,) = rows(image, library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"]))
+        assert row.troubles == ("needs libjansson.so.4, which is neither in the image nor put in",)
+
+    def test_one_that_has_it_beside_itself(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        path = library(
+            tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"], runpath="$ORIGIN"
+        )
+        library(tmp_path / "host/libjansson.so.4", "libjansson.so.4")
+        assert rows(image, path)[0].troubles == ()
+
+    def test_one_for_another_machine(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", machine=183))
+        assert row.troubles == ("is made for aarch64, and this node is x86_64",)
+
+    def test_whose_copy_is_loaded(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        path = library(tmp_path / "host/libz.so.1", "libz.so.1")
+        (row,) = rows(image, path)
+        assert (row.in_image, row.before, row.since) == (f"{image[0]}/libz.so.1", "host", "image")
+        (row,) = rows(image, path, configured=f"{image[0]}:/.singularity.d/libs")
+        assert (row.before, row.since) == ("image", "image")
+
+
+def test_as_a_program_it_answers_json_and_unfit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "libx.so"
+    path.write_bytes(b"no library")
+    assert abi.main([str(path)]) == 69
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["library"] == str(path)

@@ -1,0 +1,151 @@
+"""An environment held against what is known: who set what, what is misspelt, what hurts, what stays outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray import lint
+from dray.facts import Facts
+from dray.plan import Plan, plan
+from dray.runs.write import read_recipe
+from dray.spec.site import Site, SiteVariable
+
+
+def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, gpus: int = 0) -> Plan:
+    facts = Facts(
+        scheduler="slurm", nodelist=f"n[1-{nodes}]" if nodes > 1 else "n1", nodes=nodes, engine="apptainer",
+        image="/i.sif", gpus_per_node=gpus,
+    )  # fmt: skip
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
+    return plan(recipe, site or Site(name="s", about=""), facts, run="r", folder=PurePosixPath("/r"), dray="0")
+
+
+def about(found: list[lint.Finding], name: str) -> list[tuple[str, str, str]]:
+    return [(one.verdict, one.set_by, one.says) for one in found if one.name == name]
+
+
+def test_the_rules_are_dated_cited_and_can_be_read() -> None:
+    rules = lint.rules()
+    assert len(rules.names) > 1000
+    count = 0
+    for name, of_name in rules.rules.items():
+        assert name in rules.names
+        for rule in of_name:
+            count += 1
+            assert rule.keys() <= {
+                "name", "value", "accelerator", "nodes", "verdict", "says", "fix", "source", "date", "also", "unless",
+            }  # fmt: skip
+            assert {"verdict", "says", "fix", "source", "date"} <= rule.keys()
+            assert rule["verdict"] in ("error", "warning")
+            assert rule.get("accelerator", "cpu") in ("cpu", "cuda", "rocm")
+            assert rule.get("nodes", "one") in ("one", "several")
+            assert re.fullmatch(r"20\d\d-\d\d", rule["date"])
+            re.compile(rule.get("value", ""))
+    assert count >= 40
+
+
+@pytest.mark.parametrize(
+    ("slip", "right"),
+    [
+        ("CCL_NET_GDR_LEVEL", "NCCL_NET_GDR_LEVEL"),  # a letter less
+        ("NCCL_SOCKET_IFNAMEE", "NCCL_SOCKET_IFNAME"),  # one more
+        ("NCCL_SOCKET_IFNANE", "NCCL_SOCKET_IFNAME"),  # another
+        ("FI_PROVIDRE", "FI_PROVIDER"),  # two swapped
+        ("NCCL_SOCKET_IFNAME", None),
+        ("PATH", None),
+        ("HOME", None),
+        ("", None),
+    ],
+)
+def test_a_slip_of_one_letter_is_found(slip: str, right: str | None) -> None:
+    assert lint._slip(slip) == right
+
+
+def test_no_known_name_is_taken_for_a_slip_of_another() -> None:
+    assert [name for name in lint.rules().names if lint._slip(name)] == []
+
+
+def test_a_misspelt_one_in_a_site_is_an_error_and_in_the_shell_a_warning(root: Path) -> None:
+    site = Site(name="s", about="", env=(SiteVariable(name="CCL_NET_GDR_LEVEL", value="3", why="w"),))
+    found = lint.check(made(root, site=site), {"NCCL_DEBGU": "INFO"}, {})
+    says = "nothing reads it; NCCL_NET_GDR_LEVEL is the name"
+    assert about(found, "CCL_NET_GDR_LEVEL") == [("error", "site s", says)]
+    assert about(found, "NCCL_DEBGU") == [("warning", "your shell", "nothing reads it; NCCL_DEBUG is the name")]
+
+
+def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
+    for image, nodes, verdicts in (("rocm", 2, {"error"}), ("rocm", 1, set()), ("cuda", 2, set())):
+        size = f"batch.global_size={8 * nodes}"
+        plan = made(root, f"image={image}", "env.NCCL_NET_GDR_LEVEL=PHB", size, nodes=nodes, gpus=2)
+        found = about(lint.check(plan, {}, {}), "NCCL_NET_GDR_LEVEL")
+        assert {verdict for verdict, *_ in found} == verdicts, image
+
+
+def test_who_beat_whom_is_said(root: Path) -> None:
+    site = Site(name="s", about="", env=(SiteVariable(name="OMP_NUM_THREADS", value="7", why="w"),))
+    found = lint.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
+    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "beats 7 (site s), 28 (your shell)")]
+
+
+def test_what_stays_outside_is_said_with_the_way_in(root: Path) -> None:
+    (one,) = [one for one in lint.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if one.name == "NCCL_DEBUG"]
+    assert (one.verdict, one.says) == ("note", "stays outside: apptainer hands in only what the plan names")
+    assert one.fix == 'env.NCCL_DEBUG=... in the recipe, or pass_env=["NCCL_DEBUG"]'
+
+
+def test_the_images_own_environment_is_looked_at(root: Path) -> None:
+    found = lint.check(made(root), {}, {"KMP_AFFINITY": "granularity=fine,compact"})
+    assert [(verdict, set_by) for verdict, set_by, _ in about(found, "KMP_AFFINITY")] == [("warning", "image")]
+
+
+def test_a_pair_that_fights_needs_both(root: Path) -> None:
+    for words, count in (
+        (["env.ROCR_VISIBLE_DEVICES=0"], 0),
+        (["env.ROCR_VISIBLE_DEVICES=0", "env.HIP_VISIBLE_DEVICES=0"], 1),
+    ):
+        plan = made(root, "image=rocm", *words, gpus=2)
+        assert len(about(lint.check(plan, {}, {}), "ROCR_VISIBLE_DEVICES")) == count
+
+
+def test_what_is_urgent_is_said_before_a_run(root: Path) -> None:
+    plan = made(root, "env.FI_MR_CACHE_MONITOR=memhooks")
+    said = "dray: error: FI_MR_CACHE_MONITOR=memhooks (recipe): deadlocks with the NCCL plugin\n"
+    assert lint.aloud(plan, {"NCCL_DEBUG": "INFO"}) == said
+    assert lint.aloud(made(root), {}) == ""
+
+
+class TestCommand:
+    def run(self, root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        given = {"PATH": os.environ["PATH"], "DRAY_HOME": str(root), "HOME": "/none", **env}
+        argv = [sys.executable, "-m", "dray", "env", "check", *words]
+        return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
+
+    def test_a_clean_one_is_zero(self, root: Path) -> None:
+        ended = self.run(root, "recipes/smoke-cpu.toml")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stdout.splitlines()[-1].endswith(" variables inside: 0 errors, 0 warnings, 0 notes")
+
+    def test_an_error_is_78_with_its_fix_and_source(self, root: Path) -> None:
+        ended = self.run(root, "recipes/smoke-cpu.toml", "env.FI_MR_CACHE_MONITOR=memhooks")
+        assert ended.returncode == 78
+        first, fix, source, *_ = ended.stdout.splitlines()
+        assert first == "error    FI_MR_CACHE_MONITOR=memhooks (recipe): deadlocks with the NCCL plugin"
+        assert (fix[:17], source[:17]) == ("         fix:    ", "         source: ")
+
+    def test_a_secret_is_not_shown(self, root: Path) -> None:
+        ended = self.run(root, HF_TOKEN="hf_very_secret")
+        assert "HF_TOKEN=(set) (your shell): stays outside" in ended.stdout
+        assert "very_secret" not in ended.stdout
+        assert "very_secret" not in self.run(root, "--json", HF_TOKEN="hf_very_secret").stdout
+
+    def test_json(self, root: Path) -> None:
+        ended = self.run(root, "--json", NCCL_DEBUG="INFO")
+        (one,) = json.loads(ended.stdout)
+        assert (one["name"], one["verdict"], one["set_by"]) == ("NCCL_DEBUG", "note", "your shell")

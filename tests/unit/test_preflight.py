@@ -1,0 +1,281 @@
+"""What nodes prove before a launch: real ranks on this machine, some of them planted wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.checks import transport
+from dray.runner import preflight
+from dray.runner.record import Refusal
+
+WANTED = {"within": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001}
+NODES = [{"name": "n1", "address": "127.0.0.1"}, {"name": "n2", "address": "127.0.0.1"}]
+
+
+def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
+    for name in ("logs", "preflight"):
+        (folder / name).mkdir(parents=True)
+    world = {"nodes": NODES, "ranks_per_node": 1, "size": 2, "port": port, "shared_folder": True}
+    fabric = {"strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"], "floor": 0.0}
+    plan = {"folder": str(folder), "variant": "cpu", "site": "site s", "world": world, "fabric": fabric}
+    plan["preflight"] = {**WANTED, **wanted}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return plan
+
+
+# A node of the plan, as the runner is one once all have met. What is planted is Python that its ranks run first.
+NODE = """
+import json, os, sys
+from dray.runner import preflight
+from dray.runner.record import Refusal
+plan = json.load(open(sys.argv[1]))
+try:
+    preflight.check(plan, int(sys.argv[2]), "127.0.0.1", dict(os.environ))
+except Refusal as refusal:
+    print(refusal)
+    sys.exit(refusal.code)
+"""
+
+
+def start(folder: Path, number: int, plant: str = "") -> subprocess.Popen[str]:
+    site = folder / f"site-{number}"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(plant)
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    argv = [sys.executable, "-c", NODE, folder / "plan.json", str(number)]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def both(folder: Path, plant: str = "") -> list[tuple[int, str]]:
+    nodes = [start(folder, 0), start(folder, 1, plant)]
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+
+
+@pytest.fixture
+def port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.torch
+def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
+    made(tmp_path / "run", port)
+    for code, said in both(tmp_path / "run"):
+        assert code == 0, said
+        assert said.startswith("dray: preflight took ")
+    report = json.loads((tmp_path / "run/preflight/report.json").read_text())
+    assert list(report["seconds"]) == [
+        "libraries", "import torch", "meet", "all-reduce", "all-gather", "new groups", "bandwidth",
+    ]  # fmt: skip
+    assert [row["bytes"] for row in report["sweep"]] == [16384, 262144]
+    assert all(row["bus_gb_s"] > 0 for row in report["sweep"])
+    assert report["ranks"] == [
+        {"node": "n1", "wire": "gloo over TCP", "loaded": []},
+        {"node": "n2", "wire": "gloo over TCP", "loaded": []},
+    ]
+
+
+@pytest.mark.torch
+def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> None:
+    plant = (
+        "import sys\n"
+        "class Late:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'dray.checks.collectives':\n"
+        "            import torch.distributed as d\n"
+        "            gather = d.all_gather\n"
+        "            d.all_gather = lambda pieces, mine: gather(pieces, mine ^ 1)\n"
+        "            sys.meta_path.remove(self)\n"
+        "sys.meta_path.insert(0, Late())\n"
+    )
+    made(tmp_path / "run", port)
+    for code, said in both(tmp_path / "run", plant):
+        assert code == 69, said
+        assert said.splitlines()[0] == "the data of rank 1 on n2 came in wrong"
+
+
+@pytest.mark.torch
+def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
+    """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
+    folder = tmp_path / "run"
+    made(folder, port, within=12)
+    began = time.monotonic()
+    nodes = [start(folder, 0), start(folder, 1)]
+    file = folder / "preflight/rank-1.json"
+    while not file.exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.01)
+    os.kill(json.loads(file.read_text())["pid"], signal.SIGSTOP)
+    said = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [69, 69], said
+    for text in said:
+        assert text.splitlines()[0] == "rank 1 on n2 did not answer in 12 s"
+    assert time.monotonic() - began < 50
+    assert "collectives.py" in (folder / "preflight/rank-0.stack").read_text()
+
+
+@pytest.mark.torch
+def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
+    made(tmp_path / "run", port)
+    plant = (
+        "import sys\n"
+        "class Gone:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            raise ImportError('libgone.so: no such file')\n"
+        "sys.meta_path.insert(0, Gone())\n"
+    )
+    (_, _), (code, said) = both(tmp_path / "run", plant)
+    assert code == 69
+    assert said.splitlines()[:3] == [
+        "rank 1 on n2 failed",
+        "  wanted: collectives that end",
+        "  found:  ImportError: libgone.so: no such file, in: import torch",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
+@pytest.mark.parametrize("which", ["shm", "scratch"])
+def test_a_node_without_room_is_unfit(tmp_path: Path, which: str) -> None:
+    """64 MB of shared memory, as Docker gives by default; and a disk of the node's own that is full."""
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "dray-test", small], check=True)
+    try:
+        wanted = {**WANTED, "shared_memory_gb": 0.5 if which == "shm" else 0.001, "free_gb": 0.1}
+        with pytest.raises(Refusal) as refusal:
+            preflight.room(str(tmp_path), wanted, **{which: str(small)})
+    finally:
+        subprocess.run(["umount", small], check=True)
+    first, _, found, _ = str(refusal.value).splitlines()
+    assert (first, found) == {
+        "shm": (f"{small} is too small", "  found:  0.067 GB"),
+        "scratch": (f"{small} is full", "  found:  0.067 GB"),
+    }[which]
+    assert refusal.value.code == 69
+
+
+# Lines as the libraries write them; each log ends in what is decisive.
+LOGS = {
+    "new plugin on Slingshot": (
+        "NCCL INFO NET/OFI Initializing aws-ofi-nccl 1.19.0",
+        "NCCL INFO NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)",
+        "NCCL INFO Initialized NET plugin Libfabric",
+        "NCCL INFO Assigned NET plugin Libfabric to comm",
+    ),
+    "old plugin on Slingshot": (
+        "NCCL INFO NET/OFI Using aws-ofi-rccl 1.4.0",
+        "NCCL INFO NET/OFI Selected Provider is cxi (found 4 nics)",
+        "NCCL INFO Using network AWS Libfabric",
+    ),
+    "plugin over TCP": (
+        "NCCL INFO NET/OFI Selected provider is tcp;ofi_rxm, fabric is 10.0.0.0/8 (found 1 nics)",
+        "NCCL INFO Assigned NET plugin AWS Libfabric to comm",
+    ),
+    "InfiniBand": (
+        "NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
+        "NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB ib0:10.1.1.1<0>",
+        "NCCL INFO Assigned NET plugin IB to comm",
+        "NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA",
+    ),
+    "silent fallback, new": (
+        "NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
+        "NCCL INFO NET/Socket : Using [0]hsn0:10.1.1.1<0>",
+        "NCCL INFO Assigned NET plugin Socket to comm",
+    ),
+    "silent fallback, RCCL": (
+        "NCCL INFO NET/Plugin: No plugin found (librccl-net.so), using internal implementation",
+        "NCCL INFO Using network Socket",
+    ),
+    "a plugin that was dropped": (
+        "NCCL INFO NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)",
+        "NCCL INFO Initialized NET plugin Libfabric",
+        "NCCL INFO Assigned NET plugin Socket to comm",
+    ),
+    "host libraries in part": (
+        "create_nccl_ofi_component:817 NCCL WARN NET/OFI Couldn't open a fabric access domain. RC: -38, ERROR: "
+        "Function not implemented",
+        "NCCL INFO Using network Socket",
+    ),
+    "one node": ("NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC",),
+}
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "advice"),
+    [
+        ("new plugin on Slingshot", "cxi", ""),
+        ("old plugin on Slingshot", "cxi", ""),
+        ("plugin over TCP", "tcp;ofi_rxm", ""),
+        ("InfiniBand", "IB", "the plugin is not in the container"),
+        ("silent fallback, new", "Socket", "the plugin is not in the container"),
+        ("silent fallback, RCCL", "Socket", "the plugin is not in the container"),
+        ("a plugin that was dropped", "Socket", ""),
+        ("host libraries in part", "Socket", "the host's libraries are there in part only"),
+        ("one node", None, ""),
+    ],
+)
+def test_the_wire_is_read_from_the_librarys_own_words(log: str, name: str | None, advice: str) -> None:
+    wire = transport.used(LOGS[log])
+    assert (wire and wire.name) == name
+    if wire:
+        assert wire.fix.startswith(advice)
+        assert bool(wire.fix) == bool(advice)
+
+
+def test_the_loaded_parts_of_the_fabric() -> None:
+    maps = [
+        "7f00-7f01 r-xp 00000000 00:1d 12345   /opt/cray/libfabric/1.22.0/lib64/libfabric.so.1",
+        "7f02-7f03 r-xp 00000000 00:1d 12346   /my libs/librccl-net.so",
+        "7f02-7f03 r--p 00000000 00:1d 12346   /my libs/librccl-net.so",
+        "7f04-7f05 rw-p 00000000 00:00 0",
+        "7f06-7f07 r-xp 00000000 00:1d 12347   /usr/lib/libc.so.6",
+    ]
+    assert transport.loaded(maps) == ["/my libs/librccl-net.so", "/opt/cray/libfabric/1.22.0/lib64/libfabric.so.1"]
+
+
+class TestTheSitesExpectation:
+    """Held against what NCCL said, as on GPUs, which are not here."""
+
+    def hold(self, wire: transport.Wire | None, *, gpus: bool = True, best: float = 100.0, **fabric: object) -> None:
+        collectives = pytest.importorskip("dray.checks.collectives")
+        rank = type("Rank", (), {"number": 1, "plan": {"site": "site s"}, "node_of": lambda _, __: "n2"})()
+        rank.plan |= {"fabric": {"transport": ["cxi"], "floor": 0.0, **fabric}, "world": {"nodes": NODES}}
+        collectives._hold(rank, wire, best, gpus=gpus)
+
+    def test_a_silent_fallback_is_said_with_its_reason_and_fix(self) -> None:
+        with pytest.raises(Exception, match="rank 1 on n2 does not use the fast network") as wrong:
+            self.hold(transport.used(LOGS["silent fallback, new"]))
+        assert wrong.value.said == {
+            "why": "rank 1 on n2 does not use the fast network",
+            "wanted": "cxi (site s)",
+            "found": "Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
+            "fix": "the plugin is not in the container: name its file in fabric.plugin of the site's file",
+        }
+
+    def test_the_fast_network_is_good_and_a_cpu_has_none_to_prove(self) -> None:
+        self.hold(transport.used(LOGS["new plugin on Slingshot"]))
+        self.hold(None, gpus=False)
+        self.hold(transport.used(LOGS["InfiniBand"]), transport=["IB"])
+
+    def test_a_log_that_names_no_network(self) -> None:
+        with pytest.raises(Exception, match="does not use the fast network"):
+            self.hold(None)
+
+    def test_the_floor(self) -> None:
+        with pytest.raises(Exception, match="more slowly than this cluster can") as wrong:
+            self.hold(transport.used(LOGS["old plugin on Slingshot"]), best=5.43, floor=60.0)
+        assert wrong.value.said["found"] == "5.43 GB/s"

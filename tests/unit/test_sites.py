@@ -1,0 +1,294 @@
+"""Site files: ours are whole and explained, a user's beats them, and a wrong one says where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray import render, sitefile, sites
+from dray.errors import ConfigError
+from dray.facts import Facts
+from dray.plan import plan
+from dray.runs.write import read_recipe
+from dray.spec.model import load
+from dray.spec.site import Site, SiteBind, SiteVariable
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+OURS = sorted((Path(__file__).parents[2] / "slurm" / "sites").glob("*.toml"))
+TWICE = '{ name = "A", value = "1", why = "w" }'
+SEEN = {
+    "scheduler": "slurm", "job": 7, "nodelist": "n[1-2]", "nodes": 2, "port": 20007, "engine": "apptainer",
+    "image": "/i.sif", "uid": 1000, "gid": 1000,
+}  # fmt: skip
+
+
+def dray(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    given = {
+        "PATH": os.environ["PATH"],
+        "DRAY_HOME": str(root),
+        "HOME": "/nonexistent",
+        "SLURM_CLUSTER_NAME": "",
+        **env,
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "dray", *words], cwd=root, env=given, capture_output=True, text=True, check=False
+    )
+
+
+def test_all_sites_are_here() -> None:
+    assert [path.stem for path in OURS] == [
+        "alps", "dardel", "frontier", "generic", "iris", "isambard", "juwels", "karolina", "leonardo", "lumi",
+        "marenostrum5", "meluxina", "perlmutter", "setonix", "taiwania2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_each_value_says_why_and_from_where(path: Path) -> None:
+    site = load(Site, path)
+    assert site.name == path.stem
+    explained = site.model_fields_set - {"name", "about", "why"}
+    assert explained == set(site.why), path
+    for reason in site.why.values():
+        assert reason.rstrip(".").endswith(")"), reason  # the source
+    for one in (*site.binds, *site.env):
+        assert one.why
+        assert one.source
+    assert not any("$HOME" in bind.path or bind.path.startswith("/home") for bind in site.binds)
+
+
+def test_the_plan_for_lumi(root: Path) -> None:
+    """What `dray plan --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
+    words = ("plan", "recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
+    ended = dray(root, *words, "--runs", "/scratch/project_1/runs")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    text = "\n".join(line for line in ended.stdout.replace(str(root), "/dray").splitlines())
+    run = next(line.split()[-1] for line in text.splitlines() if line.startswith("  id"))
+    text = text.replace(run, "RUN") + "\n"
+    path = GOLDEN / "plan-lumi.txt"
+    if os.environ.get("DRAY_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_a_submission_asks_as_the_site_does(root: Path, tmp_path: Path) -> None:
+    site = load(Site, root / "slurm/sites/leonardo.toml")
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["image=cuda"])
+    options = render.sbatch_options(recipe, site, 4)
+    assert options[-1] == "--gres=gpu:4"
+    assert "--partition=boost_usr_prod" in options
+    assert render.sbatch_options(recipe, site.model_copy(update={"gpu_option": "gpus-per-node"}), 8)[-1] == (
+        "--gpus-per-node=8"
+    )
+
+
+class TestWhichSite:
+    @pytest.fixture
+    def own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("DRAY_SITES", str(tmp_path))
+        return tmp_path
+
+    def test_slurms_name_decides(self, own: Path) -> None:
+        assert sites.detect("lumi", "nid005001") == ("lumi", "Slurm calls this cluster lumi")
+        assert sites.detect("", "iris-191") == ("iris", "iris-191 is one of iris-*")
+        name, why = sites.detect("elsewhere", "box")
+        assert (name, why) == ("generic", "no site file names the cluster elsewhere or the host box")
+
+    def test_a_users_own_file_beats_ours(self, own: Path) -> None:
+        (own / "lumi.toml").write_text('name = "lumi"\nabout = "mine"\n')
+        (own / "other.toml").write_text('name = "other"\nabout = "mine, too"\nclusters = ["lumi"]\n')
+        assert sites.find("lumi").about == "mine"
+        assert sites.detect("lumi", "")[0] == "other"
+
+    def test_a_broken_file_stops_only_who_names_it(self, own: Path) -> None:
+        (own / "broken.toml").write_text("name = ")
+        assert sites.detect("lumi", "")[0] == "lumi"
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            sites.find("broken")
+
+    def test_a_file_of_another_name(self, own: Path) -> None:
+        (own / "mine.toml").write_text('name = "theirs"\nabout = "a"\n')
+        with pytest.raises(ConfigError, match="a site has its file's name"):
+            sites.find("mine")
+
+    def test_facts_decide_and_say_so(self, own: Path) -> None:
+        seen = Facts.model_validate({**SEEN, "cluster": "lumi"})
+        assert sites.choose(seen)[0].name == "lumi"
+        named = seen.model_copy(update={"site": "iris"})
+        assert sites.choose(named) == (sites.find("iris"), "it was named")
+        assert sites.choose(seen.model_copy(update={"scheduler": "local"}))[0].name == "generic"
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("bindz = []", "unknown key: did you mean `binds`?"),
+        ('cores = ["0-7", "4-11"]', "4-11: core 4 is another rank's already"),
+        ('cores = ["7-0"]', "7-0: a range ends before it begins"),
+        ('cores = ["0-3", "60-70"]\ncpus_per_node = 64', "cores: core 70 is not on a node of 64 CPUs (cpus_per_node)"),
+        ('cores = ["0-3"]\ngpus_per_node = 2', "cores: 1 masks for 2 GPUs (gpus_per_node)"),
+        ('why = { cors = "x" }', "why.cors: there is no such key, so there is nothing to explain"),
+        ('[fabric]\nstrategy = "host"', 'strategy = "host" wants fabric.libraries or fabric.plugin'),
+        ('[fabric]\nlibraries = ["/x"]', 'fabric.libraries are put into the container with strategy = "host" only'),
+        ('[[binds]]\npath = "data"\nwhy = "w"', 'binds.0.path = "data"'),
+        (f"env = [{TWICE}, {TWICE}]", "env: A is there twice"),
+        ("stage = 'tmp'", 'stage = "tmp"'),
+        ("interfaces = ['a b']", 'interfaces.0 = "a b"'),
+        ("gpu_option = 'gpus'", 'gpu_option = "gpus"'),
+        ("[fabric]\nfloor = -1", "fabric.floor = -1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_site_says_what_is_wrong(tmp_path: Path, said: str, found: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\nabout = "a"\n{said}\n')
+    with pytest.raises(ConfigError) as wrong:
+        load(Site, path)
+    assert found in str(wrong.value)
+
+
+class TestBinds:
+    SITE = Site(
+        name="s",
+        about="",
+        binds=(
+            SiteBind(path="$SCRATCH/data", why="data", write=True),
+            SiteBind(path="/work/$USER", why="work", required=False),
+        ),
+    )
+
+    def binds(self, root: Path, **facts: object) -> list[tuple[str, str, bool]]:
+        seen = Facts.model_validate({**SEEN, **facts})
+        recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+        made = plan(recipe, self.SITE, seen, run="r", folder=PurePosixPath("/r"), dray="0")
+        return [(bind.path, bind.source, bind.required) for bind in made.binds[1:]]
+
+    def test_the_jobs_variables_are_filled_in(self, root: Path) -> None:
+        found = self.binds(root, variables={"SCRATCH": "/lustre/me", "USER": "me"}, home="/home/me")
+        assert found == [
+            ("/lustre/me/data", "site s $SCRATCH/data", True),
+            ("/work/me", "site s /work/$USER", False),
+        ]
+
+    def test_what_is_not_set_is_left_out_or_refused(self, root: Path) -> None:
+        assert self.binds(root, variables={"SCRATCH": "/l"}) == [("/l/data", "site s $SCRATCH/data", True)]
+        with pytest.raises(ConfigError, match=r"the site wants \$SCRATCH/data, and it is no place in this job"):
+            self.binds(root)
+
+    @pytest.mark.parametrize("scratch", ["/home", "/home/me", "/"])
+    def test_never_the_home_by_accident(self, root: Path, scratch: str) -> None:
+        site = self.SITE.model_copy(update={"binds": (SiteBind(path="$SCRATCH", why="data"),)})
+        seen = Facts.model_validate({**SEEN, "variables": {"SCRATCH": scratch}, "home": "/home/me"})
+        recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+        with pytest.raises(ConfigError, match="would bring your home into the container"):
+            plan(recipe, site, seen, run="r", folder=PurePosixPath("/r"), dray="0")
+
+    def test_on_a_login_node_they_stay_as_they_are(self, root: Path) -> None:
+        assert [path for path, *_ in self.binds(root, login="uan01")] == ["$SCRATCH/data", "/work/$USER"]
+
+
+def test_variables_for_one_node_or_for_several(root: Path) -> None:
+    env = (
+        SiteVariable(name="NCCL_NET", value="AWS Libfabric", why="w", nodes="several"),
+        SiteVariable(name="NCCL_NET", value="Socket", why="w", nodes="one"),
+    )
+    site = Site(name="s", about="", env=env)
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+    for nodelist, nodes, value in (("n1", 1, "Socket"), ("n[1-2]", 2, "AWS Libfabric")):
+        seen = Facts.model_validate({**SEEN, "nodelist": nodelist, "nodes": nodes})
+        made = plan(recipe, site, seen, run="r", folder=PurePosixPath("/r"), dray="0")
+        assert {variable.name: variable.value for variable in made.env}["NCCL_NET"] == value
+
+
+def test_the_probe_tells_the_variables_of_paths_and_no_others(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'name = "mine"\nabout = "$SECRET"\n[[binds]]\npath = "$MYDATA/x"\nwhy = "not $HF_TOKEN"\n'
+    )
+    env = {"MYDATA": "/my data", "SECRET": "s", "HF_TOKEN": "hf_x", "DRAY_SITES": str(tmp_path), "HOME": "/home/me"}
+    job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CLUSTER_NAME": "lumi"}
+    said = subprocess.run(
+        ["bash", root / "slurm/probe.sh", "apptainer", "/i.sif", ""],
+        env={"PATH": "/usr/bin:/bin", **env, **job}, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    lines = said.splitlines()
+    assert [line for line in lines if line.startswith("variable.")] == ["variable.MYDATA=/my data"]
+    assert {"cluster=lumi", "home=/home/me"} <= set(lines)
+    assert "hf_x" not in said
+
+
+class TestCommands:
+    def test_list_says_which_one_this_is(self, root: Path) -> None:
+        ended = dray(root, "site", "list", SLURM_CLUSTER_NAME="lumi")
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.splitlines()[-1] == "here: lumi, since Slurm calls this cluster lumi"
+        assert len(ended.stdout.splitlines()) == len(OURS) + 2
+
+    def test_show_has_the_reasons(self, root: Path) -> None:
+        ended = dray(root, "site", "show", "lumi")
+        assert ended.returncode == 0, ended.stderr
+        assert "interfaces = hsn0 hsn1 hsn2 hsn3\n    Four Slingshot cards on a node (LUMI user guide, 2024-10).\n" in (
+            ended.stdout
+        )
+
+    def test_check_of_all(self, root: Path) -> None:
+        ended = dray(root, "site", "check")
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert ended.stdout.splitlines() == [f"{path.stem}: good" for path in OURS]
+
+    def test_check_of_a_wrong_one(self, root: Path, tmp_path: Path) -> None:
+        (tmp_path / "bad.toml").write_text('name = "bad"\n')
+        ended = dray(root, "site", "check", DRAY_SITES=str(tmp_path))
+        assert ended.returncode == 78
+        assert "dray: 1 of 16 sites cannot be used\n  found:  site " in ended.stderr
+
+    def test_a_host_library_table_wants_an_engine(self, root: Path) -> None:
+        ended = dray(root, "site", "show", "lumi", "--image", "cpu", PATH=str(Path(sys.executable).parent))
+        assert (ended.returncode, ended.stderr.splitlines()[0]) == (
+            69, "dray: neither apptainer nor singularity is here",
+        )  # fmt: skip
+
+
+class TestNew:
+    SINFO = "#!/bin/bash\necho 'cpu|4|128|(null)'\necho 'gpu|12|64|gpu:a100:4(S:0-1)'\n"
+
+    def test_what_is_seen_becomes_a_site(self, root: Path, tmp_path: Path) -> None:
+        for name, text in (("sinfo", self.SINFO), ("scontrol", "#!/bin/bash\necho 'ClusterName = Harbour'\n")):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        own = tmp_path / "my sites"
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        env = {"PATH": path, "DRAY_SITES": str(own), "SCRATCH": "/scratch/me", "WORK": "/home", "HOME": "/home/me"}
+        ended = dray(root, "site", "new", **env)
+        assert ended.returncode == 0, ended.stderr
+        made = load(Site, own / "harbour.toml")
+        assert (made.clusters, made.gpus_per_node, made.cpus_per_node) == (("Harbour",), 4, 64)
+        assert made.sbatch == ("--partition=gpu",)
+        assert [bind.path for bind in made.binds] == ["$SCRATCH"]
+        again = dray(root, "site", "new", **env)
+        assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: the site file cannot be written")
+
+    def test_the_fabric_is_seen_in_sys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        for name in ("hsn0", "hsn1", "eth0"):
+            (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        seen = sitefile.see({}, tmp_path)
+        assert (seen.kind, seen.interfaces, seen.cluster) == ("slingshot", ("hsn0", "hsn1"), "")
+        written = sitefile.text("x", seen)
+        (tmp_path / "x.toml").write_text(written)
+        assert load(Site, tmp_path / "x.toml").fabric.transport == ("cxi",)
+
+
+def test_doctor_is_one_page_and_json(root: Path) -> None:
+    ended = dray(root, "doctor", "--json", "--site", "lumi")
+    assert ended.returncode == 69
+    items = json.loads(ended.stdout)
+    about = {item["about"]: item for item in items}
+    assert about["site"]["found"] == "lumi: it was named"
+    assert {"machine", "dray", "engine", "Slurm", "GPU", "fabric", "shared memory", "HF_HOME", "bind"} <= about.keys()
+    wrong = [item["found"] for item in items if item["state"] == "wrong"]
+    assert "/pfs is not here (the other folders are links into it)" in wrong
+    page = dray(root, "doctor", "--site", "lumi").stdout
+    assert "WRONG bind: /pfs is not here (the other folders are links into it)\n" in page
