@@ -143,7 +143,7 @@ def _meet(scratch: Path, count: int) -> None:
     }
     folder, path = scratch / "met", scratch / "plan.json"
     (folder / "logs").mkdir(parents=True)
-    launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch)}
+    launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": None}
     path.write_text(json.dumps({"folder": str(folder), **launch, "world": world}))
     source = str(checkout.root() / "src")
     begun = time.perf_counter()

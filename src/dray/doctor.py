@@ -115,7 +115,8 @@ def _gpus() -> Iterator[Item]:
 def _fabric() -> Iterator[Item]:
     devices = [*Path("/dev").glob("cxi[0-9]*"), *Path("/sys/class/infiniband").glob("*")]
     names = sorted(path.name for path in devices)
-    links = sorted(path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo")
+    # Links with a device of their own: no bridges, and no ends of containers' wires.
+    links = sorted(path.parent.name for path in Path("/sys/class/net").glob("*/device"))
     found = f"{' '.join(names) or 'no Slingshot and no InfiniBand device'}; interfaces {' '.join(links) or 'none'}"
     yield Item(about="fabric", state="ok" if names else "note", found=found)
 

@@ -59,8 +59,7 @@ def detect(cluster: str, host: str) -> tuple[str, str]:
         pattern = next((one for one in site.hosts if host and fnmatchcase(host, one)), None)
         if pattern:
             return name, f"{host} is one of {pattern}"
-    seen = f"no site file names the cluster {cluster}" if cluster else "nothing tells which cluster this is"
-    return GENERIC, seen + (f" or the host {host}" if host else "")
+    return GENERIC, f"no site file names the {f'cluster {cluster}' if cluster else f'host {host}'}"
 
 
 def variables(name: str) -> dict[str, str]:

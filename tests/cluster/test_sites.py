@@ -138,7 +138,9 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, desk) -> None:
     assert ended.code == 0, ended.output
     plan = json.loads((ended.folder / "plan.json").read_text())
     assert plan["reasons"]["site"] == "harbour: Slurm calls this cluster desk"
-    assert ("/shared/home/my sites", "site harbour $MYDATA") in [(bind["path"], bind["source"]) for bind in plan["binds"]]
+    assert ("/shared/home/my sites", "site harbour $MYDATA") in [
+        (bind["path"], bind["source"]) for bind in plan["binds"]
+    ]
 
 
 def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, desk) -> None:

@@ -129,7 +129,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -
 
 @pytest.mark.torch
 def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
-    made(tmp_path / "run", port)
+    made(tmp_path / "run", port, within=12)
     plant = (
         "import sys\n"
         "class Gone:\n"

@@ -39,6 +39,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
         "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
         "command": ["train", "{node_rank}"],
         "where": str(tmp_path),
+        "preflight": None,
         "world": {
             "nodes": [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}],
             "ranks_per_node": 2,
@@ -298,11 +299,11 @@ def hello(**changes: object) -> dict[str, Any]:
 
 def test_a_clock_that_is_far_away_is_unfit() -> None:
     mine = hello(node=0, name="n1", host="n1")
-    assert meeting._odd(hello(time=1059.0), mine, {}, None) is None
-    refusal = meeting._odd(hello(time=900.0), mine, {}, None)
+    assert meeting._odd(hello(time=1007.0), mine, {}, None) is None
+    refusal = meeting._odd(hello(time=990.0), mine, {}, None)
     assert (refusal.code, str(refusal).splitlines()[0]) == (
         69,
-        "the clock of node 1 (n2) is 100 s away from the first node's",
+        "the clock of node 1 (n2) is 10 s away from the first node's",
     )
     other = meeting._odd(hello(dray="2"), mine, {}, None)
     assert (other.code, str(other).splitlines()[0]) == (78, "node 1 (n2) holds another dray")

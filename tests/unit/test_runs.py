@@ -76,6 +76,9 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         {"event": "end", "tokens_per_s": 1234.5, "train_seconds": 3.5, "sample": "two: the guard"},
     ]
     paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ste')
+    paths.preflight.mkdir()
+    seen = {"seconds": {"meet": 1.25, "bandwidth": 3.0}, "sweep": [{"bus_gb_s": 0.5}, {"bus_gb_s": 122.5}]}
+    (paths.preflight / "report.json").write_text(json.dumps({**seen, "ranks": [{"wire": "cxi"}, {"wire": "cxi"}]}))
     result = finish(paths, code=0)
     written = json.loads(paths.result.read_text())
     assert written.pop("finished").endswith("Z")
@@ -92,10 +95,12 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "tokens_per_s": 1234.5,
         "train_seconds": 3.5,
         "sample": "two: the guard",
+        "preflight": "cxi, 122.50 GB/s of bus bandwidth, in 4.2 s",
         "cause": None,
     }
     assert summary(result, paths) == (
         "done: 20 steps, loss 5.500 -> 0.250, perplexity 1.25, 1,234 tokens/s, 4 ranks on n1 n2\n"
+        "preflight: cxi, 122.50 GB/s of bus bandwidth, in 4.2 s\n"
         f"sample: two: the guard\nrun folder: {paths.folder}"
     )
 
@@ -239,6 +244,8 @@ def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
         "image": "/a b/i.sif",
         "image_sha256": "",
         "site": "generic",
+        "cluster": "",
+        "home": "",
         "uid": str(os.getuid()),
         "gid": str(os.getgid()),
     }

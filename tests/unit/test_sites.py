@@ -96,7 +96,7 @@ class TestWhichSite:
         assert sites.detect("lumi", "nid005001") == ("lumi", "Slurm calls this cluster lumi")
         assert sites.detect("", "iris-191") == ("iris", "iris-191 is one of iris-*")
         name, why = sites.detect("elsewhere", "box")
-        assert (name, why) == ("generic", "no site file names the cluster elsewhere or the host box")
+        assert (name, why) == ("generic", "no site file names the cluster elsewhere")
 
     def test_a_users_own_file_beats_ours(self, own: Path) -> None:
         (own / "lumi.toml").write_text('name = "lumi"\nabout = "mine"\n')
