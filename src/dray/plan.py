@@ -126,7 +126,7 @@ def plan(
         "master": f"{nodes[0].name}: the first of {facts.nodelist}"
         + (f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""),
         "port": port_why,
-        "preflight": f"all ranks, within {recipe.preflight.within} s"
+        "preflight": f"all ranks, within {recipe.preflight.within} s once they have met"
         if _preflight(recipe, facts)
         else f"none (preflight.when is {recipe.preflight.when})",
         "cores": f"{' '.join(site.cores)}: site {site.name}, where a job has whole nodes"

@@ -27,6 +27,7 @@ def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
     world = {"nodes": NODES, "ranks_per_node": 1, "size": 2, "port": port, "shared_folder": True}
     fabric = {"strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"], "floor": 0.0}
     plan = {"folder": str(folder), "variant": "cpu", "site": "site s", "world": world, "fabric": fabric}
+    world["meet_within"] = wanted.pop("meet_within", 60)
     plan["preflight"] = {**WANTED, **wanted}
     (folder / "plan.json").write_text(json.dumps(plan))
     return plan
@@ -111,7 +112,7 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
 def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
     folder = tmp_path / "run"
-    made(folder, port, within=12)
+    made(folder, port, meet_within=12)
     began = time.monotonic()
     nodes = [start(folder, 0), start(folder, 1)]
     file = folder / "preflight/rank-1.json"
@@ -129,7 +130,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -
 
 @pytest.mark.torch
 def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
-    made(tmp_path / "run", port, within=12)
+    made(tmp_path / "run", port, meet_within=12)
     plant = (
         "import sys\n"
         "class Gone:\n"

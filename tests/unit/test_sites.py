@@ -292,3 +292,49 @@ def test_doctor_is_one_page_and_json(root: Path) -> None:
     assert "/pfs is not here (the other folders are links into it)" in wrong
     page = dray(root, "doctor", "--site", "lumi").stdout
     assert "WRONG bind: /pfs is not here (the other folders are links into it)\n" in page
+
+
+class TestHostLibraries:
+    """`dray site show --image`: the real look at real libraries; Apptainer is a stand-in that starts it here."""
+
+    ENGINE = """#!/bin/bash
+# What was to be bound at /host is linked there in a folder of the test's own.
+while (($#)) && [[ "$1" != python3 ]]; do
+  [[ ! "$1" =~ \\"src=(.*)\\",\\"dst=/host/(.*)\\",ro ]] || ln -s "${BASH_REMATCH[1]}" "$HOSTED/${BASH_REMATCH[2]}"
+  shift
+done
+shift
+exec "$PYTHON" "${@//\\/host/$HOSTED}"
+"""
+
+    def show(self, root: Path, tmp_path: Path, *libraries: str) -> subprocess.CompletedProcess[str]:
+        for name in ("bin", "hosted", "sites"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "bin/apptainer").write_text(self.ENGINE)
+        (tmp_path / "bin/apptainer").chmod(0o755)
+        (tmp_path / "i.sif").touch()
+        said = json.dumps(list(libraries))
+        text = f'name = "mine"\nabout = "a"\n[fabric]\nstrategy = "host"\nlibraries = {said}\n'
+        (tmp_path / "sites/mine.toml").write_text(text)
+        env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "DRAY_SITES": str(tmp_path / "sites")}
+        env |= {"HOSTED": str(tmp_path / "hosted"), "PYTHON": sys.executable}
+        return dray(root, "site", "show", "mine", "--image", str(tmp_path / "i.sif"), **env)
+
+    def test_each_is_held_against_the_image(self, root: Path, tmp_path: Path, library) -> None:
+        wants = {"libc.so.6": ["GLIBC_2.99"]}
+        for version in ("1.9", "1.22"):
+            library(tmp_path / version / "libfabric.so.1", "libfabric.so.1")
+        library(tmp_path / "new" / "libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants)
+        ended = self.show(root, tmp_path, f"{tmp_path}/1.*/libfabric.so.1", f"{tmp_path}/new/libcxi.so.1")
+        assert ended.returncode == 69, ended.stderr
+        head, *rows = [line.split(maxsplit=4) for line in ended.stdout.splitlines()[:3]]
+        assert head[:4] == ["library", "of", "the", "host"]
+        assert rows[0] == ["libfabric.so.1", "no", "host", "host", "fits"]
+        assert rows[1][:4] == ["libcxi.so.1", "no", "host", "host"]
+        assert rows[1][4].startswith("needs GLIBC_2.99 of libc.so.6; ")
+        assert (tmp_path / "hosted/libfabric.so.1").resolve().parent.name == "1.22"
+
+    def test_one_that_is_not_on_this_machine(self, root: Path, tmp_path: Path) -> None:
+        ended = self.show(root, tmp_path, "/opt/none/lib*.so.1")
+        assert ended.returncode == 69
+        assert "  found:  /opt/none/lib*.so.1 is not on this machine\n" in ended.stderr

@@ -24,6 +24,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     device = _device(rank)
     rank.phase("meet")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank.deadline(rank.plan["preflight"]["within"])
     rank.phase("all-reduce")
     total = torch.full((1,), float(rank.number), device=device)
     dist.all_reduce(total)

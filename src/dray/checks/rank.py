@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import time
@@ -24,8 +25,15 @@ class Rank:
         self.plan, self.number, self.size = plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.folder = Path(plan["folder"], "preflight")
         self.began = time.monotonic()
+        self.limit = 0
         self.seconds: dict[str, float] = {}
         self._phase = ""
+        self._stack = (self.folder / f"rank-{self.number}.stack").open("w", encoding="utf-8")
+
+    def deadline(self, seconds: int) -> None:
+        """From now on; whoever can still do so writes where it stands, and ends."""
+        self.limit = seconds
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stack)
 
     def node_of(self, rank: int) -> str:
         """The name of a rank's node."""
@@ -42,7 +50,7 @@ class Rank:
     def tell(self, **more: object) -> None:
         """preflight/rank-N.json, whole or as it was."""
         said: dict[str, object] = {"rank": self.number, "node": self.node_of(self.number), "phase": self._phase}
-        said |= {"pid": os.getpid(), "time": time.time()}
+        said |= {"pid": os.getpid(), "time": time.time(), "limit": self.limit}
         path = self.folder / f"rank-{self.number}.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps({**said, "order": len(self.seconds), **more}), encoding="utf-8")

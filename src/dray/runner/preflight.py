@@ -67,7 +67,7 @@ def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, 
     both = [(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
     child = os.posix_spawn(argv[0], argv, environ, file_actions=both)
     os.close(log)
-    deadline = time.monotonic() + plan["preflight"]["within"] + _GRACE
+    deadline = time.monotonic() + world["meet_within"] + plan["preflight"]["within"] + _GRACE
     stopped: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
@@ -132,8 +132,8 @@ def _blame(plan: Mapping[str, Any], me: int, code: int) -> Refusal:
     who = ", ".join(f"rank {rank['rank']} on {rank['node']}" for rank in guilty)
     return Refusal(
         _UNFIT,
-        f"{who} did not answer in {plan['preflight']['within']} s",
-        wanted="every rank through all of the preflight (preflight.within)",
+        f"{who} did not answer in {max(rank.get('limit', 0) for rank in ranks)} s",
+        wanted="all ranks together in meet_within seconds, and through the collectives in preflight.within",
         found=f"stopped in: {guilty[0]['phase']}; the others waited in: {max(rank['phase'] for rank in ranks)}",
         fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
     )

@@ -81,7 +81,7 @@ class Preflight(Spec):
     when: Literal["several", "always", "never"] = "several"
     """On several nodes, on one too, or not at all."""
     within: Count = 60
-    """Seconds that all collectives together may take."""
+    """Seconds that all collectives together may take, once all ranks are there (meet_within)."""
     megabytes: Count = 64
     """The largest message of the bandwidth sweep."""
     free_gb: Annotated[float, Field(ge=0)] = 1.0
