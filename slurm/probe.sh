@@ -31,7 +31,7 @@ probe::environment() { # names of variables that libraries of this field read; a
 
 probe::variables() { # FOLDER...: the job's values of the variables that site files name in paths
   local name
-  for name in $(grep -rhE --include='*.toml' 'path *= *"' "$@" 2>/dev/null | grep -oE '\$[A-Za-z_][A-Za-z0-9_]*' |
+  for name in $(grep -rhE --include='*.toml' 'path *= *["'\'']' "$@" 2>/dev/null | grep -oE '\$[A-Za-z_][A-Za-z0-9_]*' |
     tr -d '$' | sort --unique); do
     [[ ! -v "$name" || "${!name}" == *$'\n'* ]] || printf 'variable.%s=%s\n' "$name" "${!name}"
   done

@@ -99,8 +99,7 @@ def _slurm() -> Iterator[Item]:
 
 def _gpus() -> Iterator[Item]:
     nvidia = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    amd = sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id"))
-    amd = [path for path in amd if path.read_text(encoding="ascii").strip() not in ("", "0")]
+    amd = [path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _is_gpu(path)]
     if _NVIDIA.exists():
         version = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", _NVIDIA.read_text(encoding="utf-8"))
         yield Item(about="GPU", state="ok", found=f"{len(nvidia)} of NVIDIA, driver {version[1] if version else '?'}")
@@ -110,6 +109,13 @@ def _gpus() -> Iterator[Item]:
         yield Item(about="GPU", state="ok" if open_ else "wrong", found=f"{len(amd)} of AMD", fix=fix)
     if not amd and not _NVIDIA.exists():
         yield Item(about="GPU", state="note", found="none (a login node has none either)")
+
+
+def _is_gpu(identity: Path) -> bool:
+    try:
+        return identity.read_text(encoding="ascii").strip() not in ("", "0")
+    except OSError:  # a GPU of another job's
+        return False
 
 
 def _fabric() -> Iterator[Item]:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from dray.environ import Variable
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
-from dray.spec.recipe import SECRET_NAMES
 
 Verdict = Literal["error", "warning", "note"]
 _SHELL = "your shell"
@@ -68,7 +67,7 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
     found: list[Finding] = []
     nodes = "several" if len(plan.world.nodes) > 1 else "one"
     for name, (value, set_by) in inside.items():
-        found += _of_rules(name, value, set_by, _Around(accelerator, nodes, frozenset(inside)))
+        found += _of_rules(name, value, set_by, _Around(accelerator, nodes, frozenset(inside), plan.sbatch))
         found += _misspelt(name, value, set_by, "error")
     for variable in plan.env:
         found += _shadowed(variable, shell)
@@ -78,24 +77,27 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
             continue
         found += _misspelt(name, value, _SHELL, "warning")
         if passes:
-            found += _of_rules(name, value, _SHELL, _Around(accelerator, nodes, frozenset({*inside, *shell})))
+            found += _of_rules(
+                name, value, _SHELL, _Around(accelerator, nodes, frozenset({*inside, *shell}), plan.sbatch)
+            )
         elif name in known.names:
             says = f"stays outside: {plan.engine} hands in only what the plan names"
             fix = f'env.{name}=... in the recipe, or pass_env=["{name}"]'
             found.append(Finding(name=name, value=value, set_by=_SHELL, verdict="note", says=says, fix=fix))
     order = ("error", "warning", "note")
-    # A value may be a secret, and what is printed ends up in tickets.
-    shown = [replace(one, value="(set)") if SECRET_NAMES & set(one.name.upper().split("_")) else one for one in found]
+    # A shell's value may be a secret whatever its name is, and what is printed ends up in tickets.
+    shown = [replace(one, value="(set)") if one.set_by.startswith(_SHELL) else one for one in found]
     return sorted(shown, key=lambda one: (order.index(one.verdict), one.name))
 
 
 @dataclass(frozen=True)
 class _Around:
-    """What a rule may ask of: whose GPUs, one node or several, and what else is set."""
+    """What a rule may ask of: whose GPUs, one node or several, what else is set, and sbatch's options."""
 
     accelerator: str
     nodes: str
     names: frozenset[str]
+    options: tuple[str, ...]
 
 
 def aloud(plan: Plan, shell: Mapping[str, str]) -> str:
@@ -111,6 +113,8 @@ def _of_rules(name: str, value: str, set_by: str, around: _Around) -> Iterator[F
         if rule.get("accelerator", around.accelerator) != around.accelerator:
             continue
         if rule.get("nodes", around.nodes) != around.nodes:
+            continue
+        if rule.get("unless_option") in around.options:
             continue
         if ("also" in rule and rule["also"] not in around.names) or rule.get("unless") in around.names:
             continue
@@ -147,7 +151,7 @@ def _misspelt(name: str, value: str, set_by: str, verdict: Verdict) -> Iterator[
 def _shadowed(variable: Variable, shell: Mapping[str, str]) -> Iterator[Finding]:
     others = list(variable.beats)
     if variable.name in shell and shell[variable.name] != variable.value:
-        others.append(f"{shell[variable.name]} ({_SHELL})")
+        others.append(f"that of {_SHELL}")
     if others:
         says = f"beats {', '.join(others)}"
         yield Finding(name=variable.name, value=variable.value, set_by=variable.source, verdict="note", says=says)

@@ -77,6 +77,7 @@ class Plan(_Model):
     stage: str
     variant: str
     site: str
+    sbatch: tuple[str, ...]
     fabric: Fabric
     preflight: Preflight | None
     user: str
@@ -108,6 +109,7 @@ def plan(
     recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosixPath, dray: str, site_why: str = "given"
 ) -> Plan:
     """Decide everything, with the reason of every automatic choice."""
+    _refuse_other_gpus(recipe, site)
     hosts = facts.hosts()
     nodes = tuple(Node(name=host, address=facts.address or host) for host in hosts)
     ranks_per_node, ranks_why = _ranks_per_node(recipe, facts)
@@ -172,6 +174,7 @@ def plan(
         stage=site.stage if facts.engine in ("apptainer", "singularity") else "",
         variant=recipe.image,
         site=f"site {site.name}",
+        sbatch=site.sbatch,
         fabric=_fabric(site, facts),
         preflight=_preflight(recipe, facts),
         user=f"{facts.uid}:{facts.gid}",
@@ -196,6 +199,18 @@ def plan(
         reasons=reasons,
         recipe=recipe,
     )
+
+
+def _refuse_other_gpus(recipe: Recipe, site: Site) -> None:
+    mine, theirs = ACCELERATORS[recipe.image], ACCELERATORS[site.image or recipe.image]
+    if mine not in ("cpu", theirs):
+        raise ConfigError(
+            f"the {recipe.image} image is not for this site's GPUs",
+            where=f"site {site.name}: {site.about}",
+            wanted=f"image={site.image}",
+            found=f"image={recipe.image}",
+            fix=f"set image={site.image}, or name another site",
+        )
 
 
 def _fabric(site: Site, facts: Facts) -> Fabric:

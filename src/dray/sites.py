@@ -52,7 +52,9 @@ def detect(cluster: str, host: str) -> tuple[str, str]:
     for name, path in files:
         try:
             site = load(Site, path)
-        except ConfigError:  # a file that nobody has asked for must not stop a run
+        except ConfigError:
+            if path.parent == own():  # it may be about this very cluster, and leaving it out would be a silent fallback
+                raise
             continue
         if cluster in site.clusters:
             return name, f"Slurm calls this cluster {cluster}"
@@ -60,6 +62,12 @@ def detect(cluster: str, host: str) -> tuple[str, str]:
         if pattern:
             return name, f"{host} is one of {pattern}"
     return GENERIC, f"no site file names the {f'cluster {cluster}' if cluster else f'host {host}'}"
+
+
+def handed_on(name: str) -> str:
+    """A site as a job is told of it, which may have none of this shell's variables: the user's own files by path."""
+    path = known().get(name)
+    return str(path) if path and path.parent == own() else name
 
 
 def variables(name: str) -> dict[str, str]:

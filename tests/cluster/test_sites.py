@@ -163,5 +163,7 @@ def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, desk
         assert desk.exec(["kill", "-STOP", str(stopped["pid"])], node="n2").code == 0
         ended = job.result()
     assert ended.code == 69, ended.output
-    assert ended.result()["cause"]["why"].splitlines()[0] == f"rank {stopped['rank']} on n2 did not answer in 20 s"
+    cause = ended.result()["cause"]
+    assert cause["why"].splitlines()[0] == f"rank {stopped['rank']} on n2 did not answer in 20 s"
+    assert (cause["node"], cause["rank"]) == ("n2", stopped["rank"])
     assert desk.exec(["kill", "-0", str(stopped["pid"])], node="n2").code != 0

@@ -34,6 +34,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
         "metrics.jsonl",
         "node.sh",
         "plan.json",
+        "preflight/report.json",
         "result.json",
         *(f"logs/node-{node}.log" for node in range(2)),
         *(f"logs/rank-{rank}.log" for rank in range(4)),

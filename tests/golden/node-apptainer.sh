@@ -33,7 +33,11 @@ export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-r1/triton
 unfit() { # PLACE WANTED RECORD
   local -r node="${SLURMD_NODENAME:-$(</proc/sys/kernel/hostname)}"
   printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$node" >&2
-  printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${SLURM_NODEID:-unknown}.json"
+  local -r record="failures/node-${SLURM_NODEID:-unknown}.json"
+  # A disk that is full must not hide the exit code as well.
+  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"$record.part"; then
+    mv -- "$record.part" "$record"
+  fi || true
   exit 69
 }
 need() { # PLACE WANTED RECORD

@@ -29,7 +29,11 @@ export TRITON_CACHE_DIR=/tmp/dray-r1/triton
 unfit() { # PLACE WANTED RECORD
   local -r node="${DRAY_NODE_NAME:-$(</proc/sys/kernel/hostname)}"
   printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$node" >&2
-  printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${DRAY_NODE:-unknown}.json"
+  local -r record="failures/node-${DRAY_NODE:-unknown}.json"
+  # A disk that is full must not hide the exit code as well.
+  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"$record.part"; then
+    mv -- "$record.part" "$record"
+  fi || true
   exit 69
 }
 need() { # PLACE WANTED RECORD

@@ -93,14 +93,35 @@ class TestFit:
 
     def test_one_whose_own_need_was_not_put_in(self, tmp_path: Path, image: list[str], library: Write) -> None:
         (row,) = rows(image, library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"]))
-        assert row.troubles == ("needs libjansson.so.4, which is neither in the image nor put in",)
+        assert row.troubles == ()
+        assert row.doubts == ("needs libjansson.so.4, which is neither in the image nor put in",)
+
+    def test_one_whose_need_has_no_versions_is_taken_as_the_loader_takes_it(
+        self, tmp_path: Path, image: list[str], library: Write
+    ) -> None:
+        wants = {"libz.so.1": ("ZLIB_1.2.9",)}
+        (row,) = rows(image, library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libz.so.1"], wants=wants))
+        assert (row.troubles, row.doubts) == ((), ())
+
+    def test_two_copies_of_which_one_fits(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        """Whose copy is loaded depends on the engine's version."""
+        old = library(tmp_path / "host/libc.so.6", "libc.so.6", gives=("GLIBC_2.28",))
+        wants = {"libc.so.6": ("GLIBC_2.36",)}
+        new = library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libc.so.6"], wants=wants)
+        assert rows(image, old, new)[1].troubles == ()
+
+    def test_the_images_library_path_is_searched(self, tmp_path: Path, image: list[str], library: Write) -> None:
+        library(tmp_path / "more" / "libicu.so.7", "libicu.so.7")
+        path = library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libicu.so.7"])
+        (row,) = rows(image, path, configured=str(tmp_path / "more"))
+        assert row.doubts == ()
 
     def test_one_that_has_it_beside_itself(self, tmp_path: Path, image: list[str], library: Write) -> None:
         path = library(
             tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"], runpath="$ORIGIN"
         )
         library(tmp_path / "host/libjansson.so.4", "libjansson.so.4")
-        assert rows(image, path)[0].troubles == ()
+        assert rows(image, path)[0].doubts == ()
 
     def test_one_for_another_machine(self, tmp_path: Path, image: list[str], library: Write) -> None:
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", machine=183))

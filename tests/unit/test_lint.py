@@ -41,6 +41,7 @@ def test_the_rules_are_dated_cited_and_can_be_read() -> None:
             count += 1
             assert rule.keys() <= {
                 "name", "value", "accelerator", "nodes", "verdict", "says", "fix", "source", "date", "also", "unless",
+                "unless_option",
             }  # fmt: skip
             assert {"verdict", "says", "fix", "source", "date"} <= rule.keys()
             assert rule["verdict"] in ("error", "warning")
@@ -91,7 +92,7 @@ def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
 def test_who_beat_whom_is_said(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="OMP_NUM_THREADS", value="7", why="w"),))
     found = lint.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
-    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "beats 7 (site s), 28 (your shell)")]
+    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "beats 7 (site s), that of your shell")]
 
 
 def test_what_stays_outside_is_said_with_the_way_in(root: Path) -> None:
@@ -144,6 +145,13 @@ class TestCommand:
         assert "HF_TOKEN=(set) (your shell): stays outside" in ended.stdout
         assert "very_secret" not in ended.stdout
         assert "very_secret" not in self.run(root, "--json", HF_TOKEN="hf_very_secret").stdout
+
+    def test_no_value_of_the_shells_is_shown_whatever_its_name(self, root: Path) -> None:
+        env = {"HF_TOKN": "hf_very_secret", "HF_ENDPOINT": "https://me:very_secret@h", "OMP_NUM_THREADS": "very_secret"}
+        ended = self.run(root, **env)
+        assert "HF_TOKN=(set) (your shell): nothing reads it; HF_TOKEN is the name" in ended.stdout
+        for said in (ended, self.run(root, "--json", **env)):
+            assert "very_secret" not in said.stdout + said.stderr
 
     def test_json(self, root: Path) -> None:
         ended = self.run(root, "--json", NCCL_DEBUG="INFO")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
         assert said.startswith("dray: preflight took ")
     report = json.loads((tmp_path / "run/preflight/report.json").read_text())
     assert list(report["seconds"]) == [
-        "libraries", "import torch", "meet", "all-reduce", "all-gather", "new groups", "bandwidth",
+        "import torch", "libraries", "device", "meet", "all-reduce", "all-gather", "new groups", "bandwidth",
     ]  # fmt: skip
     assert [row["bytes"] for row in report["sweep"]] == [16384, 262144]
     assert all(row["bus_gb_s"] > 0 for row in report["sweep"])
@@ -105,14 +105,14 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
     made(tmp_path / "run", port)
     for code, said in both(tmp_path / "run", plant):
         assert code == 69, said
-        assert said.splitlines()[0] == "the data of rank 1 on n2 came in wrong"
+        assert said.splitlines()[0] == "data of rank 1 on n2 came in wrong"
 
 
 @pytest.mark.torch
 def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
     folder = tmp_path / "run"
-    made(folder, port, meet_within=12)
+    made(folder, port, meet_within=12, within=10)
     began = time.monotonic()
     nodes = [start(folder, 0), start(folder, 1)]
     file = folder / "preflight/rank-1.json"
@@ -143,9 +143,93 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
     assert code == 69
     assert said.splitlines()[:3] == [
         "rank 1 on n2 failed",
-        "  wanted: collectives that end",
+        "  wanted: a rank that comes through the preflight",
         "  found:  ImportError: libgone.so: no such file, in: import torch",
     ]
+
+
+@pytest.mark.torch
+def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path, port: int) -> None:
+    """A library that does not fit ends in SIGSEGV, and a rank that died so leaves no word."""
+    made(tmp_path / "run", port)
+    plant = (
+        "import os, signal, sys\n"
+        "class Dies:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "sys.meta_path.insert(0, Dies())\n"
+    )
+    nodes = [start(tmp_path / "run", 0), start(tmp_path / "run", 1, plant)]
+    out, _ = nodes[1].communicate(timeout=60)
+    nodes[0].terminate()  # as Slurm does it, once a node has ended badly
+    nodes[0].communicate(timeout=30)
+    assert nodes[0].returncode == 128 + signal.SIGTERM
+    assert nodes[1].returncode == 69
+    assert out.splitlines()[:3] == [
+        "rank 1 on n2 was killed by SIGSEGV",
+        "  wanted: a rank that comes through the preflight",
+        "  found:  in: import torch",
+    ]
+
+
+class TestWhoIsToBlame:
+    """By what each rank of two nodes with two ranks has said."""
+
+    PLAN: ClassVar[dict[str, Any]] = {"world": {"nodes": NODES, "ranks_per_node": 2, "size": 4, "shared_folder": True}}
+    ORDER = ("import torch", "meet", "all-reduce", "all-gather", "done")
+
+    def ranks(self, *phases: str, **changes: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        said = {}
+        for number, phase in enumerate(phases):
+            node = NODES[number // 2]["name"]
+            said[number] = {
+                "rank": number, "node": node, "phase": phase, "order": self.ORDER.index(phase), "limit": 60,
+                "time": 100.0 + number, "expired": phase != "done", **changes.get(f"r{number}", {}),
+            }  # fmt: skip
+        return said
+
+    def blame(self, ranks: dict[int, dict[str, Any]], *, last: bool = True) -> tuple[str, str, int | None] | None:
+        refusal = preflight.finding(self.PLAN, ranks, "the log", last=last)
+        return refusal and (str(refusal).splitlines()[0], refusal.node, refusal.rank)
+
+    def test_who_stopped_in_the_same_collective_as_all_others(self) -> None:
+        ranks = self.ranks(*["all-reduce"] * 4, r2={"expired": False})
+        assert self.blame(ranks, last=False) is None
+        assert self.blame(ranks) == ("rank 2 on n2 did not answer in 60 s", "n2", 2)
+
+    def test_who_came_less_far(self) -> None:
+        ranks = self.ranks("all-gather", "all-reduce", "all-gather", "all-gather")
+        assert self.blame(ranks, last=False) == ("rank 1 on n1 did not answer in 60 s", "n1", 1)
+        said = str(preflight.finding(self.PLAN, ranks, "", last=True))
+        assert "found:  stopped in: all-reduce; the others waited in: all-gather" in said
+
+    def test_who_never_began(self) -> None:
+        ranks = self.ranks("meet", "meet", "meet")
+        assert self.blame(ranks) == ("rank 3 on n2 did not answer in 60 s", "n2", 3)
+
+    def test_nobody_where_all_hang_alike(self) -> None:
+        assert self.blame(self.ranks(*["all-reduce"] * 4), last=False) == (
+            "no rank got through all-reduce in 60 s", "", None,
+        )  # fmt: skip
+
+    def test_who_was_killed_and_not_who_noticed(self) -> None:
+        lost = {"crashed": "RuntimeError: Connection closed by peer", "expired": False}
+        ranks = self.ranks(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3={"killed": "SIGKILL", "expired": False})
+        assert self.blame(ranks, last=False) == ("rank 3 on n2 was killed by SIGKILL", "n2", 3)
+
+    def test_who_noticed_waits_for_who_knows(self) -> None:
+        lost = {"crashed": "RuntimeError: Connection closed by peer", "expired": False}
+        ranks = self.ranks(*["all-reduce"] * 4, r0=lost, r1=lost, r2=lost, r3={"expired": False})
+        assert self.blame(ranks, last=False) is None
+
+    def test_who_failed_first_where_nobody_knows_more(self) -> None:
+        lost = {"crashed": "RuntimeError: no", "expired": False}
+        ranks = self.ranks("all-reduce", "meet", "all-reduce", "all-reduce", r0=lost, r1=lost, r2=lost, r3=lost)
+        assert self.blame(ranks) == ("rank 1 on n1 failed", "n1", 1)
+
+    def test_without_any_word(self) -> None:
+        assert self.blame({}) == ("the preflight ended without a word", "", None)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
@@ -211,6 +295,11 @@ LOGS = {
         "Function not implemented",
         "NCCL INFO Using network Socket",
     ),
+    "no InfiniBand in the container": (
+        "NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
+        "NCCL INFO Failed to open libibverbs.so[.1]",
+        "NCCL INFO Using network Socket",
+    ),
     "one node": ("NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC",),
 }
 
@@ -221,9 +310,10 @@ LOGS = {
         ("new plugin on Slingshot", "cxi", ""),
         ("old plugin on Slingshot", "cxi", ""),
         ("plugin over TCP", "tcp;ofi_rxm", ""),
-        ("InfiniBand", "IB", "the plugin is not in the container"),
-        ("silent fallback, new", "Socket", "the plugin is not in the container"),
-        ("silent fallback, RCCL", "Socket", "the plugin is not in the container"),
+        ("InfiniBand", "IB", "where the network wants a plugin"),
+        ("silent fallback, new", "Socket", "where the network wants a plugin"),
+        ("silent fallback, RCCL", "Socket", "where the network wants a plugin"),
+        ("no InfiniBand in the container", "Socket", "InfiniBand is not seen in the container"),
         ("a plugin that was dropped", "Socket", ""),
         ("host libraries in part", "Socket", "the host's libraries are there in part only"),
         ("one node", None, ""),
@@ -251,10 +341,12 @@ def test_the_loaded_parts_of_the_fabric() -> None:
 class TestTheSitesExpectation:
     """Held against what NCCL said, as on GPUs, which are not here."""
 
-    def hold(self, wire: transport.Wire | None, *, gpus: bool = True, best: float = 100.0, **fabric: object) -> None:
+    def hold(
+        self, wire: transport.Wire | None, *, gpus: bool = True, best: float = 100.0, nodes=NODES, **fabric
+    ) -> None:
         collectives = pytest.importorskip("dray.checks.collectives")
         rank = type("Rank", (), {"number": 1, "plan": {"site": "site s"}, "node_of": lambda _, __: "n2"})()
-        rank.plan |= {"fabric": {"transport": ["cxi"], "floor": 0.0, **fabric}, "world": {"nodes": NODES}}
+        rank.plan |= {"fabric": {"transport": ["cxi"], "floor": 0.0, **fabric}, "world": {"nodes": nodes}}
         collectives._hold(rank, wire, best, gpus=gpus)
 
     def test_a_silent_fallback_is_said_with_its_reason_and_fix(self) -> None:
@@ -264,7 +356,9 @@ class TestTheSitesExpectation:
             "why": "rank 1 on n2 does not use the fast network",
             "wanted": "cxi (site s)",
             "found": "Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
-            "fix": "the plugin is not in the container: name its file in fabric.plugin of the site's file",
+            "fix": "where the network wants a plugin, it is not in the container: name its file in fabric.plugin",
+            "node": "n2",
+            "rank": 1,
         }
 
     def test_the_fast_network_is_good_and_a_cpu_has_none_to_prove(self) -> None:
@@ -275,6 +369,9 @@ class TestTheSitesExpectation:
     def test_a_log_that_names_no_network(self) -> None:
         with pytest.raises(Exception, match="does not use the fast network"):
             self.hold(None)
+
+    def test_the_floor_is_for_few_nodes(self) -> None:
+        self.hold(transport.used(LOGS["old plugin on Slingshot"]), best=5.43, floor=60.0, nodes=NODES * 8)
 
     def test_the_floor(self) -> None:
         with pytest.raises(Exception, match="more slowly than this cluster can") as wrong:

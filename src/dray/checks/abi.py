@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,13 +33,17 @@ class Row:
     since: str
     """The same under Apptainer 1.5 and newer."""
     troubles: tuple[str, ...]
+    """Why it cannot be loaded."""
+    doubts: tuple[str, ...] = ()
+    """What was not found; the driver, or a package that is loaded first, may bring it."""
 
 
 def look(libraries: Sequence[Path], *, own: Sequence[str] | None = None, configured: str | None = None) -> list[Row]:
     """Each library held against the image and the other libraries; `own` are the image's folders."""
-    folders = image_folders() if own is None else list(own)
     given = (os.environ.get("LD_LIBRARY_PATH", "") if configured is None else configured).split(":")
-    first = {entry for entry in given if entry and Path(entry) != INJECTED}
+    first = [entry for entry in given if entry and Path(entry) != INJECTED]
+    folders = [*first, *(image_folders() if own is None else own)]
+    loaded = _loaded() if own is None else {}
     rows = []
     for library in libraries:
         try:
@@ -48,6 +52,7 @@ def look(libraries: Sequence[Path], *, own: Sequence[str] | None = None, configu
             rows.append(Row(library=str(library), soname="", in_image="", before="", since="", troubles=(str(error),)))
             continue
         copy = _find(headers.soname, folders)
+        troubles, doubts = _held(headers, libraries, folders, loaded)
         # The image's own LD_LIBRARY_PATH stands before the engine's folder in both; since 1.5 all its folders do.
         before = "image" if copy and str(Path(copy).parent) in first else "host"
         rows.append(
@@ -57,7 +62,8 @@ def look(libraries: Sequence[Path], *, own: Sequence[str] | None = None, configu
                 in_image=copy,
                 before=before,
                 since="image" if copy else "host",
-                troubles=tuple(_troubles(headers, libraries, folders)),
+                troubles=tuple(troubles),
+                doubts=tuple(doubts),
             )
         )
     return rows
@@ -74,29 +80,44 @@ def image_folders() -> list[str]:
     return list(dict.fromkeys([*configured, *_DEFAULT]))
 
 
-def _troubles(headers: elf.Library, libraries: Iterable[Path], folders: Sequence[str]) -> Iterator[str]:
+def _loaded() -> dict[str, str]:
+    """What this process has loaded already, by name: a library that needs it gets that very one."""
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if ".so" in line}
+    return {Path(path).name: path for path in paths}
+
+
+def _held(
+    headers: elf.Library, libraries: Iterable[Path], folders: Sequence[str], loaded: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     if headers.machine != _MACHINE:
-        yield f"is made for {headers.machine}, and this node is {_MACHINE}"
-        return
+        return [f"is made for {headers.machine}, and this node is {_MACHINE}"], []
     beside = {path.name: str(path) for path in (*INJECTED.glob("*.so*"), *libraries)}
+    troubles, doubts = [], []
     for name in headers.needed:
-        found = beside.get(name) or _find(name, [*headers.runpath, *folders])
-        if not found:
-            yield f"needs {name}, which is neither in the image nor put in"
+        # Which of two copies is taken depends on the engine's version: one that gives all is enough.
+        copies = [loaded.get(name, ""), beside.get(name, ""), _find(name, [*headers.runpath, *folders])]
+        copies = [copy for copy in copies if copy]
+        if not copies:
+            doubts.append(f"needs {name}, which is neither in the image nor put in")
             continue
-        wanted = headers.wants.get(name, ())
-        if not wanted:
-            continue
-        try:
-            gives = elf.read(Path(found)).gives
-        except (elf.NotElfError, OSError):
-            continue
-        lacking = [version for version in wanted if version not in gives]
-        if lacking:
-            newest = max(
-                (one for one in gives if one.split("_")[0] == lacking[-1].split("_")[0]), key=_order, default=""
-            )
-            yield f"needs {lacking[-1]} of {name}; {found} has {newest or 'no version'}"
+        lacking = [_lacking(name, headers.wants.get(name, ()), copy) for copy in copies]
+        if all(lacking):
+            troubles.append(lacking[0])
+    return troubles, doubts
+
+
+def _lacking(name: str, wanted: Sequence[str], copy: str) -> str:
+    """Which version the copy has not; one that has no versions at all is taken as it is."""
+    try:
+        gives = elf.read(Path(copy)).gives
+    except (elf.NotElfError, OSError):
+        return ""
+    missing = [version for version in wanted if version not in gives] if gives else []
+    if not missing:
+        return ""
+    family = [one for one in gives if one.split("_")[0] == missing[-1].split("_")[0]]
+    return f"needs {missing[-1]} of {name}; {copy} has {max(family, key=_order, default='none of these')}"
 
 
 def _find(name: str, folders: Iterable[str]) -> str:

@@ -16,11 +16,13 @@ from dray.checks.result import Skip, Unfit
 
 _GROUPS = 5
 _ROUNDS = 3
+_FLOOR_NODES = 8  # beyond, messages of this size wait for one another, and no longer for the wire
 _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's administrators"
 
 
 def suite(rank: Rank, log: Path) -> dict[str, Any]:
     """Every part in turn; what was seen, or Wrong."""
+    rank.phase("device")
     device = _device(rank)
     rank.phase("meet")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -36,14 +38,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     mine = _pattern(rank.number).to(device)
     pieces = [torch.empty_like(mine) for _ in range(rank.size)]
     dist.all_gather(pieces, mine)
-    bad = [number for number, piece in enumerate(pieces) if not torch.equal(piece.cpu(), _pattern(number))]
-    if bad:
-        raise Wrong(
-            f"the data of {', '.join(f'rank {one} on {rank.node_of(one)}' for one in bad)} came in wrong",
-            wanted="what each rank is known to send",
-            found=f"other bytes, at rank {rank.number} on {rank.node_of(rank.number)}",
-            fix=_SUSPECT,
-        )
+    _right(rank, [number for number, piece in enumerate(pieces) if not torch.equal(piece.cpu(), _pattern(number))])
     rank.phase("new groups")
     for _ in range(_GROUPS):
         group = dist.new_group(list(range(rank.size)))
@@ -58,6 +53,8 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         loaded = transport.loaded(maps)
     wired = wire.name if wire else "gloo over TCP" if device.type == "cpu" else "within the node"
     dist.all_gather_object(said, {"node": rank.node_of(rank.number), "wire": wired, "loaded": loaded})
+    if device.type == "cuda":  # NCCL may still be sending when its kernel has ended
+        dist.destroy_process_group()
     rank.phase("done")
     return {"seconds": rank.seconds, "sweep": sweep, "ranks": said}
 
@@ -76,6 +73,25 @@ def _device(rank: Rank) -> torch.device:
     torch.cuda.set_device(local)
     torch.ones(8, device="cuda").sum().item()
     return torch.device("cuda", local)
+
+
+def _right(rank: Rank, bad: list[int]) -> None:
+    """Whose data came in wrong, and at whom: a rank in most of these pairs is to blame, as sender or as receiver."""
+    reports: list[Any] = [None] * rank.size
+    dist.all_gather_object(reports, bad)
+    pairs = {frozenset((sender, receiver)) for receiver, senders in enumerate(reports) for sender in senders}
+    if not pairs:
+        return
+    count = {number: sum(number in pair for pair in pairs) for pair in pairs for number in pair}
+    guilty = [number for number in sorted(count) if count[number] == max(count.values())]
+    raise Wrong(
+        f"data of {' or '.join(f'rank {one} on {rank.node_of(one)}' for one in guilty[:4])} came in wrong",
+        wanted="what each rank is known to send",
+        found=f"other bytes, between {len(pairs)} pairs of ranks",
+        fix=_SUSPECT,
+        node=rank.node_of(guilty[0]),
+        rank=guilty[0],
+    )
 
 
 def _why_none(rank: Rank) -> str:
@@ -126,8 +142,10 @@ def _hold(rank: Rank, wire: transport.Wire | None, best: float, *, gpus: bool) -
                 wanted=f"{expected} ({rank.plan['site']})",
                 found=f"{wire.name}: {wire.trouble or wire.line}" if wire else "NCCL's log names no network",
                 fix=(wire and wire.fix) or "see preflight/nccl-*.log in the run's folder; docs/fabric.md",
+                node=rank.node_of(rank.number),
+                rank=rank.number,
             )
-    if len(nodes) > 1 and best < fabric["floor"]:
+    if 1 < len(nodes) <= _FLOOR_NODES and best < fabric["floor"]:
         raise Wrong(
             "the nodes hear one another more slowly than this cluster can",
             wanted=f"{fabric['floor']} GB/s of bus bandwidth at least ({rank.plan['site']})",

@@ -25,10 +25,12 @@ def main(path: str) -> int:
     rank.deadline(rank.plan["world"]["meet_within"])
     log = rank.folder / f"nccl-{rank.number}.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else NCCL's ranks come back before all are there
     try:
-        _libraries(rank)
         rank.phase("import torch")
-        report = importlib.import_module("dray.checks.collectives").suite(rank, log)
+        collectives = importlib.import_module("dray.checks.collectives")
+        _libraries(rank)
+        report = collectives.suite(rank, log)
     except Wrong as wrong:
         rank.tell(wrong=wrong.said)
         return _UNFIT
@@ -36,12 +38,14 @@ def main(path: str) -> int:
         rank.tell(crashed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         raise
     if rank.number == 0:
-        (rank.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        part = rank.folder / "report.part"
+        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        part.replace(rank.folder / "report.json")
     return 0
 
 
 def _libraries(rank: Rank) -> None:
-    """The host's libraries that node.sh has put in, looked at once a node."""
+    """The host's libraries that node.sh has put in, looked at once a node, beside those that torch has loaded."""
     rank.phase("libraries")
     if rank.plan["fabric"]["strategy"] != "host" or os.environ["LOCAL_RANK"] != "0":
         return

@@ -13,8 +13,8 @@ from typing import Any
 class Wrong(Exception):  # noqa: N818  it is what was found
     """What does not hold, and what would mend it."""
 
-    def __init__(self, why: str, *, wanted: str, found: str, fix: str) -> None:
-        self.said = {"why": why, "wanted": wanted, "found": found, "fix": fix}
+    def __init__(self, why: str, *, wanted: str, found: str, fix: str, node: str = "", rank: int | None = None) -> None:
+        self.said = {"why": why, "wanted": wanted, "found": found, "fix": fix, "node": node, "rank": rank}
         super().__init__(why)
 
 

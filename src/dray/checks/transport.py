@@ -15,7 +15,12 @@ _DECISIVE = (
 )
 # Plugins that carry libfabric by another name: the provider tells, and not they.
 _CARRIERS = re.compile(r"^(AWS )?Libfabric$|^OFI$", re.IGNORECASE)
+# What stands first is the cause of what stands below it.
 _TROUBLE = (
+    (
+        re.compile(r"Failed to open libibverbs|NET/IB : No device found", re.IGNORECASE),
+        "InfiniBand is not seen in the container: it needs libibverbs and /dev/infiniband in there",
+    ),
     (
         re.compile(r"Couldn't open a fabric access domain", re.IGNORECASE),
         "the host's libraries are there in part only: give all that the plugin needs in fabric.libraries",
@@ -26,7 +31,7 @@ _TROUBLE = (
     ),
     (
         re.compile(r"Could not find:|No plugin found|network .+ not found", re.IGNORECASE),
-        "the plugin is not in the container: name its file in fabric.plugin of the site's file",
+        "where the network wants a plugin, it is not in the container: name its file in fabric.plugin",
     ),
     (
         re.compile(r"Failed to initialize (any )?NET plugin", re.IGNORECASE),
@@ -48,7 +53,7 @@ class Wire:
 
 def used(lines: Iterable[str]) -> Wire | None:
     """None where the log does not tell, as on one node, which needs no network."""
-    provider, network, trouble, fix = None, None, "", ""
+    provider, network, worst, trouble, fix = None, None, len(_TROUBLE), "", ""
     for line in lines:
         for pattern in _DECISIVE:
             found = pattern.search(line)
@@ -56,9 +61,10 @@ def used(lines: Iterable[str]) -> Wire | None:
                 provider = Wire(found["name"].rstrip(","), line.strip())
             elif found:
                 network = Wire(found["name"], line.strip())
-        for pattern, advice in _TROUBLE:
+        for number, (pattern, advice) in enumerate(_TROUBLE[:worst]):
             if pattern.search(line):
-                trouble, fix = line.strip(), advice
+                worst, trouble, fix = number, line.strip(), advice
+                break
     chosen = provider if network is None or (provider and _CARRIERS.match(network.name)) else network
     return chosen and Wire(chosen.name, chosen.line, trouble, fix)
 

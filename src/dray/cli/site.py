@@ -148,9 +148,9 @@ def _table(site: Site, image: str) -> None:
         raise DrayError("the image cannot look at the libraries", where=file, found=done.err.strip()) from None
     print(f"{'library of the host':<28} {'also in the image':<40} {'loaded before 1.5':<18} {'since 1.5':<10} verdict")
     for row in rows:
-        verdict = "; ".join(row["troubles"]) or "fits"
+        verdict = "; ".join([*row["troubles"], *(f"{doubt} (perhaps the driver's)" for doubt in row["doubts"])])
         copy = row["in_image"] or "no"
-        print(f"{Path(row['library']).name:<28} {copy:<40} {row['before']:<18} {row['since']:<10} {verdict}")
+        print(f"{Path(row['library']).name:<28} {copy:<40} {row['before']:<18} {row['since']:<10} {verdict or 'fits'}")
     print(_ORDER)
     if missing or done.code:
         found = "\n".join(

@@ -35,7 +35,8 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options."""
-    site = str(Path(site).absolute()) if site.endswith(".toml") else site  # the job stands elsewhere
+    # The job stands elsewhere.
+    site = str(Path(site).absolute()) if site.endswith(".toml") else sites.handed_on(site)
     for option in sbatch or []:
         if option.startswith(("-N", "--nodes", "--gpus-per-node")):
             raise ConfigError(
@@ -59,7 +60,7 @@ def submit(
         options=options,
         folder=folder,
         image=place.required(checkout.root(), settings.image, settings.image_digest).absolute(),
-        site=site or chosen_site.name,
+        site=site or ("" if chosen_site.name == sites.GENERIC else sites.handed_on(chosen_site.name)),
         words=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
         command=asked.command,
     )

@@ -19,7 +19,11 @@ _NEED = """\
 unfit() {{ # PLACE WANTED RECORD
   local -r node="${{{name}:-$(</proc/sys/kernel/hostname)}}"
   printf 'dray: %s is not there\\n  wanted: %s\\n  where:  node %s\\n' "$1" "$2" "$node" >&2
-  printf '{{"time": %s, "node": "%s", %s}}\\n' "$(date +%s.%N)" "$node" "$3" >"failures/node-${{{node}:-unknown}}.json"
+  local -r record="failures/node-${{{node}:-unknown}}.json"
+  # A disk that is full must not hide the exit code as well.
+  if printf '{{"time": %s, "node": "%s", %s}}\\n' "$(date +%s.%N)" "$node" "$3" >"$record.part"; then
+    mv -- "$record.part" "$record"
+  fi || true
   exit {code}
 }}
 need() {{ # PLACE WANTED RECORD
@@ -90,8 +94,9 @@ def _fabric(plan: Plan) -> Iterator[str]:
     if plan.fabric.plugin:
         yield _call("newest", plan.fabric.plugin, wanted)
         yield 'bind "$newest" ro'
-        for prefix in ("APPTAINERENV_", "SINGULARITYENV_"):
-            yield f'export {prefix}NCCL_NET_PLUGIN="$newest"'
+        if "NCCL_NET_PLUGIN" not in {variable.name for variable in plan.env}:  # the recipe's, or the site's own
+            for prefix in ("APPTAINERENV_", "SINGULARITYENV_"):
+                yield f'export {prefix}NCCL_NET_PLUGIN="$newest"'
     if plan.fabric.libraries:
         yield 'printf -v joined %s, "${libraries[@]}"'
         yield 'export APPTAINER_CONTAINLIBS="${joined%,}" SINGULARITY_CONTAINLIBS="${joined%,}"'

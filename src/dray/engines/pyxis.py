@@ -16,10 +16,12 @@ def argv(_plan: Plan, inner: Sequence[str]) -> list[Word]:
 
 def srun(plan: Plan) -> list[str]:
     """What srun is told."""
-    for bind in plan.binds:
+    # Slurm mounts before anything of ours runs on the node: what is not required there cannot be looked for.
+    binds = [bind for bind in plan.binds if bind.required]
+    for bind in binds:
         if set(",:") & set(bind.path):
             raise ConfigError("Pyxis cannot mount a path with , or : in it", found=bind.path, fix="name another place")
-    mounts = ",".join(f"{bind.path}:{bind.path}{'' if bind.write else ':ro'}" for bind in plan.binds)
+    mounts = ",".join(f"{bind.path}:{bind.path}{'' if bind.write else ':ro'}" for bind in binds)
     return [
         f"--container-image={plan.image}",
         f"--container-mounts={mounts}",

@@ -29,7 +29,7 @@ def main(path: str) -> int:
         preflight.check(plan, me, master, placement)
     except record.Refusal as refusal:
         print(refusal, file=sys.stderr)
-        return refusal.code if refusal.recorded else _failed(plan, number, refusal.code, str(refusal))
+        return refusal.code if refusal.recorded else _failed(plan, number, refusal.code, str(refusal), refusal)
     locks.clear(os.environ.get("TORCH_EXTENSIONS_DIR", ""))
     command = argv(plan, me, master)
     try:
@@ -74,9 +74,10 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     return found
 
 
-def _failed(plan: Mapping[str, Any], number: str, code: int, why: str) -> int:
-    name = os.environ.get(plan["world"]["identity"]["name"], "")
-    record.write(plan["folder"], f"node-{number}", node=name, rank=None, code=code, why=why, log=None, last_lines=[])
+def _failed(plan: Mapping[str, Any], number: str, code: int, why: str, refusal: record.Refusal | None = None) -> int:
+    name = (refusal and refusal.node) or os.environ.get(plan["world"]["identity"]["name"], "")
+    rank = refusal.rank if refusal else None
+    record.write(plan["folder"], f"node-{number}", node=name, rank=rank, code=code, why=why, log=None, last_lines=[])
     return code
 
 

@@ -9,15 +9,15 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from dray.runner.record import Refusal, tail
+from dray.runner.record import Refusal
 
 _UNFIT = 69
-_GRACE = 15.0  # seconds beyond the deadline in which ranks that still can have ended by themselves
-_OTHERS = 5.0  # seconds in which the other nodes' ranks reach their own deadline
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
+_OTHERS = 5.0  # seconds in which the word of other nodes' ranks reaches this one
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def check(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, str]) -> None:
@@ -26,11 +26,24 @@ def check(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, s
     if wanted is None:
         return
     began = time.monotonic()
-    room(plan["folder"], wanted)
-    os.makedirs(f"{plan['folder']}/preflight", exist_ok=True)
-    code = _ranks(plan, me, master, environ)
-    if code:
-        raise _blame(plan, me, code)
+    folder = plan["folder"]
+    try:
+        room(folder, wanted)
+        os.makedirs(f"{folder}/preflight", exist_ok=True)
+        codes = _ranks(plan, me, master, environ)
+        for rank, code in codes.items():
+            if code < 0:
+                _note(folder, plan, rank, signal.Signals(-code).name)
+    except OSError as error:
+        raise Refusal(
+            _UNFIT,
+            "the preflight cannot begin",
+            wanted=f"{folder} and /tmp, where this node can write",
+            found=str(error),
+            fix="is there room, and a quota left?",
+        ) from error
+    if any(codes.values()):
+        raise _blame(plan, me)
     print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -57,103 +70,164 @@ def room(folder: str, wanted: Mapping[str, Any], shm: str = "/dev/shm", scratch:
             )
 
 
-def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, str]) -> int:
-    """The exit code of this node's ranks; they end by themselves at the deadline, unless they cannot."""
+def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, str]) -> dict[int, int]:
+    """How each of this node's ranks ended; they end by themselves at a deadline, unless they cannot.
+
+    Not by ranks.py: none of them may be stopped since another has ended, or it could not say where it stood.
+    """
     world, folder = plan["world"], plan["folder"]
-    count = (str(len(world["nodes"])), str(world["ranks_per_node"]), str(me))
-    argv = [sys.executable, "-S", "-E", f"{_HERE}/ranks.py", *count, master, str(world["port"])]
-    argv += [sys.executable, "-m", "dray.checks.preflight", f"{folder}/plan.json"]
+    each = world["ranks_per_node"]
     log = os.open(f"{folder}/logs/preflight-{me}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    both = [(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
-    child = os.posix_spawn(argv[0], argv, environ, file_actions=both)
-    os.close(log)
-    deadline = time.monotonic() + world["meet_within"] + plan["preflight"]["within"] + _GRACE
+    argv = [sys.executable, "-m", "dray.checks.preflight", f"{folder}/plan.json"]
+    common = {"WORLD_SIZE": str(world["size"]), "MASTER_ADDR": master, "MASTER_PORT": str(world["port"])}
+    running: dict[int, int] = {}
     stopped: list[int] = []
 
-    def pass_on(number: int, _frame: object) -> None:
+    def end(number: int, _frame: object) -> None:
         stopped.append(number)
+        _tell(running, signal.SIGKILL)
+
+    for number in _SIGNALS:
+        signal.signal(number, end)
+    for local in range(each):
+        rank = me * each + local
+        env = {**environ, **common, "RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
+        streams = [(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+        running[os.posix_spawn(argv[0], argv, env, file_actions=streams)] = rank
+    os.close(log)
+    ended = _wait(running, time.monotonic() + world["meet_within"] + plan["preflight"]["within"] + _GRACE)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if stopped:  # by whoever stops the run: that is no finding of this node's
+        sys.exit(128 + stopped[0])
+    return ended
+
+
+def _wait(running: dict[int, int], deadline: float) -> dict[int, int]:
+    """Each rank's code, negative for a signal that was not ours; one that even SIGKILL does not end is left alone."""
+    codes: dict[int, int] = {}
+    killed = False
+    while running:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in running:
+            code = os.waitstatus_to_exitcode(status)
+            codes[running.pop(child)] = _UNFIT if killed and code < 0 else code
+            if code:  # the others come to their own deadline about now, or wait for this one in vain
+                deadline = min(deadline, time.monotonic() + _OTHERS)
+        elif time.monotonic() > deadline:
+            if killed:
+                return {**codes, **dict.fromkeys(running.values(), _UNFIT)}
+            _tell(running, signal.SIGKILL)
+            deadline, killed = time.monotonic() + _GRACE, True
+        else:
+            time.sleep(0.02)
+    return codes
+
+
+def _tell(running: Mapping[int, int], number: int) -> None:
+    for child in list(running):
         os.kill(child, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    try:
-        while True:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                if stopped:  # by whoever stops the run: that is no finding of this node's
-                    sys.exit(128 + stopped[0])
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-            if time.monotonic() > deadline:
-                for rank in told(folder):
-                    if rank["node"] == world["nodes"][me]["name"]:
-                        _kill(rank["pid"])
-                deadline += _GRACE
-            time.sleep(0.02)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+
+def _note(folder: str, plan: Mapping[str, Any], rank: int, by: str) -> None:
+    """What a rank could not say itself, for all nodes to see."""
+    said = told(folder).get(rank) or {"rank": rank, "node": _node(plan, rank), "phase": "its start", "order": -1}
+    path = f"{folder}/preflight/rank-{rank}.json"
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        json.dump({**said, "killed": by}, file)
+    os.replace(f"{path}.part", path)
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _node(plan: Mapping[str, Any], rank: int) -> str:
+    return str(plan["world"]["nodes"][rank // plan["world"]["ranks_per_node"]]["name"])
 
 
-def told(folder: str) -> list[dict[str, Any]]:
+def told(folder: str) -> dict[int, dict[str, Any]]:
     """How far each rank came, by what it left; ranks of machines that share no disk with this one are not seen."""
-    found = []
+    found = {}
     for path in glob.glob(f"{glob.escape(folder)}/preflight/rank-*.json"):
         with open(path, encoding="utf-8") as file:
-            found.append(json.load(file))
-    return sorted(found, key=lambda rank: int(rank["rank"]))
+            said = json.load(file)
+        stack = f"{folder}/preflight/rank-{said['rank']}.stack"
+        said["expired"] = os.path.exists(stack) and os.path.getsize(stack) > 0
+        found[int(said["rank"])] = said
+    return found
 
 
-def _blame(plan: Mapping[str, Any], me: int, code: int) -> Refusal:
-    folder, log = plan["folder"], f"{plan['folder']}/logs/preflight-{me}.log"
-    ranks = told(folder)
-    wrong = next((rank["wrong"] for rank in ranks if "wrong" in rank), None)
-    if wrong:
-        return Refusal(_UNFIT, **wrong)
-    crashed = min((rank for rank in ranks if "crashed" in rank), key=lambda rank: float(rank["time"]), default=None)
-    if crashed:
-        who = f"rank {crashed['rank']} on {crashed['node']}"
-        found = f"{crashed['crashed']}, in: {crashed['phase']}"
-        return Refusal(_UNFIT, f"{who} failed", wanted="collectives that end", found=found, fix=f"see {log}")
+def _blame(plan: Mapping[str, Any], me: int) -> Refusal:
+    """By the word of all ranks, and with some patience: who is to blame may be the last to be heard of."""
     deadline = time.monotonic() + _OTHERS
-    while time.monotonic() < deadline and len(_silent(folder, ranks := told(folder))) > 1:
+    while True:
+        last = time.monotonic() > deadline
+        found = finding(plan, told(plan["folder"]), f"logs/preflight-{me}.log", last=last)
+        if found:
+            return found
         time.sleep(0.05)
-    guilty = behind(plan, folder, ranks)
-    if not guilty:
-        last = "\n".join(tail(log, 5))
-        return Refusal(_UNFIT, f"the preflight ended with code {code}", wanted="0", found=last, fix=f"see {log}")
-    who = ", ".join(f"rank {rank['rank']} on {rank['node']}" for rank in guilty)
+
+
+def finding(plan: Mapping[str, Any], ranks: Mapping[int, Mapping[str, Any]], log: str, *, last: bool) -> Refusal | None:
+    """What went wrong, from how far each rank came. None where it is not sure yet, and more may be heard."""
+    for rank in ranks.values():
+        if "wrong" in rank:
+            return Refusal(_UNFIT, **rank["wrong"])
+        if "killed" in rank:
+            return _of(rank, f"was killed by {rank['killed']}", f"in: {rank['phase']}", f"see {log} of that node")
+    ended = {
+        number for number, rank in ranks.items() if rank["expired"] or "crashed" in rank or rank["phase"] == "done"
+    }
+    silent = [number for number in range(plan["world"]["size"]) if number not in ended]
+    crashed = [rank for rank in ranks.values() if "crashed" in rank]
+    if not last and (silent or crashed):
+        return None
+    expired = [rank for rank in ranks.values() if rank["expired"]]
+    if expired:
+        return _hung(plan, ranks, expired, silent)
+    if crashed:
+        first = min(crashed, key=lambda rank: (rank["order"], rank["time"]))
+        return _of(first, "failed", f"{first['crashed']}, in: {first['phase']}", f"see {log} of that node")
     return Refusal(
-        _UNFIT,
-        f"{who} did not answer in {max(rank.get('limit', 0) for rank in ranks)} s",
-        wanted="all ranks together in meet_within seconds, and through the collectives in preflight.within",
-        found=f"stopped in: {guilty[0]['phase']}; the others waited in: {max(rank['phase'] for rank in ranks)}",
-        fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
+        _UNFIT, "the preflight ended without a word", wanted="a report of each rank", found="none", fix=f"see {log}"
     )
 
 
-def _silent(folder: str, ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Ranks that were not even able to say where they stood at the deadline."""
-    stacks = (f"{folder}/preflight/rank-{rank['rank']}.stack" for rank in ranks)
-    return [rank for rank, stack in zip(ranks, stacks, strict=True) if not os.path.getsize(stack)]
+def _hung(
+    plan: Mapping[str, Any],
+    ranks: Mapping[int, Mapping[str, Any]],
+    expired: list[Mapping[str, Any]],
+    silent: list[int],
+) -> Refusal:
+    """Whom the others waited for: who never began, or came least far, or could not say where it stood."""
+    limit, furthest = (
+        max(expired, key=lambda rank: int(rank["order"])),
+        max(ranks.values(), key=lambda r: int(r["order"])),
+    )
+    never = [number for number in silent if number not in ranks and plan["world"]["shared_folder"]]
+    slowest = [number for number, rank in ranks.items() if rank["order"] < furthest["order"]]
+    guilty = never or slowest or [number for number in silent if number in ranks]
+    if not guilty:
+        nodes = " ".join(sorted({rank["node"] for rank in ranks.values()}))
+        return Refusal(
+            _UNFIT,
+            f"no rank got through {furthest['phase']} in {limit['limit']} s",
+            wanted="collectives that end (preflight.within)",
+            found=f"all ranks hang in it, on {nodes}",
+            fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL said",
+        )
+    known = ranks.get(guilty[0], {"rank": guilty[0], "node": _node(plan, guilty[0]), "phase": "its start"})
+    return Refusal(
+        _UNFIT,
+        ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
+        + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
+        + f" did not answer in {limit['limit']} s",
+        wanted="all ranks together in meet_within seconds, and through the collectives in preflight.within",
+        found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
+        fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
+        node=_node(plan, guilty[0]),
+        rank=guilty[0],
+    )
 
 
-def behind(plan: Mapping[str, Any], folder: str, ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Whom the others waited for: who came least far, or else who was silent at the deadline."""
-    slowest = [rank for rank in ranks if rank["order"] < max(other["order"] for other in ranks)]
-    seen = {rank["rank"] for rank in ranks}
-    each = plan["world"]["ranks_per_node"]
-    never = [
-        {"rank": number, "node": plan["world"]["nodes"][number // each]["name"], "phase": "its start"}
-        for number in range(plan["world"]["size"])
-        if number not in seen and plan["world"]["shared_folder"]
-    ]
-    silent = _silent(folder, ranks)
-    return [*never] or [*slowest] or (silent if len(silent) < len(ranks) else [])
+def _of(rank: Mapping[str, Any], what: str, found: str, fix: str) -> Refusal:
+    who = f"rank {rank['rank']} on {rank['node']}"
+    wanted = "a rank that comes through the preflight"
+    return Refusal(_UNFIT, f"{who} {what}", wanted=wanted, found=found, fix=fix, node=rank["node"], rank=rank["rank"])

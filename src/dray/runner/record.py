@@ -11,8 +11,20 @@ import time
 class Refusal(Exception):  # noqa: N818  it refuses; nothing is in error
     """The launch must not go on; the code is dray's contract (78 configuration, 69 unfit, 75 try again)."""
 
-    def __init__(self, code: int, why: str, *, wanted: str, found: str, fix: str, recorded: bool = False) -> None:
+    def __init__(
+        self,
+        code: int,
+        why: str,
+        *,
+        wanted: str,
+        found: str,
+        fix: str,
+        recorded: bool = False,
+        node: str = "",
+        rank: int | None = None,
+    ) -> None:
         self.code = code
+        self.node, self.rank = node, rank  # who is to blame, where that is another than who noticed
         self.recorded = recorded  # another node has written down the same
         super().__init__(f"{why}\n  wanted: {wanted}\n  found:  {found}\n  fix:    {fix}")
 

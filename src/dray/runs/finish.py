@@ -65,6 +65,8 @@ def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
         preflight=_preflight(paths),
         **_figures(paths.metrics),
     )
+    if status == "done":
+        _tidy(paths)
     part = paths.result.with_suffix(".part")
     part.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
     part.replace(paths.result)
@@ -73,13 +75,20 @@ def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
 
 def _preflight(paths: RunPaths) -> str | None:
     """What the nodes proved before the launch, in a line."""
-    report = paths.preflight / "report.json"
-    if not report.exists():
+    try:
+        said = json.loads((paths.preflight / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there was none, or the disk was full
         return None
-    said = json.loads(report.read_text(encoding="utf-8"))
     wires = " and ".join(sorted({rank["wire"] for rank in said["ranks"]}))
     best = max((row["bus_gb_s"] for row in said["sweep"]), default=0.0)
     return f"{wires}, {best:.2f} GB/s of bus bandwidth, in {sum(said['seconds'].values()):.1f} s"
+
+
+def _tidy(paths: RunPaths) -> None:
+    """What ranks told one another in the preflight is of use only where it failed."""
+    empty = (log for log in paths.logs.glob("preflight-*.log") if not log.stat().st_size)
+    for left in (*paths.preflight.glob("rank-*"), *empty):
+        left.unlink()
 
 
 def _first_cause(paths: RunPaths) -> Cause | None:

@@ -16,7 +16,7 @@ Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 Scalar = str | int | float | bool
 
 
-SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
+_SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
 _SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -165,7 +165,7 @@ class Recipe(Spec):
         secrets = [
             name
             for name, value in env.items()
-            if SECRET_NAMES & set(name.upper().split("_")) or value.startswith(_SECRET_VALUES)
+            if _SECRET_NAMES & set(name.upper().split("_")) or value.startswith(_SECRET_VALUES)
         ]
         if secrets:
             raise ValueError(

@@ -12,6 +12,7 @@ from dray.spec.model import Spec
 Cores = Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
 # Whole words of a path may be variables of the job: $SCRATCH/data.
 Place = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
+Pattern = Annotated[str, Field(pattern=r"^/[^\n\"$,]*$")]
 
 
 class SiteBind(Spec):
@@ -51,14 +52,14 @@ class Fabric(Spec):
     """What it is."""
     strategy: Literal["host", "image", "none"] = "none"
     """Whose libraries drive it: the host's, put into the container; the image's own; or nothing is to be done."""
-    libraries: tuple[Place, ...] = ()
+    libraries: tuple[Pattern, ...] = ()
     """With `host`: the host's files that go into the container's library path. A * takes the newest that matches."""
-    plugin: str = ""
+    plugin: Annotated[str, Field(pattern=r"^(/[^\n\"$,]*)?$")] = ""
     """NCCL's or RCCL's network plugin by its full path; a * takes the newest that matches."""
     transport: tuple[str, ...] = ()
     """What NCCL or RCCL may say that it uses between nodes, such as cxi or IB. Anything else is a silent fallback."""
     floor: Annotated[float, Field(ge=0)] = 0.0
-    """The least bus bandwidth of an all-reduce over all nodes, GB/s; 0 sets none."""
+    """The least bus bandwidth of an all-reduce over two to eight nodes, GB/s; 0 sets none."""
 
     @model_validator(mode="after")
     def _libraries_are_the_hosts(self) -> Fabric:
