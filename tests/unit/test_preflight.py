@@ -112,7 +112,7 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
 def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
     folder = tmp_path / "run"
-    made(folder, port, meet_within=12, within=10)
+    made(folder, port, meet_within=9, within=4)
     began = time.monotonic()
     nodes = [start(folder, 0), start(folder, 1)]
     file = folder / "preflight/rank-1.json"
@@ -123,7 +123,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -
     said = [node.communicate(timeout=60)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [69, 69], said
     for text in said:
-        assert text.splitlines()[0] == "rank 1 on n2 did not answer in 12 s"
+        assert text.splitlines()[0] == "rank 1 on n2 did not answer in 9 s"
     assert time.monotonic() - began < 50
     assert "collectives.py" in (folder / "preflight/rank-0.stack").read_text()
 

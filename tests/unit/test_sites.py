@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -66,7 +67,8 @@ def test_the_plan_for_lumi(root: Path) -> None:
     words = ("plan", "recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
     ended = dray(root, *words, "--runs", "/scratch/project_1/runs")
     assert (ended.returncode, ended.stderr) == (0, "")
-    text = "\n".join(line for line in ended.stdout.replace(str(root), "/dray").splitlines())
+    text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm.sif"), "/dray/build/dray-rocm.sif")
+    text = text.replace(str(root), "/dray").rstrip("\n")
     run = next(line.split()[-1] for line in text.splitlines() if line.startswith("  id"))
     text = text.replace(run, "RUN") + "\n"
     path = GOLDEN / "plan-lumi.txt"
