@@ -69,6 +69,9 @@ def _ours(recipe: Recipe, facts: Facts, run_id: str) -> Iterator[Variable]:
 
 
 def _sites(site: Site, facts: Facts) -> Iterator[Variable]:
+    if site.fabric.strategy == "image" and site.fabric.plugin:
+        why = "the image's own plugin; a library that looks for one by itself may find another"
+        yield Variable(name="NCCL_NET_PLUGIN", value=site.fabric.plugin, source=f"site {site.name}", why=why)
     several = "several" if facts.nodes > 1 else "one"
     for setting in site.env:
         if setting.nodes not in ("any", several):

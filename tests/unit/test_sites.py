@@ -17,7 +17,7 @@ from dray.facts import Facts
 from dray.plan import plan
 from dray.runs.write import read_recipe
 from dray.spec.model import load
-from dray.spec.site import Site, SiteBind, SiteVariable
+from dray.spec.site import Fabric, Site, SiteBind, SiteVariable
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OURS = sorted((Path(__file__).parents[2] / "slurm" / "sites").glob("*.toml"))
@@ -202,6 +202,16 @@ def test_variables_for_one_node_or_for_several(root: Path) -> None:
         seen = Facts.model_validate({**SEEN, "nodelist": nodelist, "nodes": nodes})
         made = plan(recipe, site, seen, run="r", folder=PurePosixPath("/r"), dray="0")
         assert {variable.name: variable.value for variable in made.env}["NCCL_NET"] == value
+
+
+def test_the_images_own_plugin_is_named_to_nccl(root: Path) -> None:
+    fabric = Fabric(kind="slingshot", strategy="image", plugin="/opt/ofi/lib/librccl-net.so", transport=("cxi",))
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+    site = Site(name="s", about="", fabric=fabric)
+    made = plan(recipe, site, Facts.model_validate(SEEN), run="r", folder=PurePosixPath("/r"), dray="0")
+    (variable,) = [variable for variable in made.env if variable.name == "NCCL_NET_PLUGIN"]
+    assert (variable.value, variable.source) == ("/opt/ofi/lib/librccl-net.so", "site s")
+    assert "librccl-net.so is not there" not in render.node_script(made)
 
 
 def test_the_probe_tells_the_variables_of_paths_and_no_others(root: Path, tmp_path: Path) -> None:
