@@ -87,13 +87,16 @@ def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, 
         stopped.append(number)
         _tell(running, signal.SIGKILL)
 
+    # Nobody may be asked to end before all that must end are known here.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     for number in _SIGNALS:
         signal.signal(number, end)
     for local in range(each):
         rank = me * each + local
         env = {**environ, **common, "RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
         streams = [(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
-        running[os.posix_spawn(argv[0], argv, env, file_actions=streams)] = rank
+        running[os.posix_spawn(argv[0], argv, env, file_actions=streams, setsigmask=())] = rank
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.close(log)
     ended = _wait(running, time.monotonic() + world["meet_within"] + plan["preflight"]["within"] + _GRACE)
     for number in _SIGNALS:
