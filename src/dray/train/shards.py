@@ -1,0 +1,173 @@
+"""Documents as tokens in a file that is mapped into memory: made once on a machine, whole or not there.
+
+The folder's name is the fingerprint of all that decides its content. Who makes it holds a lock that ends with it, so
+that another takes over from one that was killed; the others wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dray.train.stop import EXIT_FAILED, stop
+
+_VERSION = 1
+_BATCH = 1024
+_WAIT = 0.1
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens in a row, and where each document begins; the last start is the end."""
+
+    ids: NDArray[np.integer]
+    starts: NDArray[np.uint64]
+
+    def part(self, first: int, last: int) -> Tokens:
+        """Some of the documents."""
+        begin, end = int(self.starts[first]), int(self.starts[last])
+        return Tokens(self.ids[begin:end], self.starts[first : last + 1] - self.starts[first])
+
+    def block(self, start: int, length: int) -> NDArray[np.int64]:
+        """`length` tokens from there on; after the last comes the first."""
+        ids = self.ids[start : start + length]
+        while len(ids) < length:
+            ids = np.concatenate([ids, self.ids[: length - len(ids)]])
+        return ids.astype(np.int64)
+
+
+def fingerprint(*parts: object) -> str:
+    """Of everything that decides the tokens: files, columns, the tokenizer."""
+    said = json.dumps([_VERSION, *map(str, parts)])
+    return hashlib.sha256(said.encode()).hexdigest()[:24]
+
+
+def made(
+    cache: Path,
+    name: str,
+    documents: Callable[[], Iterable[str]],
+    encode: Callable[[list[str]], Iterable[list[int]]],
+    *,
+    end: int,
+    vocabulary: int,
+    say: Callable[[str], None],
+) -> Tokens:
+    """The tokens of that fingerprint, made now if nobody has made them; every document is followed by `end`."""
+    folder = cache / name
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("a") as lock:
+        _hold(lock.fileno(), folder, say)
+        if not folder.is_dir():
+            for left in cache.glob(f"{name}.part-*"):  # of one that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            part = cache / f"{name}.part-{os.getpid()}"
+            try:
+                _make(part, documents(), encode, end=end, vocabulary=vocabulary, say=say)
+                part.rename(folder)
+            except OSError as error:
+                shutil.rmtree(part, ignore_errors=True)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                free = shutil.disk_usage(cache).free
+                stop(
+                    "the disk is full of tokens",
+                    wanted=f"room in {cache}",
+                    found=f"{free / 1e6:.0f} MB left; nothing half-written stays",
+                    fix="set data.cache to a place with more room",
+                    code=EXIT_FAILED,
+                )
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+    return _open(folder)
+
+
+def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> None:
+    told = 0.0
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now = time.monotonic()
+            if now - told > 10:
+                sizes = [path.stat().st_size for path in folder.parent.glob(f"{folder.name}.part-*/ids")]
+                say(f"waiting for another process that makes the tokens ({sum(sizes) / 1e6:.0f} MB so far)")
+                told = now
+            time.sleep(_WAIT)
+        else:
+            return
+
+
+def _make(
+    part: Path,
+    documents: Iterable[str],
+    encode: Callable[[list[str]], Iterable[list[int]]],
+    *,
+    end: int,
+    vocabulary: int,
+    say: Callable[[str], None],
+) -> None:
+    part.mkdir()
+    kind = np.uint16 if vocabulary <= 1 << 16 else np.uint32
+    total, began, told = 0, time.monotonic(), time.monotonic()
+    with (part / "ids").open("wb") as ids, (part / "starts").open("wb") as starts:
+        for batch in _batches(documents):
+            row: list[int] = []
+            begins = []
+            for encoded in encode(batch):
+                begins.append(total + len(row))
+                row += encoded
+                row.append(end)
+            array = np.asarray(row, dtype=np.int64)
+            if array.size and int(array.max()) >= vocabulary:
+                stop(
+                    "the tokenizer gives a token that the model has not",
+                    wanted=f"ids below {vocabulary}",
+                    found=str(int(array.max())),
+                    fix="take the tokenizer that belongs to the model",
+                )
+            ids.write(array.astype(kind).tobytes())
+            starts.write(np.asarray(begins, dtype=np.uint64).tobytes())
+            total += len(row)
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                say(f"{total:,} tokens made, {total / (told - began):,.0f} a second")
+        starts.write(np.asarray([total], dtype=np.uint64).tobytes())
+        for file in (ids, starts):
+            file.flush()
+            os.fsync(file.fileno())
+    (part / "kind").write_text(np.dtype(kind).name, encoding="ascii")
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    iterator = iter(documents)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch
+
+
+def _open(folder: Path) -> Tokens:
+    kind = np.dtype((folder / "kind").read_text(encoding="ascii"))
+    starts = np.fromfile(folder / "starts", dtype=np.uint64)
+    size = (folder / "ids").stat().st_size
+    ids: NDArray[np.integer] = np.memmap(folder / "ids", dtype=kind, mode="r") if size else np.zeros(0, kind)
+    if len(ids) != int(starts[-1]):
+        stop(
+            "the tokens on this disk are not whole",
+            wanted=f"{int(starts[-1])} tokens in {folder}",
+            found=f"{len(ids)}",
+            fix=f"remove it: rm -r '{folder}'",
+            code=EXIT_FAILED,
+        )
+    return Tokens(ids, starts)
