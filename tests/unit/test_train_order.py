@@ -48,7 +48,9 @@ def test_a_pass_sees_each_of_its_blocks_once_in_another_order_than_the_next() ->
     assert passes[0] != passes[1] != passes[2]
 
 
-@pytest.mark.parametrize(("world", "per_device", "accumulation"), [(1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 1, 4), (1, 1, 8)])
+@pytest.mark.parametrize(
+    ("world", "per_device", "accumulation"), [(1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 1, 4), (1, 1, 8)]
+)
 def test_a_step_has_the_same_samples_on_any_number_of_ranks(world: int, per_device: int, accumulation: int) -> None:
     for step in (0, 1, 17):
         seen = [

@@ -43,6 +43,8 @@ class Data(Spec):
     """Share of the documents kept for evaluation, taken from the end."""
     block: Annotated[int, Field(ge=2)] = 128
     """Tokens in one sample."""
+    cache: str = ""
+    """Where a node keeps texts as tokens, made once; else a folder in /tmp."""
 
 
 class Model(Spec):
@@ -73,6 +75,12 @@ class Train(Spec):
     """Seeds weights, data order and dropout."""
     log_every: Count = 10
     """Steps between two lines of metrics."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Norm to which gradients are scaled down; 0 leaves them."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer."""
+    compile: bool = False
+    """Whether the model is compiled: slower to its first step, faster from then on."""
 
 
 class Preflight(Spec):
@@ -88,6 +96,15 @@ class Preflight(Spec):
     """Room that /tmp and the run's folder must have on each node."""
     shared_memory_gb: Annotated[float, Field(ge=0)] = 0.5
     """Size that /dev/shm must have."""
+
+
+class Checkpoint(Spec):
+    """What a run keeps, so that another may go on from there."""
+
+    every: tuple[tuple[Annotated[int, Field(ge=0)], Count], ...] = ()
+    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever."""
+    keep: Count = 2
+    """How many of the newest stay."""
 
 
 class Command(Spec):
@@ -134,6 +151,7 @@ class Recipe(Spec):
     data: Data = Data()
     model: Model = Model()
     train: Train | None = None
+    checkpoint: Checkpoint = Checkpoint()
 
     @field_validator("pass_env")
     @classmethod

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainingArguments
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from dray.train import data, model
+from dray.train import data, loop, model, parallel
+from dray.train.checkpoint import Checkpoints, due
 from dray.train.config import Config, read
-from dray.train.metrics import Metrics, Report, perplexity
+from dray.train.metrics import Metrics, perplexity
+from dray.train.shards import Tokens
 
 
 def main(path: str) -> NoReturn:
@@ -22,44 +26,67 @@ def main(path: str) -> NoReturn:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = read(path)
+    tokenizer = data.tokenizer()
+    training, validation = data.splits(config, tokenizer, lambda text: print(text, flush=True))
     torch.manual_seed(config.seed)
-    tokens = data.tokenizer()
-    training, validation = data.splits(config, tokens)
-    network = model.build(config, tokens)
-    arguments = _arguments(config)
-    rank = int(os.environ["RANK"])
+    network = model.build(config, tokenizer)
+    device = parallel.begin(config)
+    rank = dist.get_rank()
     metrics = Metrics(f"{config.folder}/metrics.jsonl", writes=rank == 0)
-    report = Report(metrics, config)
-    hosts = _hosts(config)
-    parameters = sum(weight.numel() for weight in network.parameters())
-    metrics.write(
-        "start",
-        f"{config.world_size} ranks on {len(set(hosts))} hosts, {parameters:,} parameters, {len(training)} blocks",
-        world_size=dist.get_world_size(),
-        hosts=hosts,
-        parameters=parameters,
-        steps=config.steps,
-        blocks=len(training),
-        torch=torch.__version__,
+    shared = parallel.Parallel(network, config, device)
+    if config.compile:
+        shared.network.compile()
+    run = loop.Loop(config, shared, training, metrics)
+    checkpoints = Checkpoints(
+        Path(config.folder, "checkpoints"),
+        shared.network,
+        run.optimizer,
+        about=config.about,
+        keep=config.keep,
+        say=lambda text: print(text, flush=True),
     )
-    trainer = Trainer(
-        model=network, args=arguments, train_dataset=training, eval_dataset=validation, callbacks=[report]
-    )
-    trainer.remove_callback(PrinterCallback)  # prints what metrics already say
-    trainer.train()
-    speed, seconds = report.average_speed(config.steps)
-    loss = trainer.evaluate()["eval_loss"]
+    first = checkpoints.resume()
+    _began(config, metrics, shared.network, training, first)
+    seconds = run.run(first, lambda step: checkpoints.save(step) if due(step, config.every) else None)
+    steps = config.steps - first
+    loss = loop.evaluate(config, shared, validation)
     metrics.write(
         "eval", f"evaluation loss {loss:.4f}, perplexity {perplexity(loss):.3f}", loss=loss, perplexity=perplexity(loss)
     )
     final = f"{config.folder}/checkpoints/final"
-    trainer.save_model(final)
+    _save(shared, final)
     if rank == 0:
-        tokens.save_pretrained(final)
+        tokenizer.save_pretrained(final)
         sample = _reload(final, validation, config)
-        metrics.write("end", "done", tokens_per_s=speed, train_seconds=seconds, sample=sample)
+        speed = steps * config.global_size * config.block / seconds if steps else 0.0
+        metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     dist.barrier()
     _leave(0)
+
+
+def _began(config: Config, metrics: Metrics, network: torch.nn.Module, training: Tokens, first: int) -> None:
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, os.environ[config.name_variable])
+    parameters = sum(weight.numel() for weight in network.parameters())
+    metrics.write(
+        "start",
+        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters, {len(training.ids):,} tokens",
+        world_size=dist.get_world_size(),
+        hosts=hosts,
+        parameters=parameters,
+        first_step=first,
+        steps=config.steps,
+        tokens=len(training.ids),
+        torch=torch.__version__,
+    )
+
+
+def _save(shared: parallel.Parallel, final: str) -> None:
+    """As any user of transformers loads it; where ranks have parts, they come together on the first."""
+    network: Any = shared.network
+    state = get_model_state_dict(network, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        network.save_pretrained(final, state_dict=state)
 
 
 def _leave(code: int) -> NoReturn:
@@ -73,45 +100,11 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _arguments(config: Config) -> TrainingArguments:
-    on_cpu = config.variant == "cpu"
-    return TrainingArguments(
-        output_dir=f"{config.folder}/checkpoints",
-        per_device_train_batch_size=config.per_device,
-        per_device_eval_batch_size=config.per_device,
-        gradient_accumulation_steps=config.accumulation,
-        max_steps=config.steps,
-        learning_rate=config.lr,
-        lr_scheduler_type=config.schedule,
-        warmup_steps=config.warmup_steps,
-        weight_decay=config.weight_decay,
-        bf16=config.precision == "bf16",
-        seed=config.seed,
-        logging_steps=config.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,  # else a loss that is NaN is logged as 0
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=on_cpu,
-        ddp_backend="gloo" if on_cpu else "nccl",
-        ddp_find_unused_parameters=False,
-        dataloader_pin_memory=not on_cpu,
-    )
-
-
-def _hosts(config: Config) -> list[str]:
-    """The host of each rank, told by the ranks themselves."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, os.environ[config.name_variable])
-    return hosts
-
-
-def _reload(final: str, validation: data.Blocks, config: Config) -> str:
+def _reload(final: str, validation: Tokens, config: Config) -> str:
     """Load what was saved the way any user would, and let it write: a save that cannot be loaded is no save."""
     tokens: Any = AutoTokenizer.from_pretrained(final)
     network: Any = AutoModelForCausalLM.from_pretrained(final).eval()
-    prompt = validation.rows[:1, : config.block // 4]
+    prompt = torch.from_numpy(validation.block(0, config.block // 4)[None])
     written = network.generate(
         prompt, max_new_tokens=config.block // 2, do_sample=False, pad_token_id=tokens.pad_token_id
     )

@@ -32,6 +32,13 @@ class Config:
     precision: str
     seed: int
     log_every: int
+    clip: float
+    strategy: str
+    compile: bool
+    every: tuple[tuple[int, int], ...]
+    keep: int
+    cache: str
+    about: dict[str, Any]
 
 
 def read(path: str) -> Config:
@@ -48,4 +55,7 @@ def read(path: str) -> Config:
         model_config=recipe["model"]["config"],
         **recipe["data"],
         **recipe["train"],
+        every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
+        keep=recipe["checkpoint"]["keep"],
+        about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},
     )

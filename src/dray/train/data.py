@@ -1,16 +1,18 @@
-"""Text -> documents -> byte tokens -> blocks."""
+"""Text -> documents -> byte tokens."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from dray.train import corpus
 from dray.train.config import Config
+from dray.train.shards import Tokens, fingerprint, made
 from dray.train.stop import stop
 
 END = "<|endoftext|>"
@@ -26,51 +28,58 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token=END, pad_token=END, bos_token=END)
 
 
-class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Tokens cut into samples of one length, in a whole number of batches; what is left at the very end stays out."""
-
-    def __init__(self, tokens: torch.Tensor, block: int, batch: int) -> None:
-        unit = block * batch
-        self.rows = tokens[: len(tokens) // unit * unit].view(-1, block)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.rows[index]
-        return {"input_ids": row, "labels": row}
-
-
-def splits(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[Blocks, Blocks]:
-    """Training and validation blocks; validation is the last documents, so that both are the same on every rank."""
-    texts = list(corpus.documents()) if config.text == "builtin" else _lines(Path(config.text))
-    kept = max(1, len(texts) * config.validation_percent // 100)
-    parts = []
-    # A last step on fewer samples than the rest would be a step of another size.
-    for name, part, batch in (("training", texts[:-kept], config.global_size), ("validation", texts[-kept:], 1)):
-        ids = [token for text in part for token in [*tokens(text)["input_ids"], tokens.eos_token_id]]
-        blocks = Blocks(torch.tensor(ids, dtype=torch.long), config.block, batch)
-        if len(blocks) == 0:
+def splits(config: Config, tokens: PreTrainedTokenizerFast, say: Callable[[str], None]) -> tuple[Tokens, Tokens]:
+    """Training and validation documents; validation is the last ones, so that both are the same on every rank."""
+    whole = made(
+        Path(config.cache or f"/tmp/dray-tokens-{os.getuid()}"),  # noqa: S108  a node's own, and the user's alone
+        fingerprint(*_identity(config), tokens.backend_tokenizer.to_str()),
+        lambda: corpus.documents() if config.text == "builtin" else _lines(Path(config.text)),
+        lambda texts: [encoding.ids for encoding in tokens.backend_tokenizer.encode_batch_fast(texts)],
+        end=tokens.eos_token_id,
+        vocabulary=len(tokens),
+        say=say,
+    )
+    count = len(whole.starts) - 1
+    kept = max(1, count * config.validation_percent // 100)
+    training, validation = whole.part(0, max(0, count - kept)), whole.part(max(0, count - kept), count)
+    for name, part in (("training", training), ("validation", validation)):
+        if len(part.ids) < config.block:
             stop(
                 f"the {name} text is too short",
-                wanted=f"at least {config.block * batch} bytes: {batch} samples of {config.block}",
-                found=f"{len(ids)} in {config.text}",
-                fix="give more text, a smaller data.block or batch.global_size, or another data.validation_percent",
+                wanted=f"at least one sample of {config.block} tokens",
+                found=f"{len(part.ids)} in {config.text}",
+                fix="give more text, a smaller data.block, or another data.validation_percent",
             )
-        parts.append(blocks)
-    return parts[0], parts[1]
+    return training, validation
 
 
-def _lines(path: Path) -> list[str]:
+def _identity(config: Config) -> tuple[object, ...]:
+    if config.text == "builtin":
+        return ("builtin",)
     try:
-        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        seen = Path(config.text).stat()
     except OSError as error:
-        stop("the text cannot be read", wanted=f"a text file at {path}", found=error.strerror, fix="check data.text")
+        _unreadable(config.text, error)
+    return (Path(config.text).resolve(), seen.st_size, seen.st_mtime_ns)
+
+
+def _unreadable(path: str | Path, error: OSError) -> NoReturn:
+    stop("the text cannot be read", wanted=f"a text file at {path}", found=error.strerror, fix="check data.text")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """A document a line; empty lines are none."""
+    try:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                if line.strip():
+                    yield line.rstrip("\r\n")
     except UnicodeDecodeError as error:
         stop(
             "the text is not UTF-8",
             wanted="UTF-8",
-            found=f"byte 0x{error.object[error.start]:02x} at offset {error.start} of {path}",
+            found=f"byte 0x{error.object[error.start]:02x} in {path}",
             fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
         )
-    return texts
+    except OSError as error:
+        _unreadable(path, error)

@@ -67,6 +67,6 @@ def _mixed(value: int) -> int:
 
 
 def indices(step: int, micro: int, rank: int, *, world: int, per_device: int, accumulation: int) -> range:
-    """The samples of one rank in one backward pass: all ranks and passes of a step have its global batch between them."""
+    """One rank's samples in one backward pass; all ranks and passes of a step have its global batch between them."""
     base = ((step * accumulation + micro) * world + rank) * per_device
     return range(base, base + per_device)

@@ -1,0 +1,144 @@
+"""Checkpoints that are whole or not there, and the newest that is whole.
+
+A checkpoint is written into a folder of another name, every file is synced, a manifest with sizes and checksums comes
+last, and then one rename. Whatever is killed at whatever moment leaves the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+_MANIFEST = "manifest.json"
+
+
+class Checkpoints:
+    """Those of one run: `folder` is on a disk that all ranks see."""
+
+    def __init__(
+        self,
+        folder: Path,
+        network: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        about: dict[str, Any],
+        keep: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self.network, self.optimizer = folder, network, optimizer
+        self.about, self.keep, self.say = about, keep, say
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def save(self, step: int) -> None:
+        """All ranks together; it is there when this comes back."""
+        part, whole = self.folder / f"step-{step}.part", self.folder / f"step-{step}"
+        if self.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        dist.barrier()
+        model, optimizer = get_state_dict(self.network, self.optimizer)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
+        names = sorted(path.name for path in part.iterdir())
+        files = self._gathered({name: _sealed(part / name) for name in names[self.rank :: self.world]})
+        if self.rank == 0:
+            said = {"step": step, **self.about, "world_size": self.world, "files": files}
+            with (part / _MANIFEST).open("w", encoding="utf-8") as file:
+                json.dump(said, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            _sync(part)
+            part.rename(whole)
+            _sync(self.folder)
+            self._prune()
+        dist.barrier()
+
+    def resume(self) -> int:
+        """Load the newest that is whole, and its step; 0 where there is none. What is broken is said and put aside."""
+        for step in reversed(_steps(self.folder)):
+            path = self.folder / f"step-{step}"
+            troubles = self._troubles(path)
+            if troubles:
+                self.say(f"checkpoint {path} is left out: {'; '.join(troubles[:3])}")
+                if self.rank == 0:  # its place will be wanted again
+                    path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
+                continue
+            model, optimizer = get_state_dict(self.network, self.optimizer)
+            state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+            load(state, checkpoint_id=path)
+            set_state_dict(
+                self.network, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+            self.say(f"resumed at step {step} from {path}")
+            return step
+        return 0
+
+    def _troubles(self, path: Path) -> list[str]:
+        """What is not as the manifest says; each rank looks at its part of the files."""
+        try:
+            files: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        except (OSError, ValueError, KeyError) as error:
+            return [f"its manifest cannot be read ({error})"]
+        mine = {}
+        for name in sorted(files)[self.rank :: self.world]:
+            try:
+                found = _described(path / name)
+            except OSError as error:
+                mine[name] = f"{name}: {error.strerror}"
+            else:
+                if found != files[name]:
+                    mine[name] = f"{name} is not what was written"
+        return list(self._gathered(mine).values())
+
+    def _gathered(self, mine: dict[str, Any]) -> dict[str, Any]:
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, mine)
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _prune(self) -> None:
+        """The newest `keep` stay; what was cut off goes."""
+        for old in _steps(self.folder)[: -self.keep]:
+            shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
+        for part in self.folder.glob("step-*.part"):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(name) for path in folder.glob("step-*") if (name := path.name.removeprefix("step-")).isdigit())
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    """On the disk, and what it is there."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _described(path)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def due(step: int, every: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a checkpoint is to be made after so many steps: `(until, each)` in turn, 0 for ever."""
+    for until, each in every:
+        if until == 0 or step <= until:
+            return step % each == 0
+    return False

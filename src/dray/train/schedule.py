@@ -1,0 +1,21 @@
+"""The learning rate at a step: a function of the step alone, so that nothing of it need be saved."""
+
+from __future__ import annotations
+
+import math
+
+from dray.train.config import Config
+
+
+def rate(config: Config, step: int) -> float:
+    """For the step that is about to be taken, the first being 0."""
+    if step < config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    after = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    match config.schedule:
+        case "linear":
+            return config.lr * (1 - after)
+        case "cosine":
+            return config.lr * 0.5 * (1 + math.cos(math.pi * after))
+        case _:
+            return config.lr
