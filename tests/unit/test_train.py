@@ -20,7 +20,7 @@ CONFIG = Config(
     per_device=1, accumulation=1, text="builtin", validation_percent=5,
     block=16, model_type="gpt2", model_config={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16}, steps=1,
     lr=1e-3, warmup_steps=0, schedule="constant", weight_decay=0.0, precision="fp32", seed=1, log_every=1,
-    clip=1.0, strategy="ddp", compile=False, every=(), keep=2, cache="", about={},
+    clip=1.0, strategy="ddp", offload="", compile=False, every=(), keep=2, cache="", about={},
 )  # fmt: skip
 
 

@@ -77,8 +77,11 @@ class Train(Spec):
     """Steps between two lines of metrics."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Norm to which gradients are scaled down; 0 leaves them."""
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer."""
+    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = "ddp"
+    """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3:
+    DeepSpeed's stages, which part the optimizer, the gradients and the weights in turn."""
+    offload: Literal["", "optimizer", "all"] = ""
+    """What the host's memory holds in place of the GPU's, with zero2 and zero3; all is the weights, too (zero3)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -33,14 +32,13 @@ def main(path: str) -> NoReturn:
     device = parallel.begin(config)
     rank = dist.get_rank()
     metrics = Metrics(f"{config.folder}/metrics.jsonl", writes=rank == 0)
-    shared = parallel.Parallel(network, config, device)
     if config.compile:
-        shared.network.compile()
+        network.compile()
+    shared = parallel.make(network, config, device)
     run = loop.Loop(config, shared, training, metrics)
     checkpoints = Checkpoints(
         Path(config.folder, "checkpoints"),
-        shared.network,
-        run.optimizer,
+        shared,
         about=config.about,
         keep=config.keep,
         say=lambda text: print(text, flush=True),
@@ -84,7 +82,7 @@ def _began(config: Config, metrics: Metrics, network: torch.nn.Module, training:
 def _save(shared: parallel.Parallel, final: str) -> None:
     """As any user of transformers loads it; where ranks have parts, they come together on the first."""
     network: Any = shared.network
-    state = get_model_state_dict(network, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state = shared.weights()
     if dist.get_rank() == 0:
         network.save_pretrained(final, state_dict=state)
 

@@ -15,11 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+
+from dray.train.parallel import Parallel
 
 _MANIFEST = "manifest.json"
 
@@ -30,14 +28,13 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        network: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        parallel: Parallel,
         *,
         about: dict[str, Any],
         keep: int,
         say: Callable[[str], None],
     ) -> None:
-        self.folder, self.network, self.optimizer = folder, network, optimizer
+        self.folder, self.parallel = folder, parallel
         self.about, self.keep, self.say = about, keep, say
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
@@ -48,9 +45,9 @@ class Checkpoints:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        model, optimizer = get_state_dict(self.network, self.optimizer)
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
-        names = sorted(path.name for path in part.iterdir())
+        self.parallel.save(part)
+        dist.barrier()
+        names = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
         files = self._gathered({name: _sealed(part / name) for name in names[self.rank :: self.world]})
         if self.rank == 0:
             said = {"step": step, **self.about, "world_size": self.world, "files": files}
@@ -74,12 +71,7 @@ class Checkpoints:
                 if self.rank == 0:  # its place will be wanted again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            model, optimizer = get_state_dict(self.network, self.optimizer)
-            state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-            load(state, checkpoint_id=path)
-            set_state_dict(
-                self.network, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            self.parallel.load(path)
             self.say(f"resumed at step {step} from {path}")
             return step
         return 0

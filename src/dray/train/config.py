@@ -34,6 +34,7 @@ class Config:
     log_every: int
     clip: float
     strategy: str
+    offload: str
     compile: bool
     every: tuple[tuple[int, int], ...]
     keep: int

@@ -27,9 +27,6 @@ class Loop:
         self.config, self.parallel, self.tokens, self.metrics = config, parallel, tokens, metrics
         self.order = Order(len(tokens.ids), config.block, config.seed)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.optimizer = torch.optim.AdamW(
-            parallel.network.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
-        )
         self._losses = torch.zeros(1, device=parallel.device)
         self._waited = 0.0
 
@@ -37,7 +34,7 @@ class Loop:
         """Take the steps from `first` on, calling `saved` after each; the seconds that it took."""
         began = last = time.monotonic()
         since = first
-        self.parallel.module.train()
+        self.parallel.network.train()
         for step in range(first, self.config.steps):
             norm = self._step(step)
             done = step + 1
@@ -52,18 +49,13 @@ class Loop:
         config = self.config
         # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
         torch.manual_seed(hash((config.seed, step, self.rank)) & (1 << 63) - 1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate(config, step)
-        self.optimizer.zero_grad(set_to_none=True)
         for micro in range(config.accumulation):
             rows = self._rows(step, micro)
-            with self.parallel.pass_(last=micro == config.accumulation - 1):
-                loss = loss_of(self.parallel.module(input_ids=rows, use_cache=False).logits, rows)
-            torch.autograd.backward(loss / config.accumulation)
+            with self.parallel.turn(last=micro == config.accumulation - 1):
+                loss = loss_of(self.parallel.logits(rows), rows)
+                self.parallel.backward(loss)
             self._losses += loss.detach() / config.accumulation
-        norm = self.parallel.clip(config.clip)
-        self.optimizer.step()
-        return norm
+        return self.parallel.update(rate(config, step))
 
     def _rows(self, step: int, micro: int) -> torch.Tensor:
         began = time.perf_counter()
@@ -113,7 +105,7 @@ def loss_of(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(config: Config, parallel: Parallel, tokens: Tokens) -> float:
     """The mean loss over every token of the documents that has one before it in its block; the last may be short."""
-    parallel.module.eval()
+    parallel.network.eval()
     total, block = len(tokens.ids), config.block
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     starts = list(range(0, total, block))
@@ -124,10 +116,9 @@ def evaluate(config: Config, parallel: Parallel, tokens: Tokens) -> float:
         start = starts[number] if number < len(starts) else 0
         length = min(block, total - start)
         rows = torch.from_numpy(tokens.block(start, length)[None]).to(parallel.device)
-        with parallel.pass_(last=True):
-            logits = parallel.module(input_ids=rows, use_cache=False).logits
+        logits = parallel.logits(rows)
         if number < len(starts) and length > 1:
             sums += torch.stack([loss_of(logits, rows).double() * (length - 1), sums.new_tensor(length - 1.0)])
     dist.all_reduce(sums)
-    parallel.module.train()
+    parallel.network.train()
     return float(sums[0] / sums[1])

@@ -1,18 +1,59 @@
-"""How one model is on many ranks: each has a copy (ddp), or each has a part of it (fsdp)."""
+"""How one model is on many ranks. The loop asks for a loss, hands it back, and has the weights moved; no more.
+
+ddp: each rank has all of it. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3: DeepSpeed's
+stages, which part the optimizer, the gradients and the weights in turn.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dray.train.config import Config
+
+
+class Parallel(Protocol):
+    """What the loop, evaluation and checkpoints know of it."""
+
+    device: torch.device
+    network: torch.nn.Module
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """One forward pass."""
+
+    def turn(self, *, last: bool) -> Any:  # noqa: ANN401  a context manager
+        """Around one forward and backward pass; gradients are summed over ranks in a step's last one alone."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """One backward pass; the loss is a mean over this pass's own tokens."""
+
+    def update(self, rate: float) -> float:
+        """Move the weights at this learning rate; the gradients' norm before they were clipped."""
+
+    def save(self, folder: Path) -> None:
+        """Weights and optimizer, all ranks together."""
+
+    def load(self, folder: Path) -> None:
+        """The same back again, on any number of ranks."""
+
+    def weights(self) -> dict[str, Any]:
+        """All weights, on the first rank."""
 
 
 def begin(config: Config) -> torch.device:
@@ -25,21 +66,34 @@ def begin(config: Config) -> torch.device:
     return device
 
 
-class Parallel:
-    """The model as ranks share it; the loop knows no other difference between the two."""
+def make(network: torch.nn.Module, config: Config, device: torch.device) -> Parallel:
+    """As the recipe's train.strategy says."""
+    if config.strategy.startswith("zero"):
+        from dray.train.zero import Zero  # noqa: PLC0415  importing DeepSpeed takes a second
+
+        return Zero(network, config, device)
+    return Torch(network, config, device)
+
+
+def adamw(network: torch.nn.Module, config: Config, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The one optimizer of all strategies."""
+    return torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+
+
+class Torch:
+    """ddp and fsdp."""
 
     def __init__(self, network: torch.nn.Module, config: Config, device: torch.device) -> None:
-        self.device = device
-        self.config = config
-        self.network = network.to(device)
+        self.device, self.config, self.network = device, config, network.to(device)
         self._half = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
         if config.strategy == "fsdp":
-            self.module: Any = self._sharded()
+            self._module: Any = self._sharded()
         elif dist.get_world_size() > 1:
             ids = None if device.type == "cpu" else [device.index]
-            self.module = DistributedDataParallel(self.network, device_ids=ids, gradient_as_bucket_view=True)
+            self._module = DistributedDataParallel(self.network, device_ids=ids, gradient_as_bucket_view=True)
         else:
-            self.module = self.network
+            self._module = self.network
+        self._optimizer = adamw(self.network, config)
 
     def _sharded(self) -> torch.nn.Module:
         half = torch.bfloat16 if self.config.precision == "bf16" else None
@@ -49,23 +103,49 @@ class Parallel:
         fully_shard(self.network, mp_policy=policy)
         return self.network
 
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        with self._half:
+            found: torch.Tensor = self._module(input_ids=rows, use_cache=False).logits
+        return found
+
     @contextmanager
-    def pass_(self, *, last: bool) -> Iterator[None]:
-        """One backward pass; gradients are summed over ranks in the last one of a step alone."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
+    def turn(self, *, last: bool) -> Iterator[None]:
+        if isinstance(self._module, FSDPModule):
+            self._module.set_requires_gradient_sync(last)
             yield
-        elif isinstance(self.module, DistributedDataParallel) and not last:
-            with self.module.no_sync(), self._half:
+        elif isinstance(self._module, DistributedDataParallel) and not last:
+            with self._module.no_sync():
                 yield
         else:
-            with self._half:
-                yield
+            yield
 
-    def clip(self, norm: float) -> float:
-        """Scale the gradients down to that norm; the norm that they had."""
-        found: Any = torch.nn.utils.clip_grad_norm_(self.network.parameters(), norm if norm > 0 else float("inf"))
-        return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss / self.config.accumulation)
+
+    def update(self, rate: float) -> float:
+        limit = self.config.clip if self.config.clip > 0 else float("inf")
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.network, self._optimizer)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        model, optimizer = get_state_dict(self.network, self._optimizer)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.network, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def weights(self) -> dict[str, Any]:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.network, options=options)
 
 
 def _blocks(network: torch.nn.Module) -> list[torch.nn.Module]:
