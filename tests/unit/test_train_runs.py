@@ -118,6 +118,20 @@ def test_ranks_and_passes_change_nothing(
     assert run.events("eval")[0]["loss"] == pytest.approx(alone.events("eval")[0]["loss"], rel=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "offload"), [("zero1", ""), ("zero2", ""), ("zero3", ""), ("zero2", "optimizer"), ("zero3", "all")]
+)
+def test_deepspeeds_stages_are_the_same_training(
+    root: Path, tmp_path: Path, alone: Run, strategy: str, offload: str
+) -> None:
+    pytest.importorskip("deepspeed")
+    words = ("train.steps=20", f"train.strategy={strategy}", f"train.offload={offload}", "batch.per_device=2")
+    run = Run(root, tmp_path / "run", 2, *words, per_device=2).end()
+    assert run.losses() == pytest.approx(alone.losses(), rel=2e-5)
+    for name, weight in run.weights().items():
+        torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(root: Path, tmp_path: Path, strategy: str) -> None:
     words = ("train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")

@@ -64,10 +64,11 @@ class Zero:
         self._engine.load_checkpoint(str(folder), tag=_TAG)
 
     def weights(self) -> dict[str, Any]:
-        if self._stage < 3:
-            return {name: weight.detach().cpu() for name, weight in self.network.state_dict().items()}
-        parts = list(self.network.parameters())
+        # Weights that are tied have one name here, as in a file of transformers: by two they would come apart.
+        names = {name for name, _ in (*self.network.named_parameters(), *self.network.named_buffers())}
+        parts = list(self.network.parameters()) if self._stage == 3 else []
         with deepspeed.zero.GatheredParameters(parts, modifier_rank=None):
             if dist.get_rank() != 0:
                 return {}
-            return {name: weight.detach().cpu().clone() for name, weight in self.network.state_dict().items()}
+            state = self.network.state_dict()
+            return {name: state[name].detach().cpu().clone() for name in state if name in names}
