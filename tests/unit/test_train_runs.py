@@ -132,8 +132,10 @@ def test_deepspeeds_stages_are_the_same_training(
         torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(root: Path, tmp_path: Path, strategy: str) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed")
     words = ("train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")
     words += ("model.config.resid_pdrop=0.1",)
     whole = Run(root, tmp_path / "whole", 2, *words).end()
