@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import PurePosixPath
 from string import Template
 
@@ -47,13 +48,22 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, folder: PurePosixPath) -> 
         yield Bind(path=recipe.command.folder, write=True, source="recipe command.folder", why="where the command runs")
     if facts.hf_home and "HF_HOME" not in recipe.env:
         yield Bind(path=facts.hf_home, write=True, source="HF_HOME", why="models and datasets that are there already")
-    if recipe.data.text != "builtin":
-        yield Bind(path=recipe.data.text, write=False, source="recipe data.text", why="the text to train on")
+    for key, named in recipe.places().items():
+        why = "the text to train on" if key == "data.text" else "what the recipe reads"
+        yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
+    if recipe.data.cache:
+        yield Bind(path=recipe.data.cache, write=True, source="recipe data.cache", why="texts as tokens, made once")
     for wanted in site.binds:
         path = _filled(wanted, site, facts)
         if path:
             source = f"site {site.name}" + (f" {wanted.path}" if path != wanted.path else "")
             yield Bind(path=path, write=wanted.write, source=source, why=wanted.why, required=wanted.required)
+
+
+def _whole(named: str) -> str:
+    """The file or folder itself; of a pattern, the folder in which it begins."""
+    parts = PurePosixPath(named).parts
+    return str(PurePosixPath(*takewhile(lambda part: not set(part) & set("*?["), parts)))
 
 
 def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:

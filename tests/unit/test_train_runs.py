@@ -1,4 +1,4 @@
-"""Whole trainings of a tiny model, as processes: right on any number of ranks, and resumed to the last bit."""
+"""Whole trainings of a tiny model: right on any number of ranks, and resumed to the last bit."""
 
 from __future__ import annotations
 
@@ -8,84 +8,60 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from dray.runs import local, write  # noqa: E402
+from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-TINY = (
-    "model.config.n_layer=2", "model.config.n_embd=32", "model.config.n_head=2", "data.block=32",
-    "model.config.n_positions=32", "train.log_every=1", "train.warmup_steps=2", "train.lr=1e-2",
-    "launcher=python", "batch.global_size=8", "nodes=1",
-)  # fmt: skip
-
-
-class Run:
-    """A run of one node on this machine, that can be begun, watched and killed."""
-
-    def __init__(self, root: Path, folder: Path, ranks: int, *words: str, per_device: int | None = None) -> None:
-        self.folder = folder
-        said = [*TINY, f"ranks_per_node={ranks}", f"batch.per_device={per_device or 8 // ranks}", *words]
-        recipe = write.read_recipe(root / "recipes" / "smoke-cpu.toml", [*said, f"data.cache={folder.parent}/tokens"])
-        facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
-        plan = write.write(recipe, facts, runs=folder.parent, name=folder.name)
-        self.env = {**os.environ, "DRAY_CPUS": str(os.cpu_count()), "OMP_NUM_THREADS": "1"}
-        self.env |= {"DRAY_NODE": "0", "DRAY_NODES": "1"}
-        self.env["DRAY_NODE_NAME"] = plan.world.nodes[0].name
-
-    def start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["bash", self.folder / "node.sh"], env=self.env, start_new_session=True)
-
-    def end(self) -> Run:
-        with self.start() as process:
-            assert process.wait(240) == 0, "".join(path.read_text() for path in self.folder.glob("logs/rank-*.log"))
-        return self
-
-    def events(self, kind: str) -> list[dict]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [event for line in lines if (event := json.loads(line))["event"] == kind]
-
-    def losses(self) -> list[float]:
-        return [event["loss"] for event in self.events("step")]
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        from safetensors.torch import load_file
-
-        return load_file(self.folder / "checkpoints/final/model.safetensors")
+BEGUN = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Run:
-    root = Path(__file__).parents[2]
-    return Run(root, tmp_path_factory.mktemp("my runs") / "alone", 1, "train.steps=20").end()
+def forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
-def reference(root: Path, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("my runs")
+
+
+@pytest.fixture(scope="module")
+def run(forks: Forks, folder: Path) -> BEGUN:
+    """A run under a name of its own; the tokens are made once for all."""
+    count = iter(range(1000))
+    return lambda ranks, *words, **model: Run(forks, folder / f"run-{next(count)}", ranks, *words, **model)
+
+
+@pytest.fixture(scope="module")
+def alone(run: BEGUN) -> Run:
+    return run(1).end()
+
+
+def reference(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     """One process, float32, no library of ours but the order of the tokens."""
-    from dray.train import data, model
+    from dray.train import data, model, words
     from dray.train.config import read
-    from dray.train.order import Order
 
     config = read(str(run.folder / "plan.json"))
-    tokens = data.tokenizer()
-    training, _ = data.splits(config, tokens, print)
-    torch.manual_seed(config.seed)
-    network = model.build(config, tokens)
+    tokens = words.tokenizer(config)
+    training = data.texts(config, tokens, print).training
+    network = model.build(config, tokens, filled=True)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, weight_decay=config.weight_decay)
-    order = Order(len(training.ids), config.block, config.seed)
     losses = []
     for step in range(config.steps):
         after = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
-        scale = step / config.warmup_steps if after < 0 else 0.5 * (1 + math.cos(math.pi * after))
-        rows = torch.stack([torch.tensor(training.block(order.start(step * 8 + n), config.block)) for n in range(8)])
+        scale = (step + 1) / config.warmup_steps if after < 0 else 0.5 * (1 + math.cos(math.pi * after))
+        rows = torch.tensor(training.rows(range(step * 8, step * 8 + 8)))
         loss = network(input_ids=rows, labels=rows).loss
         optimizer.zero_grad()
         loss.backward()
@@ -97,49 +73,46 @@ def reference(root: Path, run: Run) -> tuple[list[float], dict[str, torch.Tensor
     return losses, network.state_dict()
 
 
-def test_it_is_what_a_plain_loop_makes(root: Path, alone: Run) -> None:
-    losses, weights = reference(root, alone)
+def same_weights(run: Run, other: dict[str, torch.Tensor]) -> None:
+    for name, saved in run.weights().items():
+        torch.testing.assert_close(saved, other[name], rtol=1e-3, atol=1e-4)
+
+
+def test_it_is_what_a_plain_loop_makes(alone: Run) -> None:
+    losses, weights = reference(alone)
     assert alone.losses() == pytest.approx(losses, rel=1e-5)
-    for name, saved in alone.weights().items():
-        torch.testing.assert_close(saved, weights[name], rtol=1e-3, atol=1e-4)
+    same_weights(alone, weights)
     assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "per_device", "strategy"), [(2, 4, "ddp"), (4, 2, "ddp"), (1, 2, "ddp"), (2, 2, "fsdp"), (4, 2, "fsdp")]
 )
-def test_ranks_and_passes_change_nothing(
-    root: Path, tmp_path: Path, alone: Run, ranks: int, per_device: int, strategy: str
-) -> None:
-    run = Run(
-        root, tmp_path / "run", ranks, "train.steps=20", f"train.strategy={strategy}", per_device=per_device
-    ).end()
-    assert run.losses() == pytest.approx(alone.losses(), rel=2e-5)
-    assert run.events("eval")[0]["loss"] == pytest.approx(alone.events("eval")[0]["loss"], rel=2e-5)
+def test_ranks_and_passes_change_nothing(run: BEGUN, alone: Run, ranks: int, per_device: int, strategy: str) -> None:
+    other = run(ranks, f"train.strategy={strategy}", f"batch.per_device={per_device}").end()
+    assert other.losses() == pytest.approx(alone.losses(), rel=1e-6 if ranks == 1 else 2e-5)
+    assert other.events("eval")[0]["loss"] == pytest.approx(alone.events("eval")[0]["loss"], rel=2e-5)
+    same_weights(other, alone.weights())
 
 
 @pytest.mark.parametrize(
     ("strategy", "offload"), [("zero1", ""), ("zero2", ""), ("zero3", ""), ("zero2", "optimizer"), ("zero3", "all")]
 )
-def test_deepspeeds_stages_are_the_same_training(
-    root: Path, tmp_path: Path, alone: Run, strategy: str, offload: str
-) -> None:
+def test_deepspeeds_stages_are_the_same_training(run: BEGUN, alone: Run, strategy: str, offload: str) -> None:
     pytest.importorskip("deepspeed")
-    words = ("train.steps=20", f"train.strategy={strategy}", f"train.offload={offload}", "batch.per_device=2")
-    run = Run(root, tmp_path / "run", 2, *words, per_device=2).end()
-    assert run.losses() == pytest.approx(alone.losses(), rel=2e-5)
-    for name, weight in run.weights().items():
-        torch.testing.assert_close(weight, alone.weights()[name], rtol=1e-3, atol=1e-4)
+    other = run(2, f"train.strategy={strategy}", f"train.offload={offload}", "batch.per_device=2").end()
+    assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
+    same_weights(other, alone.weights())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(root: Path, tmp_path: Path, strategy: str) -> None:
+def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
     words = ("train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")
     words += ("model.config.resid_pdrop=0.1",)
-    whole = Run(root, tmp_path / "whole", 2, *words).end()
-    again = Run(root, tmp_path / "again", 2, *words)
+    whole = run(2, *words).end()
+    again = run(2, *words)
     shutil.copytree(whole.folder / "checkpoints/step-6", again.folder / "checkpoints/step-6")
     again.end()
     assert again.events("start")[0]["first_step"] == 6
@@ -147,19 +120,28 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(root: Path, tmp_path: Path, s
     assert all(torch.equal(weight, whole.weights()[name]) for name, weight in again.weights().items())
 
 
-def test_another_number_of_ranks_goes_on_from_the_same_place(root: Path, tmp_path: Path, alone: Run) -> None:
-    first = Run(root, tmp_path / "first", 4, "train.steps=20", "checkpoint.every=[[0, 8]]", "checkpoint.keep=9").end()
-    again = Run(root, tmp_path / "again", 2, "train.steps=20", "train.strategy=fsdp")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("4 ddp", "2 fsdp"), ("2 fsdp", "4 ddp"), ("2 zero3", "4 zero2"), ("4 zero1", "2 ddp"), ("1 ddp", "2 zero3")],
+)
+def test_any_ranks_and_strategy_go_on_from_any_others(run: BEGUN, alone: Run, before: str, after: str) -> None:
+    if "zero" in before + after:
+        pytest.importorskip("deepspeed")
+    ranks, strategy = before.split()
+    first = run(int(ranks), "checkpoint.every=[[0, 8]]", "checkpoint.keep=9", f"train.strategy={strategy}").end()
+    ranks, strategy = after.split()
+    again = run(int(ranks), f"train.strategy={strategy}")
     shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")
     again.end()
     assert again.losses() == pytest.approx(alone.losses()[8:], rel=2e-5)
+    same_weights(again, alone.weights())
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lose", "manifest"])
-def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(root: Path, tmp_path: Path, harm: str) -> None:
+def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, harm: str) -> None:
     words = ("train.steps=6", "checkpoint.every=[[0, 2]]", "checkpoint.keep=9")
-    first = Run(root, tmp_path / "first", 2, *words).end()
-    again = Run(root, tmp_path / "again", 2, *words)
+    first = run(2, *words).end()
+    again = run(2, *words)
     for step in (2, 4):
         shutil.copytree(first.folder / f"checkpoints/step-{step}", again.folder / f"checkpoints/step-{step}")
     newest = again.folder / "checkpoints/step-4"
@@ -174,28 +156,148 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(root: Path, tmp
         (file if harm == "lose" else newest / "manifest.json").unlink()
     again.end()
     assert again.events("start")[0]["first_step"] == 2
-    assert f"checkpoint {newest} is left out: " in (again.folder / "logs/rank-0.log").read_text()
+    assert f"checkpoint {newest} is left out: " in again.log().read_text()
     assert again.losses() == first.losses()[2:]
 
 
-def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(root: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(run: BEGUN) -> None:
     """A checkpoint after each step, and SIGKILL to all at random moments: what is found is always whole."""
-    run = Run(root, tmp_path / "run", 2, "train.steps=100000", "checkpoint.every=[[0, 1]]", "checkpoint.keep=2")
+    other = run(2, "train.steps=100000", "checkpoint.every=[[0, 1]]", "checkpoint.keep=2")
     moments = random.Random(1)
-    reached = [0]
-    for _ in range(5):
-        process = run.start()
-        metrics = run.folder / "metrics.jsonl"
+    metrics = other.folder / "metrics.jsonl"
+    reached = 0
+    for _ in range(20):
         before = metrics.read_text().count("\n") if metrics.exists() else 0
-        while not metrics.exists() or metrics.read_text().count("\n") < before + 4:
-            assert process.poll() is None
-            time.sleep(0.01)
-        time.sleep(moments.random())
-        os.killpg(process.pid, signal.SIGKILL)
-        subprocess.run(["pkill", "-KILL", "-f", f"dray.train {run.folder}/plan.json"], check=False)
-        process.wait()
-        starts = [event["first_step"] for event in run.events("start")]
-        assert starts[-1] >= reached[-1]
-        reached.append(starts[-1])
-    assert reached[-1] > 0
-    assert "is left out" not in (run.folder / "logs/rank-0.log").read_text()
+        with other.going() as pids:
+            end = time.monotonic() + 60
+            while not metrics.exists() or metrics.read_text().count("\n") < before + 4:
+                assert time.monotonic() < end, other.said()
+                time.sleep(0.01)
+            time.sleep(moments.random() / 4)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        first = other.events("start")[-1]["first_step"]
+        assert first >= reached, other.said()
+        reached = first
+    assert reached > 20
+    assert "is left out" not in other.said()
+
+
+def test_evaluation_is_what_a_hand_calculates(run: BEGUN, tmp_path: Path) -> None:
+    """Of a text of which the last block is short, and which does not come out on two ranks."""
+    text = tmp_path / "few.txt"
+    text.write_text("a tiny set of words\nwith a last block that is short\n" * 3)
+    other = run(2, f"data.validation={text}", "train.steps=3").end()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final = other.folder / "checkpoints/final"
+    network, tokens = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    ids = [token for line in text.read_text().splitlines() for token in [*tokens(line).input_ids, tokens.eos_token_id]]
+    assert len(ids) % 32 > 1
+    assert -(-len(ids) // 32) % 2
+    losses, hits = [], []
+    with torch.no_grad():
+        for begin in range(0, len(ids), 32):
+            row = torch.tensor([ids[begin : begin + 32]])
+            said = network(input_ids=row).logits[0, :-1].log_softmax(1)
+            losses += (-said[range(row.shape[1] - 1), row[0, 1:]]).tolist()
+            hits += (said.argmax(1) == row[0, 1:]).tolist()
+    (found,) = other.events("eval")
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(sum(hits) / len(hits))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_masked_model_has_the_same_loss_on_any_number_of_ranks(run: BEGUN, strategy: str) -> None:
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings |= {"max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    bert = ("model.type=bert", *(f"model.config.{name}={value}" for name, value in settings.items()))
+    words = ("train.objective=masked", "train.steps=8")
+    one = run(1, *words, model=bert).end()
+    two = run(2, *words, "batch.per_device=2", f"train.strategy={strategy}", model=bert).end()
+    assert two.losses() == pytest.approx(one.losses(), rel=2e-5)
+    assert two.events("eval")[0]["loss"] == pytest.approx(one.events("eval")[0]["loss"], rel=2e-5)
+    assert one.losses()[-1] < one.losses()[0]
+
+
+def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> None:
+    """Two documents in a block: the second one's loss is what it is alone."""
+    text = tmp_path / "two.txt"
+    text.write_text("first words\nsecond is another\n")
+    together = run(1, f"data.validation={text}", "data.apart=true", "train.steps=3").end()
+    (found,) = together.events("eval")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final = together.folder / "checkpoints/final"
+    network, tokens = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    losses = []
+    for line in text.read_text().splitlines():
+        row = torch.tensor([[*tokens(line).input_ids, tokens.eos_token_id]])
+        said = network(input_ids=row).logits[0, :-1].log_softmax(1)
+        losses += (-said[range(row.shape[1] - 1), row[0, 1:]]).tolist()
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("words", [("train.recompute=true",), ("model.attention=eager",)], ids=str)
+def test_what_only_saves_memory_or_time_changes_nothing(run: BEGUN, alone: Run, words: tuple[str, ...]) -> None:
+    assert run(1, *words).end().losses() == pytest.approx(alone.losses(), rel=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_half_precision_is_near(run: BEGUN, alone: Run, strategy: str) -> None:
+    for precision, near in (("bf16", 2e-2), ("fp16", 5e-3)):
+        other = run(2, f"train.precision={precision}", f"train.strategy={strategy}").end()
+        assert other.losses() == pytest.approx(alone.losses(), rel=near)
+        assert [event.get("loss_scale") for event in other.events("step")][-1] == (
+            4096.0 if precision == "fp16" else None
+        )
+
+
+def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(run: BEGUN) -> None:
+    other = run(
+        2, "train.lr=1e30", "train.clip=0", "checkpoint.every=[[0, 1]]", "train.warmup_steps=0", "train.log_every=7"
+    )
+    other.end(code=1)
+    said = other.log().read_text()
+    assert "is not finite any more" in said
+    assert "  found:  NaN or Inf at step 2, first on rank 0, 1; the newest checkpoint is of step 1\n" in said
+    assert [path.name for path in (other.folder / "checkpoints").iterdir() if path.name[-1].isdigit()] == ["step-1"]
+
+
+def test_fp16_leaves_out_steps_that_overflow(run: BEGUN) -> None:
+    other = run(2, "train.precision=fp16", f"train.loss_scale={2.0**24}", "train.steps=30").end()
+    skipped = [event["skipped_steps"] for event in other.events("step")]
+    scales = [event["loss_scale"] for event in other.events("step")]
+    assert skipped[0] == 1
+    assert 4 < skipped[-1] < 20
+    assert scales[-1] == 2.0 ** (24 - skipped[-1])
+    assert other.losses()[-1] < other.losses()[0] - 1
+
+
+def test_metrics_and_tensorboard(run: BEGUN) -> None:
+    other = run(2, "train.attention_stats=true", "train.eval_every=8", "train.log_every=4").end()
+    steps = other.events("step")
+    assert [event["step"] for event in steps] == [1, 4, 8, 12, 16, 20]
+    assert [event["step"] for event in other.events("eval")] == [8, 16, 20]
+    keys = {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "samples_per_s", "step_s", "data_s", "checkpoint_s",
+            "memory_gb", "seconds_left", "attention_min", "attention_max"}  # fmt: skip
+    assert set(steps[0]) == {"event", "time", "step", *keys}
+    assert steps[1]["tokens"] == 4 * 8 * 32
+    assert all(low < high for low, high in zip(steps[0]["attention_min"], steps[0]["attention_max"], strict=True))
+    assert len(steps[0]["attention_min"]) == 2
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(other.folder / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("step/loss")] == [
+        (event["step"], pytest.approx(event["loss"])) for event in steps
+    ]
+
+
+def test_a_model_by_name_starts_from_its_weights_and_its_settings(run: BEGUN, alone: Run) -> None:
+    final = alone.folder / "checkpoints/final"
+    again = run(2, f"model.name={final}", "train.steps=2", model=()).end()
+    assert again.events("start")[0]["parameters"] == alone.events("start")[0]["parameters"]
+    assert again.losses()[0] < alone.losses()[0] - 1
+    settings = json.loads((again.folder / "checkpoints/final/config.json").read_text())
+    assert settings["n_embd"] == 32

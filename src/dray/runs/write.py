@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from dray import __version__, render, sites
 from dray.errors import ConfigError
 from dray.facts import Facts, to_text
 from dray.plan import Plan, plan
 from dray.runs.paths import RunPaths, TakenError, create, new_id, reopen
+from dray.spec import deepspeed
 from dray.spec.model import check, load
 from dray.spec.recipe import Recipe
 
@@ -26,14 +28,20 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     else:
         recipe = load(Recipe, path, overrides)
     beside = path.absolute().parent if path else Path.cwd()
-    changes: dict[str, object] = {}
-    if recipe.data.text != "builtin":
-        changes["data"] = recipe.data.model_copy(update={"text": str(beside / recipe.data.text)})
+    changes: dict[str, Any] = {}
+    for key, named in recipe.places().items():
+        section, field = key.split(".")
+        spoken = changes.get(section) or getattr(recipe, section)
+        changes[section] = spoken.model_copy(update={field: str(beside / named)})
     if recipe.command:
         changes["command"] = recipe.command.model_copy(update={"folder": str(beside / recipe.command.folder)})
     if recipe.accelerate:
         changes["accelerate"] = _read(beside / recipe.accelerate)
-    return recipe.model_copy(update=changes)
+    recipe = recipe.model_copy(update=changes)
+    if recipe.train and recipe.train.deepspeed:
+        file = beside / recipe.train.deepspeed
+        recipe = deepspeed.agreed(recipe, _read(file), file)
+    return recipe
 
 
 def _begun(
@@ -57,7 +65,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the recipe's accelerate file cannot be read", where=path, found=error) from error
+        raise ConfigError("a file that the recipe names cannot be read", where=path, found=error) from error
 
 
 def decide(recipe: Recipe, facts: Facts, *, run: str, folder: Path) -> Plan:

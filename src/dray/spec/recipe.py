@@ -37,40 +37,84 @@ class Data(Spec):
     """What is trained on."""
 
     text: str = "builtin"
-    """`builtin` (a small made-up language, the same bytes every time) or a text file, one document a line. A relative
-    path starts at the recipe's own folder."""
+    """What is learnt: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a pattern of
+    txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or `hub:OWNER/NAME[/SUBSET][:SPLIT]`. A
+    relative path starts at the recipe's own folder."""
+    validation: str = ""
+    """What is evaluated, said likewise. Left out: the last documents of the text."""
+    test: str = ""
+    """What is evaluated once, after training."""
     validation_percent: Annotated[int, Field(ge=1, le=50)] = 5
-    """Share of the documents kept for evaluation, taken from the end."""
+    """Share of the documents kept for evaluation where `validation` is left out."""
+    column: str = "text"
+    """Which column or key holds a document, where there are several."""
     block: Annotated[int, Field(ge=2)] = 128
-    """Tokens in one sample."""
+    """Tokens in one sample. Documents are put in a row and cut into blocks; not one token is left out."""
+    apart: bool = False
+    """Whether attention stops at the end of a document, where a block holds several."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """At most so many blocks to learn from; 0 is all."""
+    validation_samples: Annotated[int, Field(ge=0)] = 0
+    """At most so many blocks for evaluation and for the test; 0 is all."""
+    streaming: bool = False
+    """Turn text into tokens while training, and keep none on the disk: for what is larger than a node's disk."""
     cache: str = ""
     """Where a node keeps texts as tokens, made once; else a folder in /tmp."""
 
 
 class Model(Spec):
-    """The network, made from a transformers configuration."""
+    """The network: one that exists, by name, or a new one of a type that transformers knows."""
 
+    name: str = ""
+    """A model of the hub, or a folder that `save_pretrained` made (with a `/` or `.` at the start; a relative one
+    starts at the recipe's own folder)."""
+    revision: str = "main"
+    """The hub's commit, tag or branch."""
+    weights: bool = True
+    """Whether the named model's weights are taken, or its configuration alone."""
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the named model may run."""
     type: str = "gpt2"
-    """A causal model type that transformers knows."""
+    """A model type that transformers knows, where there is no name."""
     config: dict[str, Scalar] = {}
-    """Settings of that type's configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
+    """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
+    tokenizer: str = ""
+    """A tokenizer, said like a name. Left out: the named model's own, or one token a byte."""
+    attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Which of transformers' attention functions."""
+    dtype: Literal["fp32", "bf16", "auto"] = "fp32"
+    """Type of the weights that the optimizer moves; auto is the named model's own."""
 
 
 class Train(Spec):
     """The loop."""
 
-    steps: Count
+    steps: Count | None = None
     """Optimizer steps."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the text, in place of steps."""
+    objective: Literal["causal", "masked"] = "causal"
+    """causal: each token is foretold from those before it. masked: hidden tokens are, from all around them."""
+    masked_percent: Annotated[float, Field(gt=0, lt=100)] = 15.0
+    """Share of the tokens that are to be foretold, where the objective is masked."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from zero."""
+    """Steps over which the learning rate rises; it reaches its peak with the last of them."""
     schedule: Literal["linear", "cosine", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
+    final_lr: Annotated[float, Field(ge=0)] = 0.0
+    """What it falls to."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """How slowly AdamW's two averages forget."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """What keeps AdamW from dividing by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay of AdamW."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Type of the matrix products; weights stay in 32 bits."""
+    """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of the matrix products; weights stay in 32 bits (model.dtype)."""
+    loss_scale: Annotated[float, Field(ge=1)] = 4096.0
+    """fp16 alone: what losses are multiplied by at first; it then finds its own value."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seeds weights, data order and dropout."""
     log_every: Count = 10
@@ -84,6 +128,17 @@ class Train(Spec):
     """What the host's memory holds in place of the GPU's, with zero2 and zero3; all is the weights, too (zero3)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
+    recompute: bool = False
+    """Whether activations are computed again in the backward pass instead of kept (gradient checkpointing)."""
+    deepspeed: str | None = None
+    """A DeepSpeed JSON file; it decides the strategy. What it says `auto` for, the recipe decides; where both speak,
+    they must agree. A relative path starts beside the recipe."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two evaluations; 0 is after training alone."""
+    attention_stats: bool = False
+    """Whether the smallest and the largest attention score of each layer are logged."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Where metrics also go; offline, unless these programs' own variables say otherwise."""
 
 
 class Preflight(Spec):
@@ -156,6 +211,13 @@ class Recipe(Spec):
     train: Train | None = None
     checkpoint: Checkpoint = Checkpoint()
 
+    def places(self) -> dict[str, str]:
+        """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
+        data = {f"data.{name}": getattr(self.data, name) for name in ("text", "validation", "test")}
+        model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
+        files = {key: said for key, said in data.items() if said not in ("", "builtin") and not said.startswith("hub:")}
+        return files | {key: said for key, said in model.items() if said.startswith(("/", "."))}
+
     @field_validator("pass_env")
     @classmethod
     def _only_the_jobs_own(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -174,6 +236,14 @@ class Recipe(Spec):
         both = [name for name in self.pass_env if name in self.env]
         if both:
             raise ValueError(f"{', '.join(both)}: in env and in pass_env; one of the two decides its value")
+        if self.train and (self.train.steps is None) == (self.train.epochs is None):
+            raise ValueError("train: expected one of steps and epochs")
+        if self.data.streaming and (self.train is None or self.train.steps is None):
+            raise ValueError("data.streaming: nobody knows how long a stream is; set train.steps, not train.epochs")
+        if self.data.streaming and (not self.data.validation or self.data.text == "builtin"):
+            raise ValueError(
+                "data.streaming: a stream has no last documents; name files in data.text and data.validation"
+            )
         if self.restarts and self.launcher != "torchrun":
             raise ValueError("restarts is torchrun's; no other launcher can start ranks again")
         if self.accelerate and self.launcher != "accelerate":

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging
 
-from dray.train import data, loop, model, parallel
-from dray.train.checkpoint import Checkpoints, due
+from dray.train import data, model, objective, parallel, words
+from dray.train.checkpoint import Checkpoints
 from dray.train.config import Config, read
-from dray.train.metrics import Metrics, perplexity
+from dray.train.loop import Loop, evaluate
+from dray.train.metrics import Metrics
 from dray.train.shards import Tokens
+
+_LARGE = 500_000_000  # weights; what is larger is not loaded once more only to be seen
 
 
 def main(path: str) -> NoReturn:
@@ -25,66 +31,79 @@ def main(path: str) -> NoReturn:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = read(path)
-    tokenizer = data.tokenizer()
-    training, validation = data.splits(config, tokenizer, lambda text: print(text, flush=True))
-    torch.manual_seed(config.seed)
-    network = model.build(config, tokenizer)
+    tokenizer = words.tokenizer(config)
+    texts = data.texts(config, tokenizer, _say)
+    config = replace(config, steps=config.steps or max(1, round(config.epochs * texts.total / config.step_tokens)))
+    network = model.build(config, tokenizer, filled=model.first())
+    parameters = sum(weight.numel() for weight in network.parameters())
     device = parallel.begin(config)
-    rank = dist.get_rank()
-    metrics = Metrics(f"{config.folder}/metrics.jsonl", writes=rank == 0)
-    if config.compile:
-        network.compile()
+    metrics = Metrics(config, writes=dist.get_rank() == 0)
     shared = parallel.make(network, config, device)
-    run = loop.Loop(config, shared, training, metrics)
+    task = objective.task(config, tokenizer, words.ended(tokenizer))
     checkpoints = Checkpoints(
-        Path(config.folder, "checkpoints"),
-        shared,
-        about=config.about,
-        keep=config.keep,
-        say=lambda text: print(text, flush=True),
+        Path(config.folder, "checkpoints"), shared, about=config.about, keep=config.keep, say=_say
     )
-    first = checkpoints.resume()
-    _began(config, metrics, shared.network, training, first)
-    seconds = run.run(first, lambda step: checkpoints.save(step) if due(step, config.every) else None)
-    steps = config.steps - first
-    loss = loop.evaluate(config, shared, validation)
-    metrics.write(
-        "eval", f"evaluation loss {loss:.4f}, perplexity {perplexity(loss):.3f}", loss=loss, perplexity=perplexity(loss)
+    texts.training.load(checkpoints.resume())
+    first = checkpoints.newest
+    _began(config, metrics, parameters, texts, first)
+
+    def evaluated(event: str, tokens: Tokens, step: int) -> None:
+        found = evaluate(config, shared, task, tokens)
+        shown = "evaluation" if event == "eval" else event
+        metrics.write(
+            event, f"{shown} loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}", step=step, **found
+        )
+
+    began = time.monotonic()
+    Loop(config, shared, texts.training, task, metrics, checkpoints).run(
+        lambda step: evaluated("eval", texts.validation, step)
     )
-    final = f"{config.folder}/checkpoints/final"
-    _save(shared, final)
-    if rank == 0:
-        tokenizer.save_pretrained(final)
-        sample = _reload(final, validation, config)
-        speed = steps * config.global_size * config.block / seconds if steps else 0.0
+    seconds = time.monotonic() - began
+    evaluated("eval", texts.validation, config.steps)
+    if texts.test is not None:
+        evaluated("test", texts.test, config.steps)
+    final = Path(config.folder, "checkpoints", "final")
+    _save(shared, tokenizer, final)
+    if dist.get_rank() == 0:
+        steps = config.steps - first
+        speed = steps * config.step_tokens / seconds if steps else 0.0
+        sample = _reload(final, texts.validation, config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     dist.barrier()
     _leave(0)
 
 
-def _began(config: Config, metrics: Metrics, network: torch.nn.Module, training: Tokens, first: int) -> None:
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _began(config: Config, metrics: Metrics, parameters: int, texts: data.Texts, first: int) -> None:
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, os.environ[config.name_variable])
-    parameters = sum(weight.numel() for weight in network.parameters())
+    tokens = f"{texts.total:,} tokens" if texts.total else "a stream"
     metrics.write(
         "start",
-        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters, {len(training.ids):,} tokens",
+        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters, {tokens}",
         world_size=dist.get_world_size(),
         hosts=hosts,
         parameters=parameters,
         first_step=first,
         steps=config.steps,
-        tokens=len(training.ids),
+        tokens=texts.total,
         torch=torch.__version__,
     )
 
 
-def _save(shared: parallel.Parallel, final: str) -> None:
-    """As any user of transformers loads it; where ranks have parts, they come together on the first."""
+def _save(shared: parallel.Parallel, tokenizer: Any, final: Path) -> None:  # noqa: ANN401  a tokenizer
+    """As any user of transformers loads it, whole or not there."""
     network: Any = shared.network
     state = shared.weights()
     if dist.get_rank() == 0:
-        network.save_pretrained(final, state_dict=state)
+        part = final.with_name("final.part")
+        network.save_pretrained(part, state_dict=state)
+        tokenizer.save_pretrained(part)
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
 
 
 def _leave(code: int) -> NoReturn:
@@ -98,22 +117,30 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _reload(final: str, validation: Tokens, config: Config) -> str:
+def _reload(final: Path, validation: Tokens, config: Config) -> str:
     """Load what was saved the way any user would, and let it write: a save that cannot be loaded is no save."""
     tokens: Any = AutoTokenizer.from_pretrained(final)
+    if config.objective == "masked":
+        AutoModelForMaskedLM.from_pretrained(final)
+        return ""
     network: Any = AutoModelForCausalLM.from_pretrained(final).eval()
-    prompt = torch.from_numpy(validation.block(0, config.block // 4)[None])
+    prompt = torch.from_numpy(validation.block(0, config.data.block // 4)[None])
     written = network.generate(
-        prompt, max_new_tokens=config.block // 2, do_sample=False, pad_token_id=tokens.pad_token_id
+        prompt, max_new_tokens=config.data.block // 2, do_sample=False, pad_token_id=tokens.pad_token_id
     )
     return str(tokens.decode(written[0], skip_special_tokens=True))
 
 
-if __name__ == "__main__":
+def guarded(path: str) -> NoReturn:
+    """main, which ends as it says, whatever happens."""
     try:
-        main(sys.argv[1])
+        main(path)
     except SystemExit as stopped:
         _leave(stopped.code if isinstance(stopped.code, int) else 1)
     except BaseException:
         traceback.print_exc()
         _leave(1)
+
+
+if __name__ == "__main__":
+    guarded(sys.argv[1])

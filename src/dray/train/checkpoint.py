@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there, and the newest that is whole.
 
-A checkpoint is written into a folder of another name, every file is synced, a manifest with sizes and checksums comes
-last, and then one rename. Whatever is killed at whatever moment leaves the one before.
+A checkpoint is written into a folder of another name while training goes on, every file is synced, a manifest with
+sizes and checksums comes last, and then one rename. Whatever is killed at whatever moment leaves the one before.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from dray.train.parallel import Parallel
+from dray.train.stop import EXIT_FAILED, stop
 
 _MANIFEST = "manifest.json"
 
@@ -37,32 +41,65 @@ class Checkpoints:
         self.folder, self.parallel = folder, parallel
         self.about, self.keep, self.say = about, keep, say
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        # What is written beside training has its own group: on training's, the messages of both would mix.
+        self._group = dist.new_group(backend="gloo")
+        self._writer = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+        self.newest = 0  # the step of the newest that is whole
 
-    def save(self, step: int) -> None:
-        """All ranks together; it is there when this comes back."""
-        part, whole = self.folder / f"step-{step}.part", self.folder / f"step-{step}"
+    def save(self, step: int, place: Any) -> float:  # noqa: ANN401  any JSON value
+        """All ranks together. It is there after `settle`; training was held up for so many seconds."""
+        began = time.monotonic()
+        self.settle()
+        part = self.folder / f"step-{step}.part"
         if self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-        dist.barrier()
-        self.parallel.save(part)
-        dist.barrier()
+        dist.barrier(group=self._group)
+        scaler = self.parallel.scaler
+        own = {"feed": place, "scaler": scaler.state() if scaler else None}
+        updates = step - (scaler.skipped if scaler else 0)
+        saved: Any = async_save(self.parallel.state(), checkpoint_id=part, process_group=self._group)
+        self._pending = self._writer.submit(self._finish, part, step, updates, own, saved)
+        return time.monotonic() - began
+
+    def settle(self) -> None:
+        """Wait until what was begun is there."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except Exception as error:
+            stop(
+                "the checkpoint cannot be written",
+                wanted=f"room and leave to write in {self.folder}",
+                found=" ".join(str(error).split())[-400:] or type(error).__name__,
+                fix="look at the disk and its quota; the checkpoint before is whole",
+                code=EXIT_FAILED,
+            )
+
+    def _finish(self, part: Path, step: int, updates: int, own: dict[str, Any], saved: Any) -> None:  # noqa: ANN401
+        saved.result()
+        (part / f"rank-{self.rank}.json").write_text(json.dumps(own), encoding="utf-8")
+        dist.barrier(group=self._group)
         names = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
         files = self._gathered({name: _sealed(part / name) for name in names[self.rank :: self.world]})
         if self.rank == 0:
-            said = {"step": step, **self.about, "world_size": self.world, "files": files}
+            said = {"step": step, "updates": updates, **self.about, "world_size": self.world, "files": files}
             with (part / _MANIFEST).open("w", encoding="utf-8") as file:
                 json.dump(said, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             _sync(part)
-            part.rename(whole)
+            part.rename(part.with_suffix(""))
             _sync(self.folder)
             self._prune()
-        dist.barrier()
+        dist.barrier(group=self._group)
+        self.newest = step
 
-    def resume(self) -> int:
-        """Load the newest that is whole, and its step; 0 where there is none. What is broken is said and put aside."""
+    def resume(self) -> list[Any]:
+        """Load the newest that is whole, if there is one; the feed's states. What is broken is said and put aside."""
         for step in reversed(_steps(self.folder)):
             path = self.folder / f"step-{step}"
             troubles = self._troubles(path)
@@ -71,10 +108,15 @@ class Checkpoints:
                 if self.rank == 0:  # its place will be wanted again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            self.parallel.load(path)
+            said = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+            self.parallel.load(lambda state, path=path: load(state, checkpoint_id=path), said["updates"])  # type: ignore[misc]
+            owns = [json.loads(own.read_text(encoding="utf-8")) for own in sorted(path.glob("rank-*.json"))]
+            if self.parallel.scaler and owns[0]["scaler"]:
+                self.parallel.scaler.load(owns[0]["scaler"])
+            self.newest = step
             self.say(f"resumed at step {step} from {path}")
-            return step
-        return 0
+            return [own["feed"] for own in owns]
+        return []
 
     def _troubles(self, path: Path) -> list[str]:
         """What is not as the manifest says; each rank looks at its part of the files."""
@@ -95,7 +137,7 @@ class Checkpoints:
 
     def _gathered(self, mine: dict[str, Any]) -> dict[str, Any]:
         parts: list[Any] = [None] * self.world
-        dist.all_gather_object(parts, mine)
+        dist.all_gather_object(parts, mine, group=self._group)
         return {name: value for part in parts for name, value in part.items()}
 
     def _prune(self) -> None:

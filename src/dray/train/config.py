@@ -9,53 +9,98 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Data:
+    """The recipe's [data]."""
+
+    text: str
+    validation: str
+    test: str
+    validation_percent: int
+    column: str
+    block: int
+    apart: bool
+    samples: int
+    validation_samples: int
+    streaming: bool
+    cache: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The recipe's [model]."""
+
+    name: str
+    revision: str
+    weights: bool
+    trust_remote_code: bool
+    type: str
+    config: dict[str, Any]
+    tokenizer: str
+    attention: str
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """One training run, as this rank sees it."""
+    """One training run, as this rank sees it: the recipe's [train], the batch and where it happens."""
 
     folder: str
     name_variable: str
     variant: str
-    world_size: int
     global_size: int
     per_device: int
     accumulation: int
-    text: str
-    validation_percent: int
-    block: int
-    model_type: str
-    model_config: dict[str, Any]
-    steps: int
+    data: Data
+    model: Model
+    steps: int  # 0 until the text's length is known, where the recipe says epochs
+    epochs: float
+    objective: str
+    masked_percent: float
     lr: float
     warmup_steps: int
     schedule: str
+    final_lr: float
+    betas: tuple[float, float]
+    eps: float
     weight_decay: float
     precision: str
+    loss_scale: float
     seed: int
     log_every: int
     clip: float
     strategy: str
     offload: str
     compile: bool
+    recompute: bool
+    deepspeed: dict[str, Any]
+    eval_every: int
+    attention_stats: bool
+    trackers: tuple[str, ...]
     every: tuple[tuple[int, int], ...]
     keep: int
-    cache: str
     about: dict[str, Any]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one optimizer step, over all ranks."""
+        return self.global_size * self.data.block
 
 
 def read(path: str) -> Config:
     """The plan's part that is about training."""
     plan = json.loads(Path(path).read_text(encoding="utf-8"))
     recipe = plan["recipe"]
+    train = dict(recipe["train"])
+    train |= {"steps": train["steps"] or 0, "epochs": train["epochs"] or 0.0}
+    train["deepspeed"] = json.loads(train["deepspeed"] or "{}")
     return Config(
         folder=plan["folder"],
         name_variable=plan["world"]["identity"]["name"],
         variant=plan["variant"],
-        world_size=plan["world"]["size"],
         **plan["batch"],
-        model_type=recipe["model"]["type"],
-        model_config=recipe["model"]["config"],
-        **recipe["data"],
-        **recipe["train"],
+        data=Data(**recipe["data"]),
+        model=Model(**recipe["model"]),
+        **train,
         every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
         keep=recipe["checkpoint"]["keep"],
         about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},

@@ -1,85 +1,125 @@
-"""Text -> documents -> byte tokens."""
+"""What is learnt and what is evaluated: texts -> tokens -> the rows of each step."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Protocol
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from dray.train import corpus
+from dray.train import sources
 from dray.train.config import Config
+from dray.train.order import Order
 from dray.train.shards import Tokens, fingerprint, made
 from dray.train.stop import stop
+from dray.train.stream import Stream
+from dray.train.words import ended
 
-END = "<|endoftext|>"
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte and one for the end of a text: nothing to download, nothing it cannot spell."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*alphabet, END])}
-    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token=END, pad_token=END, bos_token=END)
+Rows = NDArray[np.int64]
+Say = Callable[[str], None]
 
 
-def splits(config: Config, tokens: PreTrainedTokenizerFast, say: Callable[[str], None]) -> tuple[Tokens, Tokens]:
-    """Training and validation documents; validation is the last ones, so that both are the same on every rank."""
-    whole = made(
-        Path(config.cache or f"/tmp/dray-tokens-{os.getuid()}"),  # noqa: S108  a node's own, and the user's alone
-        fingerprint(*_identity(config), tokens.backend_tokenizer.to_str()),
-        lambda: corpus.documents() if config.text == "builtin" else _lines(Path(config.text)),
-        lambda texts: [encoding.ids for encoding in tokens.backend_tokenizer.encode_batch_fast(texts)],
-        end=tokens.eos_token_id,
-        vocabulary=len(tokens),
-        say=say,
-    )
-    count = len(whole.starts) - 1
-    kept = max(1, count * config.validation_percent // 100)
-    training, validation = whole.part(0, max(0, count - kept)), whole.part(max(0, count - kept), count)
-    for name, part in (("training", training), ("validation", validation)):
-        if len(part.ids) < config.block:
-            stop(
-                f"the {name} text is too short",
-                wanted=f"at least one sample of {config.block} tokens",
-                found=f"{len(part.ids)} in {config.text}",
-                fix="give more text, a smaller data.block, or another data.validation_percent",
-            )
-    return training, validation
+class Feed(Protocol):
+    """Samples by number. They are the same on any number of ranks."""
+
+    def rows(self, samples: range) -> Rows:
+        """Those samples, one a row."""
+
+    def state(self) -> Any:  # noqa: ANN401  any JSON value
+        """What another process needs to go on from here."""
+
+    def load(self, states: list[Any]) -> None:
+        """Go on from there; the states of all ranks that there were."""
 
 
-def _identity(config: Config) -> tuple[object, ...]:
-    if config.text == "builtin":
-        return ("builtin",)
-    try:
-        seen = Path(config.text).stat()
-    except OSError as error:
-        _unreadable(config.text, error)
-    return (Path(config.text).resolve(), seen.st_size, seen.st_mtime_ns)
+@dataclass(frozen=True)
+class Mapped:
+    """From tokens on this node's disk: any sample is found at once."""
+
+    tokens: Tokens
+    order: Order
+
+    def rows(self, samples: range) -> Rows:
+        return np.stack([self.tokens.block(self.order.start(sample), self.order.block) for sample in samples])
+
+    def state(self) -> None:
+        return None
+
+    def load(self, states: list[Any]) -> None:
+        pass
 
 
-def _unreadable(path: str | Path, error: OSError) -> NoReturn:
-    stop("the text cannot be read", wanted=f"a text file at {path}", found=error.strerror, fix="check data.text")
+@dataclass(frozen=True)
+class Texts:
+    """What a run reads. `total` tokens to learn from; 0 for a stream, which nobody has counted."""
+
+    training: Feed
+    total: int
+    validation: Tokens
+    test: Tokens | None
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """A document a line; empty lines are none."""
-    try:
-        with path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                if line.strip():
-                    yield line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        stop(
-            "the text is not UTF-8",
-            wanted="UTF-8",
-            found=f"byte 0x{error.object[error.start]:02x} in {path}",
-            fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
+def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
+    """All that the recipe's [data] names."""
+    data = config.data
+    end = ended(words)
+
+    def encode(documents: list[str]) -> Iterable[list[int]]:
+        for encoding in words.backend_tokenizer.encode_batch_fast(documents):
+            ids = encoding.ids
+            yield ids if ids and ids[-1] == end else [*ids, end]
+
+    def read(text: str, split: str) -> Tokens:
+        names = sources.files(text, split)
+        return made(
+            Path(data.cache or f"/tmp/dray-tokens-{os.getuid()}"),  # noqa: S108  a node's own, and the user's alone
+            fingerprint(*sources.identity(names), data.column, words.backend_tokenizer.to_str(), end),
+            lambda: chain.from_iterable(sources.documents(piece, data.column) for piece in sources.pieces(names)),
+            encode,
+            vocabulary=len(words),
+            say=say,
         )
-    except OSError as error:
-        _unreadable(path, error)
+
+    if data.streaming:
+        names = sources.files(data.text, "train")
+        feed: Feed = Stream(
+            sources.pieces(names), data.column, encode, lanes=config.global_size, block=data.block, seed=config.seed
+        )
+        total, validation = 0, read(data.validation, "validation")
+    else:
+        training = read(data.text, "train")
+        if data.validation:
+            validation = read(data.validation, "validation")
+        else:
+            training, validation = _parted(training, data.validation_percent)
+        training = _enough("training", data.text, training.short(data.samples * data.block), data.block)
+        total = len(training.ids)
+        feed = Mapped(training, Order(total, data.block, config.seed))
+    most = data.validation_samples * data.block
+    validation = _enough("validation", data.validation or data.text, validation.short(most), 2)
+    test = _enough("test", data.test, read(data.test, "test").short(most), 2) if data.test else None
+    return Texts(feed, total, validation, test)
+
+
+def _parted(whole: Tokens, percent: int) -> tuple[Tokens, Tokens]:
+    """The last documents are for evaluation, so that they are the same on every rank."""
+    count = len(whole.starts) - 1
+    border = max(0, count - max(1, count * percent // 100))
+    return whole.part(0, border), whole.part(border, count)
+
+
+def _enough(name: str, text: str, tokens: Tokens, least: int) -> Tokens:
+    if len(tokens.ids) < least:
+        stop(
+            f"the {name} text is too short",
+            wanted=f"at least {least} tokens",
+            found=f"{len(tokens.ids)} in {text}",
+            fix="give more text, a smaller data.block, or another data.validation_percent",
+        )
+    return tokens

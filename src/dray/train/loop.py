@@ -2,123 +2,173 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
+from dray.train import attention
+from dray.train.checkpoint import Checkpoints, due
 from dray.train.config import Config
-from dray.train.metrics import Metrics
-from dray.train.order import Order, indices
-from dray.train.parallel import Parallel, mean
+from dray.train.data import Feed
+from dray.train.metrics import Metrics, Speed, perplexity
+from dray.train.objective import Batch, Task
+from dray.train.order import indices
+from dray.train.parallel import Parallel
 from dray.train.schedule import rate
 from dray.train.shards import Tokens
 from dray.train.stop import EXIT_FAILED, stop
+
+_NEVER = 1 << 62
 
 
 class Loop:
     """One training run from any step to its last."""
 
-    def __init__(self, config: Config, parallel: Parallel, tokens: Tokens, metrics: Metrics) -> None:
-        self.config, self.parallel, self.tokens, self.metrics = config, parallel, tokens, metrics
-        self.order = Order(len(tokens.ids), config.block, config.seed)
+    def __init__(
+        self, config: Config, parallel: Parallel, feed: Feed, task: Task, metrics: Metrics, checkpoints: Checkpoints
+    ) -> None:
+        self.config, self.parallel, self.feed, self.task = config, parallel, feed, task
+        self.metrics, self.checkpoints = metrics, checkpoints
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._losses = torch.zeros(1, device=parallel.device)
-        self._waited = 0.0
+        self._reader = ThreadPoolExecutor(1)
+        self._sums = torch.zeros(
+            2, dtype=torch.float64, device=parallel.device
+        )  # losses and targets since the last line
+        self._bad = torch.full((), _NEVER, device=parallel.device)  # the first step that was not finite
+        self.speed = Speed(config, parallel)
 
-    def run(self, first: int, saved: Callable[[int], None]) -> float:
-        """Take the steps from `first` on, calling `saved` after each; the seconds that it took."""
-        began = last = time.monotonic()
-        since = first
+    def run(self, evaluate: Callable[[int], None]) -> None:
+        """Take the steps that are left, with checkpoints and evaluations between them."""
+        config, first = self.config, self.checkpoints.newest
         self.parallel.network.train()
-        for step in range(first, self.config.steps):
-            norm = self._step(step)
-            done = step + 1
-            if done % self.config.log_every == 0 or done in (1, self.config.steps):
-                now = time.monotonic()
-                self._log(done, norm, done - since, now - last, (now - began) / (done - first))
-                since, last = done, now
-            saved(done)
-        return time.monotonic() - began
+        self.speed.begin(first)
+        ahead = self._reader.submit(self._read, first)
+        for step in range(first, config.steps):
+            batches, place = self.speed.waiting(ahead.result)
+            if step + 1 < config.steps:
+                ahead = self._reader.submit(self._read, step + 1)
+            norm = self._step(step, batches)
+            taken = step + 1
+            if taken % config.log_every == 0 or taken in (first + 1, config.steps):
+                self._log(taken, norm, batches[-1])
+            if due(taken, config.every):
+                self._check(taken)
+                self.speed.stalled(self.checkpoints.save(taken, place))
+            if config.eval_every and taken % config.eval_every == 0 and taken < config.steps:
+                evaluate(taken)
+                self.speed.pause()
+        self._reader.shutdown()
+        self.checkpoints.settle()
 
-    def _step(self, step: int) -> float:
-        config = self.config
-        # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
-        torch.manual_seed(hash((config.seed, step, self.rank)) & (1 << 63) - 1)
+    def _read(self, step: int) -> tuple[list[Batch], Any]:
+        """This rank's batches of a step, and where the feed stands after it."""
+        config, batches = self.config, []
         for micro in range(config.accumulation):
-            rows = self._rows(step, micro)
-            with self.parallel.turn(last=micro == config.accumulation - 1):
-                loss = loss_of(self.parallel.logits(rows), rows)
-                self.parallel.backward(loss)
-            self._losses += loss.detach() / config.accumulation
-        return self.parallel.update(rate(config, step))
-
-    def _rows(self, step: int, micro: int) -> torch.Tensor:
-        began = time.perf_counter()
-        config = self.config
-        mine = indices(
-            step, micro, self.rank, world=self.world, per_device=config.per_device, accumulation=config.accumulation
-        )
-        rows = np.stack([self.tokens.block(self.order.start(sample), config.block) for sample in mine])
-        self._waited += time.perf_counter() - began
-        return torch.from_numpy(rows).to(self.parallel.device, non_blocking=True)
-
-    def _log(self, done: int, norm: float, steps: int, seconds: float, each: float) -> None:
-        config = self.config
-        loss = float(mean(self._losses / steps))
-        self._losses.zero_()
-        if not math.isfinite(loss):
-            stop(
-                f"the loss at step {done} is {loss}",
-                wanted="a finite loss",
-                found=f"{loss}, with lr {rate(config, done - 1)} and grad_norm {norm}",
-                fix="a smaller train.lr or more train.warmup_steps; check the data",
-                code=EXIT_FAILED,
+            mine = indices(
+                step, micro, self.rank, world=self.world, per_device=config.per_device, accumulation=config.accumulation
             )
-        speed = steps * config.global_size * config.block / seconds
-        left = each * (config.steps - done)
+            batches.append(self.task.batch(self.feed.rows(mine), mine))
+        return batches, self.feed.state()
+
+    def _step(self, step: int, batches: list[Batch]) -> torch.Tensor:
+        # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
+        torch.manual_seed(hash((self.config.seed, step, self.rank)) & (1 << 63) - 1)
+        wanted = torch.tensor(sum(batch.wanted for batch in batches), dtype=torch.float64, device=self.parallel.device)
+        self._sums[1] += wanted
+        # The loss is the mean over all targets of the step, however they fell to ranks and passes.
+        total = wanted * self.world
+        if not self.task.even:
+            dist.all_reduce(wanted)
+            total = wanted
+        share = (self.world / total.clamp(min=1)).float()
+        for micro, batch in enumerate(batches):
+            with self.parallel.turn(last=micro == len(batches) - 1):
+                loss, _ = self.parallel.losses(batch.to(self.parallel.device))
+                self.parallel.backward(loss * share)
+            self._sums[0] += loss.detach()
+        norm = self.parallel.update(rate(self.config, step))
+        if self.parallel.scaler is None:
+            self._bad = torch.where(norm.isfinite(), self._bad, self._bad.clamp(max=step + 1))
+        return norm
+
+    def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
+        config, scaler = self.config, self.parallel.scaler
+        sums = self._sums.clone()
+        dist.all_reduce(sums)
+        loss = float(sums[0] / sums[1])
+        self._check(taken)
+        self._sums.zero_()
+        fields = self.speed.measured(taken)
+        if scaler:
+            fields |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
+        if config.attention_stats:
+            fields |= attention.scores(self.parallel, batch)
         self.metrics.write(
             "step",
-            f"step {done}/{config.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  {left:.0f} s left",
-            step=done,
+            f"step {taken}/{config.steps}  loss {loss:.4f}  {fields['tokens_per_s']:,.0f} tokens/s  "
+            f"{fields['seconds_left']:.0f} s left",
+            step=taken,
             loss=loss,
-            lr=rate(config, done - 1),
-            grad_norm=norm,
-            tokens=done * config.global_size * config.block,
-            tokens_per_s=round(speed, 1),
-            data_s=round(self._waited, 4),
-            seconds_left=round(left, 1),
+            lr=rate(config, taken - 1),
+            grad_norm=float(norm),
+            tokens=taken * config.step_tokens,
+            **fields,
         )
-        self._waited = 0.0
 
-
-def loss_of(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens but the first of each row, which nothing foretells."""
-    wanted = rows[:, 1:].flatten()
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
+    def _check(self, taken: int) -> None:
+        """Stop if something was not finite: before a line that would hide it, and before a checkpoint of it."""
+        finite = bool(self._sums[0].isfinite())
+        word: tuple[int, bool] = (int(self._bad), finite)
+        if self._bad == _NEVER and self.parallel.scaler is None and finite and self.world == 1:
+            return
+        words: list[Any] = [None] * self.world
+        dist.all_gather_object(words, word)
+        step = min(bad for bad, _ in words)
+        ranks = [str(rank) for rank, (_, good) in enumerate(words) if not good]
+        if step == _NEVER and not ranks:
+            return
+        self.checkpoints.settle()
+        newest = self.checkpoints.newest
+        stop(
+            f"the {'loss' if ranks else 'gradient'} is not finite any more",
+            wanted="finite numbers",
+            found=f"NaN or Inf at step {min(step, taken)}, first on rank {', '.join(ranks) or 'unknown'}; "
+            + (f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint yet"),
+            fix="a smaller train.lr or more train.warmup_steps; train.clip = 1; precision bf16 in place of fp16; "
+            "look at the data near that step",
+            code=EXIT_FAILED,
+        )
 
 
 @torch.no_grad()
-def evaluate(config: Config, parallel: Parallel, tokens: Tokens) -> float:
-    """The mean loss over every token of the documents that has one before it in its block; the last may be short."""
+def evaluate(config: Config, parallel: Parallel, task: Task, tokens: Tokens) -> dict[str, float]:
+    """Over every token of the documents that has one before it in its block; the last block may be short."""
     parallel.network.eval()
-    total, block = len(tokens.ids), config.block
-    sums = torch.zeros(2, dtype=torch.float64, device=parallel.device)
-    starts = list(range(0, total, block))
+    total, block = len(tokens.ids), config.data.block
+    sums = torch.zeros(3, dtype=torch.float64, device=parallel.device)
+    rows, world = -(-total // block), dist.get_world_size()
+    at_once = min(config.per_device, -(-rows // world))
     # Each rank takes as many turns, since parts of a model may be on other ranks; some come with nothing new.
-    turns = -(-len(starts) // dist.get_world_size())
-    for turn in range(turns):
-        number = turn * dist.get_world_size() + dist.get_rank()
-        start = starts[number] if number < len(starts) else 0
-        length = min(block, total - start)
-        rows = torch.from_numpy(tokens.block(start, length)[None]).to(parallel.device)
-        logits = parallel.logits(rows)
-        if number < len(starts) and length > 1:
-            sums += torch.stack([loss_of(logits, rows).double() * (length - 1), sums.new_tensor(length - 1.0)])
+    for turn in range(-(-rows // (at_once * world))):
+        begin = (turn * world + dist.get_rank()) * at_once
+        batch = _cut(tokens, range(begin, begin + at_once), block, task).to(parallel.device)
+        loss, hits = parallel.losses(batch)
+        sums += torch.stack([loss.double(), hits.double(), sums.new_tensor(batch.wanted)])
     dist.all_reduce(sums)
     parallel.network.train()
-    return float(sums[0] / sums[1])
+    loss_each = float(sums[0] / sums[2])
+    return {"loss": loss_each, "perplexity": perplexity(loss_each), "accuracy": float(sums[1] / sums[2])}
+
+
+def _cut(tokens: Tokens, samples: range, block: int, task: Task) -> Batch:
+    """Those blocks of the text; where it has ended, nothing is wanted."""
+    batch = task.batch(np.stack([tokens.block(sample * block, block) for sample in samples]), samples)
+    for row, sample in enumerate(samples):
+        left = len(tokens.ids) - sample * block
+        if left < block:
+            batch.targets[row, max(0, left - (task.objective == "causal")) :] = -100
+    return batch

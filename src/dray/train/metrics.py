@@ -4,24 +4,167 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from dray.train.config import Config
+from dray.train.parallel import Parallel
+from dray.train.stop import stop
+
+_T = TypeVar("_T")
+
+# Dense 16-bit matrix products a second, by the name that torch gives the device (one GCD of an MI250X).
+_PEAKS = {
+    "H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "A40": 150e12,
+    "MI300": 1307e12, "MI250": 191.5e12,
+}  # fmt: skip
 
 
 class Metrics:
-    """The file, and a plain line for who watches rank 0's log."""
+    """The file, TensorBoard's, the trackers that the recipe names, and a plain line for who watches rank 0's log."""
 
-    def __init__(self, path: str, *, writes: bool) -> None:
-        self._file = open(path, "a", encoding="utf-8") if writes else None  # noqa: SIM115, PTH123  open for the whole run
+    def __init__(self, config: Config, *, writes: bool) -> None:
+        self._file = None
+        self._sinks: list[Callable[[dict[str, float], int], None]] = []
+        if not writes:
+            return
+        folder = Path(config.folder)
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._sinks = [_tensorboard(folder), *(_TRACKERS[name](folder, config) for name in config.trackers)]
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         """One line, flushed: a reader follows it live. Every rank shows it in its own log."""
         print(shown, flush=True)
-        if self._file is not None:
-            self._file.write(
-                json.dumps({"event": event, "time": round(time.time(), 3), **fields}, allow_nan=False) + "\n"
-            )
-            self._file.flush()
+        if self._file is None:
+            return
+        line = {"event": event, "time": round(time.time(), 3), **fields}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        numbers = {f"{event}/{name}": value for name, value in fields.items() if isinstance(value, (int, float))}
+        for sink in self._sinks if "step" in fields else ():
+            sink(numbers, fields["step"])
+
+
+def _tensorboard(folder: Path) -> Callable[[dict[str, float], int], None]:
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  half a second, on the one rank that writes
+
+    board: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            board.add_scalar(name, value, step)
+        board.flush()
+
+    return write
+
+
+def _wandb(folder: Path, config: Config) -> Callable[[dict[str, float], int], None]:
+    os.environ.setdefault("WANDB_MODE", "offline")
+    wandb = _imported("wandb")
+    run = wandb.init(dir=str(folder), id=config.about["run"], name=config.about["run"], resume="allow")
+    return lambda numbers, step: run.log(numbers, step=step)
+
+
+def _mlflow(folder: Path, config: Config) -> Callable[[dict[str, float], int], None]:
+    os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlflow").as_uri())
+    mlflow = _imported("mlflow")
+    mlflow.start_run(run_name=config.about["run"])
+    return lambda numbers, step: mlflow.log_metrics(numbers, step=step)
+
+
+_TRACKERS: dict[str, Any] = {"wandb": _wandb, "mlflow": _mlflow}
+
+
+def _imported(name: str) -> Any:  # noqa: ANN401  a module
+    try:
+        return __import__(name)
+    except ImportError as error:
+        stop(
+            f"train.trackers names {name}, which the image does not hold",
+            wanted=f"the Python package {name}",
+            found=str(error),
+            fix="add it to the image's requirements.in, or leave it out; TensorBoard's files are always written",
+        )
+
+
+class Speed:
+    """How fast it goes, and what it is waiting for. Measured where a line is written; nothing is held up elsewhere."""
+
+    def __init__(self, config: Config, parallel: Parallel) -> None:
+        self.config, self.device = config, parallel.device
+        self._flops, self._peak = _flops_a_token(parallel.network, config), _peak(parallel.device)
+        self._waited = self._stalled = 0.0
+        self._first = self._since = 0
+        self._began = self._last = 0.0
+
+    def begin(self, first: int) -> None:
+        """The first step is about to be taken."""
+        self._first = self._since = first
+        self._began = self._last = time.monotonic()
+
+    def waiting(self, get: Callable[[], _T]) -> _T:
+        """The data that is waited for."""
+        began = time.perf_counter()
+        found = get()
+        self._waited += time.perf_counter() - began
+        return found
+
+    def measured(self, taken: int) -> dict[str, Any]:
+        """Since the last time."""
+        now, config = time.monotonic(), self.config
+        steps, seconds = taken - self._since, now - self._last
+        each = (now - self._began) / (taken - self._first)
+        tokens = steps * config.step_tokens / seconds
+        found = {
+            "tokens_per_s": round(tokens, 1),
+            "samples_per_s": round(steps * config.global_size / seconds, 2),
+            "step_s": round(seconds / steps, 5),
+            "data_s": round(self._waited, 4),
+            "checkpoint_s": round(self._stalled, 4),
+            "memory_gb": round(_memory(self.device) / 1e9, 3),
+            "seconds_left": round(each * (config.steps - taken), 1),
+        }
+        if self._peak:
+            found["mfu"] = round(tokens / torch.distributed.get_world_size() * self._flops / self._peak, 4)
+        self._since, self._last, self._waited, self._stalled = taken, now, 0.0, 0.0
+        return found
+
+    def stalled(self, seconds: float) -> None:
+        """A checkpoint was begun."""
+        self._stalled += seconds
+
+    def pause(self) -> None:
+        """What happened since the last line is not training."""
+        self._last = time.monotonic()
+
+
+def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
+    """Six for each weight that is multiplied, and attention's own."""
+    settings = network.config
+    tables = 0 if settings.tie_word_embeddings else network.get_input_embeddings().weight.numel()
+    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in network.parameters()) - tables
+    return float(6 * weights + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.block)
+
+
+def _peak(device: torch.device) -> float:
+    """0 where nobody knows."""
+    if device.type == "cpu":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), 0.0)
+
+
+def _memory(device: torch.device) -> float:
+    """Most that this rank ever had: of the GPU's memory, or of the host's."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return float(torch.cuda.max_memory_allocated(device))
 
 
 def perplexity(loss: float) -> float:

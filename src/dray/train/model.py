@@ -1,50 +1,131 @@
-"""The network, from a transformers configuration."""
+"""The network: one that exists, or a new one from a transformers configuration.
+
+The first rank alone has its weights; the others have room for them that no memory stands behind yet, and get them when
+the ranks part or copy the model (parallel.py). A node so holds one copy in its memory, not one for each of its ranks.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import os
+from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
 
+from dray.train import hub
 from dray.train.config import Config
 from dray.train.stop import stop
 
+_KINDS: dict[str, Any] = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
-def build(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A freshly initialised model; an unknown setting stops the run, since transformers would take it silently."""
+
+def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
+    """The model; its weights are there if `filled`."""
+    said = config.model
+    folder = ""
+    if said.name:
+        folder = hub.model(said.name, said.revision, weights=said.weights and filled, code=said.trust_remote_code)
+    settings = _settings(config, folder, tokens)
+    options: dict[str, Any] = {"attn_implementation": said.attention, "trust_remote_code": said.trust_remote_code}
+    options["dtype"] = _dtype(config, settings)
+    kind = _KINDS[config.objective]
     try:
-        defaults = AutoConfig.for_model(config.model_type)
-    except ValueError:
+        if filled and folder and said.weights:
+            network: PreTrainedModel = kind.from_pretrained(folder, config=settings, use_safetensors=True, **options)
+        elif filled:
+            torch.manual_seed(config.seed)
+            network = kind.from_config(settings, **options)
+        else:
+            with no_init_weights():
+                network = kind.from_config(settings, **options)
+            network.tie_weights()
+    except (ValueError, OSError, ImportError) as error:
         stop(
-            f"transformers knows no model type {config.model_type!r}",
-            wanted="a causal model type, such as gpt2 or llama",
-            found=f"model.type = {config.model_type!r}",
-            fix="set model.type",
+            "the model cannot be made",
+            wanted=f"a {config.objective} model of type {settings.model_type} with {said.attention} attention",
+            found=" ".join(str(error).split())[:400],
+            fix="correct [model], or train.objective",
+        )
+    if config.data.apart and "position_ids" not in inspect.signature(network.forward).parameters:
+        stop(
+            "this model cannot keep documents apart",
+            wanted="a model that takes position_ids",
+            found=f"{settings.model_type}, with data.apart",
+            fix="leave data.apart out",
+        )
+    if config.recompute:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    return network
+
+
+def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    said = config.model
+    named = {"vocab_size": len(tokens), "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    try:
+        if folder:
+            defaults = AutoConfig.from_pretrained(folder, trust_remote_code=said.trust_remote_code)
+        else:
+            defaults = AutoConfig.for_model(said.type)
+    except (ValueError, OSError) as error:
+        stop(
+            "transformers knows no such model",
+            wanted="a folder with a config.json" if folder else "a type that it knows, such as gpt2, llama or bert",
+            found=f"model.name = {said.name!r}: {' '.join(str(error).split())[:300]}"
+            if folder
+            else f"model.type = {said.type!r}",
+            fix="set model.name" if folder else "set model.type",
         )
     known = set(defaults.to_dict()) | set(defaults.attribute_map)
-    for name in config.model_config:
+    for name in said.config:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             stop(
-                f"a {config.model_type} configuration has no {name!r}",
+                f"a {defaults.model_type} configuration has no {name!r}",
                 wanted=f"one of transformers' own names{', such as ' + ', '.join(near) if near else ''}",
                 found=f"model.config.{name}",
                 fix="correct model.config in the recipe",
             )
-    settings = {
-        "vocab_size": len(tokens),
-        "bos_token_id": tokens.bos_token_id,
-        "eos_token_id": tokens.eos_token_id,
-        **config.model_config,
-    }
-    made = AutoConfig.for_model(config.model_type, **settings)
+    made: PreTrainedConfig = defaults if folder else AutoConfig.for_model(said.type, **named | said.config)
+    if folder:
+        made.update(said.config)
+    _check_sizes(config, made, tokens)
+    return made
+
+
+def _check_sizes(config: Config, made: PreTrainedConfig, tokens: PreTrainedTokenizerFast) -> None:
     positions = getattr(made, "max_position_embeddings", None)
-    if positions is not None and positions < config.block:
+    if positions is not None and positions < config.data.block:
         stop(
             "a block is longer than the model's positions",
             wanted=f"data.block of at most {positions}",
-            found=f"data.block = {config.block}",
+            found=f"data.block = {config.data.block}",
             fix="set a smaller data.block or more positions in model.config",
         )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(made)
-    return model
+    if made.vocab_size < len(tokens):
+        stop(
+            "the tokenizer gives tokens that the model has not",
+            wanted=f"at most {made.vocab_size}, the model's vocab_size",
+            found=f"{len(tokens)} tokens in the tokenizer",
+            fix="take the tokenizer that belongs to the model",
+        )
+
+
+def _dtype(config: Config, settings: PreTrainedConfig) -> torch.dtype:
+    if config.model.dtype == "auto":
+        return getattr(torch, str(settings.dtype or torch.float32).removeprefix("torch."))  # type: ignore[no-any-return]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
+
+
+def first() -> bool:
+    """Whether this is the rank that has the weights to begin with."""
+    return os.environ["RANK"] == "0"

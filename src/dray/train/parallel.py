@@ -1,31 +1,31 @@
 """How one model is on many ranks. The loop asks for a loss, hands it back, and has the weights moved; no more.
 
 ddp: each rank has all of it. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3: DeepSpeed's
-stages, which part the optimizer, the gradients and the weights in turn.
+stages (zero.py). Whatever it is, a checkpoint holds the same tensors by the same names, so that any can go on from any.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dray.train.config import Config
+from dray.train.objective import Batch, Objective
+from dray.train.scaler import Scaler
+
+State = dict[str, dict[str, torch.Tensor]]
+"""`weights`, and AdamW's `exp_avg` and `exp_avg_sq`; each by the weights' names. `others` are the model's buffers."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Parallel(Protocol):
@@ -33,26 +33,27 @@ class Parallel(Protocol):
 
     device: torch.device
     network: torch.nn.Module
+    scaler: Scaler | None
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """One forward pass."""
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward pass: the sum of the losses, and in evaluation the number of hits."""
 
     def turn(self, *, last: bool) -> Any:  # noqa: ANN401  a context manager
         """Around one forward and backward pass; gradients are summed over ranks in a step's last one alone."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """One backward pass; the loss is a mean over this pass's own tokens."""
+        """One backward pass. The step's gradient is the mean over ranks of the sum over passes."""
 
-    def update(self, rate: float) -> float:
+    def update(self, rate: float) -> torch.Tensor:
         """Move the weights at this learning rate; the gradients' norm before they were clipped."""
 
-    def save(self, folder: Path) -> None:
-        """Weights and optimizer, all ranks together."""
+    def state(self) -> State:
+        """What a checkpoint holds. A rank has parts of tensors, or some of the whole ones."""
 
-    def load(self, folder: Path) -> None:
-        """The same back again, on any number of ranks."""
+    def load(self, read: Callable[[State], None], updates: int) -> None:
+        """The same back, on any number of ranks: `read` fills the tensors that it is given."""
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> dict[str, torch.Tensor]:
         """All weights, on the first rank."""
 
 
@@ -67,51 +68,71 @@ def begin(config: Config) -> torch.device:
 
 
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Parallel:
-    """As the recipe's train.strategy says."""
+    """As the recipe's train.strategy says. The first rank's weights become everybody's."""
+    objective = Objective(network)
+    if config.compile:
+        objective.compile()
     if config.strategy.startswith("zero"):
         from dray.train.zero import Zero  # noqa: PLC0415  importing DeepSpeed takes a second
 
-        return Zero(network, config, device)
-    return Torch(network, config, device)
+        return Zero(objective, config, device)
+    return Torch(objective, config, device)
 
 
-def adamw(network: torch.nn.Module, config: Config, *, fused: bool = True) -> torch.optim.Optimizer:
-    """The one optimizer of all strategies."""
-    return torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused)
+def adamw(network: torch.nn.Module, config: Config, *, fused: bool = True) -> torch.optim.AdamW:
+    """The one optimizer of all strategies. Biases and norms are not drawn to zero."""
+    weights = [weight for weight in network.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def buffers(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those that a checkpoint holds."""
+    kept = network.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in network.named_buffers() if name in kept}
 
 
 class Torch:
     """ddp and fsdp."""
 
-    def __init__(self, network: torch.nn.Module, config: Config, device: torch.device) -> None:
-        self.device, self.config, self.network = device, config, network.to(device)
-        self._half = torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+    def __init__(self, objective: Objective, config: Config, device: torch.device) -> None:
+        self.device, self.config, self.network = device, config, objective.network
+        self.scaler = Scaler(config.loss_scale) if config.precision == "fp16" else None
+        half = _HALF.get(config.precision)
+        self._half = torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None)
+        self._module: torch.nn.Module = objective
         if config.strategy == "fsdp":
-            self._module: Any = self._sharded()
-        elif dist.get_world_size() > 1:
-            ids = None if device.type == "cpu" else [device.index]
-            self._module = DistributedDataParallel(self.network, device_ids=ids, gradient_as_bucket_view=True)
+            self._shard(half)
         else:
-            self._module = self.network
+            self.network.to(device)
+            if dist.get_world_size() > 1:
+                ids = None if device.type == "cpu" else [device.index]
+                self._module = DistributedDataParallel(objective, device_ids=ids, gradient_as_bucket_view=True)
         self._optimizer = adamw(self.network, config)
 
-    def _sharded(self) -> torch.nn.Module:
-        half = torch.bfloat16 if self.config.precision == "bf16" else None
+    def _shard(self, half: torch.dtype | None) -> None:
+        """Layer by layer, so that no rank ever has more than one whole layer beside its parts."""
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        for block in _blocks(self.network):
-            fully_shard(block, mp_policy=policy)
-        fully_shard(self.network, mp_policy=policy)
-        return self.network
+        for module in (*_layers(self.network), self.network):
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not isinstance(tensor, DTensor):
+                    tensor.data = tensor.data.to(self.device)
+                    dist.broadcast(tensor.data, 0)
+            fully_shard(module, mp_policy=policy)
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self._half:
-            found: torch.Tensor = self._module(input_ids=rows, use_cache=False).logits
+            found: tuple[torch.Tensor, torch.Tensor] = self._module(batch.rows, batch.targets, batch.positions)
         return found
 
     @contextmanager
     def turn(self, *, last: bool) -> Iterator[None]:
-        if isinstance(self._module, FSDPModule):
-            self._module.set_requires_gradient_sync(last)
+        if isinstance(self.network, FSDPModule):
+            self.network.set_requires_gradient_sync(last)
             yield
         elif isinstance(self._module, DistributedDataParallel) and not last:
             with self._module.no_sync():
@@ -120,41 +141,69 @@ class Torch:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        torch.autograd.backward(loss / self.config.accumulation)
+        torch.autograd.backward(loss * self.scaler.scale if self.scaler else loss)
 
-    def update(self, rate: float) -> float:
-        limit = self.config.clip if self.config.clip > 0 else float("inf")
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.network.parameters(), limit)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+    def update(self, rate: float) -> torch.Tensor:
+        weights = [weight for weight in self.network.parameters() if weight.grad is not None]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if self.scaler:
+            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.scaler is None or norm.isfinite():
+            if self.config.clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(weights, self.config.clip, norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            if self.scaler:
+                self.scaler.good()
+        else:
+            self.scaler.bad()
         self._optimizer.zero_grad(set_to_none=True)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return norm
 
-    def save(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.network, self._optimizer)
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    def state(self) -> State:
+        if isinstance(self.network, FSDPModule):
+            return self._tensors()
+        # Every rank has all of it, and each keeps a share, so that they hold and write it once between them.
+        mine, count = dist.get_rank(), dist.get_world_size()
+        return {kind: dict(list(named.items())[mine::count]) for kind, named in self._tensors().items()}
 
-    def load(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.network, self._optimizer)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.network, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+    def _tensors(self) -> State:
+        named = dict(self._named())
+        state = {"weights": {name: weight.detach() for name, weight in named.items()}}
+        for moment in MOMENTS:
+            state[moment] = {
+                name: self._optimizer.state[weight][moment] for name, weight in named.items() if weight.requires_grad
+            }
+        return {**state, "others": buffers(self.network)}
 
-    def weights(self) -> dict[str, Any]:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.network, options=options)
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for module in self.network.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after an evaluation some are whole still
+        return self.network.named_parameters()
+
+    def load(self, read: Callable[[State], None], updates: int) -> None:
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                moments = {moment: torch.zeros_like(weight) for moment in MOMENTS}
+                step = torch.tensor(float(updates), device=weight.device)
+                self._optimizer.state[weight] = {"step": step, **moments}
+        read(self._tensors())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        first = dist.get_rank() == 0
+        found = {}
+        for name, weight in (*self._named(), *buffers(self.network).items()):
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if first:
+                found[name] = whole.detach().cpu()
+        return found
 
 
-def _blocks(network: torch.nn.Module) -> list[torch.nn.Module]:
+def _layers(network: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers that repeat: the longest list of modules that the network has."""
     lists = [list(module) for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
     return max(lists, key=len, default=[])
-
-
-def mean(values: torch.Tensor) -> torch.Tensor:
-    """Over all ranks."""
-    dist.all_reduce(values)
-    return values / dist.get_world_size()

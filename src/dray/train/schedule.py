@@ -8,14 +8,15 @@ from dray.train.config import Config
 
 
 def rate(config: Config, step: int) -> float:
-    """For the step that is about to be taken, the first being 0."""
+    """For the step that is about to be taken, the first being 0. No step is taken at 0: it would learn nothing."""
     if step < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        return config.lr * (step + 1) / config.warmup_steps
     after = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    height = config.lr - config.final_lr
     match config.schedule:
         case "linear":
-            return config.lr * (1 - after)
+            return config.final_lr + height * (1 - after)
         case "cosine":
-            return config.lr * 0.5 * (1 + math.cos(math.pi * after))
+            return config.final_lr + height * 0.5 * (1 + math.cos(math.pi * after))
         case _:
             return config.lr

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dray.train.stop import EXIT_FAILED, stop
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 1024
 _WAIT = 0.1
 
@@ -39,6 +39,10 @@ class Tokens:
         """Some of the documents."""
         begin, end = int(self.starts[first]), int(self.starts[last])
         return Tokens(self.ids[begin:end], self.starts[first : last + 1] - self.starts[first])
+
+    def short(self, most: int) -> Tokens:
+        """At most so many of the tokens; 0 is all."""
+        return Tokens(self.ids[:most], self.starts) if most else self
 
     def block(self, start: int, length: int) -> NDArray[np.int64]:
         """`length` tokens from there on; after the last comes the first."""
@@ -60,11 +64,10 @@ def made(
     documents: Callable[[], Iterable[str]],
     encode: Callable[[list[str]], Iterable[list[int]]],
     *,
-    end: int,
     vocabulary: int,
     say: Callable[[str], None],
 ) -> Tokens:
-    """The tokens of that fingerprint, made now if nobody has made them; every document is followed by `end`."""
+    """The tokens of that fingerprint, made now if nobody has made them."""
     folder = cache / name
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{name}.lock").open("a") as lock:
@@ -74,7 +77,7 @@ def made(
                 shutil.rmtree(left, ignore_errors=True)
             part = cache / f"{name}.part-{os.getpid()}"
             try:
-                _make(part, documents(), encode, end=end, vocabulary=vocabulary, say=say)
+                _make(part, documents(), encode, vocabulary=vocabulary, say=say)
                 part.rename(folder)
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
@@ -115,7 +118,6 @@ def _make(
     documents: Iterable[str],
     encode: Callable[[list[str]], Iterable[list[int]]],
     *,
-    end: int,
     vocabulary: int,
     say: Callable[[str], None],
 ) -> None:
@@ -129,7 +131,6 @@ def _make(
             for encoded in encode(batch):
                 begins.append(total + len(row))
                 row += encoded
-                row.append(end)
             array = np.asarray(row, dtype=np.int64)
             if array.size and int(array.max()) >= vocabulary:
                 stop(

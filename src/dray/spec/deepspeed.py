@@ -1,0 +1,168 @@
+"""A user's DeepSpeed JSON: what it says `auto` for, the recipe decides; where both speak, they have to agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dray.errors import ConfigError
+from dray.spec.recipe import Recipe
+
+# Where DeepSpeed says what a recipe says, too. The optimizer and the schedule are dray's own, so their sections go.
+_SAME = {
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.per_device",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_clipping": "train.clip",
+    "optimizer.params.lr": "train.lr",
+    "optimizer.params.betas": "train.betas",
+    "optimizer.params.eps": "train.eps",
+    "optimizer.params.weight_decay": "train.weight_decay",
+    "scheduler.params.warmup_max_lr": "train.lr",
+    "scheduler.params.warmup_num_steps": "train.warmup_steps",
+    "scheduler.params.total_num_steps": "train.steps",
+}
+_OPTIMIZERS, _SCHEDULES = (
+    {"Adam", "AdamW"},
+    {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"},
+)
+_DROPPED = {
+    "bf16",
+    "optimizer",
+    "scheduler",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "steps_per_print",
+}
+_MISSING: Any = object()
+
+
+def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
+    """The recipe with what the file decides, and the file with what only DeepSpeed knows."""
+    said = _parsed(text, path)
+    if recipe.train is None:
+        raise ConfigError(
+            "train.deepspeed is for dray's own trainer", where=path, fix="leave it out of a [command] recipe"
+        )
+    found = {name: (key, value) for key, name in _SAME.items() if (value := _at(said, key)) not in (_MISSING, "auto")}
+    found |= _of_precision(said, path)
+    found |= _of_stage(said, path)
+    found |= _of_sections(said, path)
+    changes: dict[str, dict[str, Any]] = {"batch": {}, "train": {}}
+    for name, (key, written) in found.items():
+        section, field = name.split(".")
+        spoken, value = getattr(recipe, section), tuple(written) if isinstance(written, list) else written
+        if field in spoken.model_fields_set and getattr(spoken, field) != value:
+            raise ConfigError(
+                f"{name} and {key} do not agree",
+                where=f"the recipe and {path}",
+                wanted=f"{name} = {json.dumps(getattr(spoken, field))}, as the recipe says",
+                found=f"{key} = {json.dumps(value)}, on line {_line(text, key)} of {path.name}",
+                fix=f'write "{key.split(".")[-1]}": "auto" in {path.name}, or leave {name} out of the recipe',
+            )
+        changes[section][field] = value
+    rest = {key: value for key, value in said.items() if key not in _DROPPED and key not in _SAME}
+    changes["train"]["deepspeed"] = json.dumps(_without_auto(rest))
+    return recipe.model_copy(
+        update={name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()}
+    )
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = {key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1}
+        if twice:
+            raise ConfigError("a key is there twice", where=path, found=", ".join(sorted(twice)), fix="remove one")
+        return dict(pairs)
+
+    try:
+        said = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            "the DeepSpeed file is not JSON",
+            where=f"{path}, line {error.lineno}, column {error.colno}",
+            found=error.msg,
+            fix="JSON has no comments and no comma after the last entry",
+        ) from error
+    if not isinstance(said, dict):
+        raise ConfigError("the DeepSpeed file is no object", where=path, wanted="{...}", found=type(said).__name__)
+    return said
+
+
+def _at(said: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
+    found: Any = said
+    for part in key.split("."):
+        if not isinstance(found, dict) or part not in found:
+            return _MISSING
+        found = found[part]
+    return found
+
+
+def _of_precision(said: dict[str, Any], path: Path) -> dict[str, tuple[str, Any]]:
+    on = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is True]
+    if len(on) == 2:
+        raise ConfigError("fp16 and bf16 are both enabled", where=path, fix="enable one, or write auto for both")
+    if on:
+        return {"train.precision": (f"{on[0]}.enabled", on[0])}
+    off = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is False]
+    return {"train.precision": ("fp16.enabled and bf16.enabled", "fp32")} if len(off) == 2 else {}
+
+
+def _of_stage(said: dict[str, Any], path: Path) -> dict[str, tuple[str, Any]]:
+    stage = _at(said, "zero_optimization.stage")
+    if stage not in (1, 2, 3):
+        raise ConfigError(
+            "the DeepSpeed file names no stage",
+            where=path,
+            wanted="zero_optimization.stage of 1, 2 or 3",
+            found="nothing" if stage is _MISSING else json.dumps(stage),
+            fix="set it; without ZeRO, leave train.deepspeed out",
+        )
+    places = {part: _at(said, f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+    for part, device in places.items():
+        if device not in (_MISSING, "none", "cpu"):
+            raise ConfigError(
+                "dray offloads to the host's memory alone",
+                where=f"{path}: zero_optimization.offload_{part}.device",
+                wanted="cpu or none",
+                found=json.dumps(device),
+                fix="write cpu",
+            )
+    offload = "all" if places["param"] == "cpu" else "optimizer" if places["optimizer"] == "cpu" else ""
+    return {
+        "train.strategy": ("zero_optimization.stage", f"zero{stage}"),
+        "train.offload": ("zero_optimization.offload_optimizer", offload),
+    }
+
+
+def _of_sections(said: dict[str, Any], path: Path) -> dict[str, tuple[str, Any]]:
+    optimizer, scheduler = _at(said, "optimizer.type"), _at(said, "scheduler.type")
+    if optimizer is not _MISSING and optimizer not in _OPTIMIZERS:
+        raise ConfigError(
+            "dray trains with AdamW", where=f"{path}: optimizer.type", wanted="AdamW", found=json.dumps(optimizer),
+            fix="write AdamW, or leave the section out",
+        )  # fmt: skip
+    if scheduler is _MISSING:
+        return {}
+    if scheduler not in _SCHEDULES:
+        raise ConfigError(
+            "this schedule is not known", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
+            found=json.dumps(scheduler), fix="leave the section out, and set train.schedule",
+        )  # fmt: skip
+    return {"train.schedule": ("scheduler.type", _SCHEDULES[scheduler])}
+
+
+def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """What is still `auto` here is DeepSpeed's to decide: it takes its own default for what is left out."""
+    if isinstance(value, dict):
+        return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
+    return value
+
+
+def _line(text: str, key: str) -> int:
+    """Where the key's last part is, after those before it."""
+    at = 0
+    for part in key.split(" ", maxsplit=1)[0].split("."):
+        at = max(text.find(f'"{part}"', at), at)
+    return text.count("\n", 0, at) + 1

@@ -1,0 +1,54 @@
+"""Ranks without their start: imports what a rank imports, once, and then becomes as many ranks as it is told.
+
+A line of JSON comes in for each run (the plan, a log and an environment for each rank), a line with the process ids goes
+out, and one with the exit codes once all of them have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"
+answers = os.fdopen(os.dup(1), "w")  # DeepSpeed speaks on stdout as it is imported
+os.dup2(2, 1)
+
+import torch
+import transformers.models.bert.modeling_bert
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+from dray.train import __main__ as train
+
+try:
+    from dray.train import zero  # noqa: F401
+except ImportError:
+    print("no deepspeed here", file=sys.stderr)
+
+
+def become(plan: str, log: str, env: dict[str, str]) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    train.guarded(plan)
+
+
+for line in sys.stdin:
+    said = json.loads(line)
+    pids = []
+    for rank in said["ranks"]:
+        pid = os.fork()
+        if pid == 0:
+            become(said["plan"], rank["log"], rank["env"])
+        pids.append(pid)
+    print(json.dumps(pids), file=answers, flush=True)
+    codes = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid] and said["all"]:  # as the keeper of a node does
+            for other in set(pids) - set(codes):
+                os.kill(other, 9)
+    print(json.dumps([codes[pid] for pid in pids]), file=answers, flush=True)

@@ -1,0 +1,101 @@
+"""Whole trainings of a tiny model, one rank a process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dray.runs import local, write
+
+ROOT = Path(__file__).resolve().parents[1]
+GPT = tuple(
+    f"model.config.{name}={value}"
+    for name, value in (
+        ("n_layer", 2), ("n_embd", 32), ("n_head", 2), ("n_positions", 32),
+        ("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0),
+    )
+)  # fmt: skip
+
+
+class Forks:
+    """A process that has imported everything, and becomes ranks."""
+
+    def __init__(self, argv: Sequence[str] = (sys.executable, str(ROOT / "tests/forks.py"))) -> None:
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def say(self, said: dict) -> list[int]:
+        print(json.dumps(said), file=self.process.stdin, flush=True)
+        return self.hear()
+
+    def hear(self) -> list[int]:
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+class Run:
+    """A run of one node on this machine; `words` are said as to `dray run`."""
+
+    def __init__(self, forks: Forks, folder: Path, ranks: int, *words: str, model: Sequence[str] = GPT) -> None:
+        self.forks, self.folder = forks, folder
+        said = [
+            f"ranks_per_node={ranks}",
+            f"batch.per_device={8 // ranks}",
+            f"data.cache={folder.parent}/tokens",
+        ]
+        chosen = write.read_recipe(ROOT / "tests" / "tiny.toml", [*said, *model, *words])
+        facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
+        self.plan = write.write(chosen, facts, runs=folder.parent, name=folder.name)
+        self.ranks = ranks
+        self.codes: list[int] = []
+
+    @contextmanager
+    def going(self, *, all_end: bool = True) -> Iterator[list[int]]:
+        """The ranks' process ids while they run; their exit codes are there afterwards."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        env = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks), "DRAY_NODE_NAME": self.plan.world.nodes[0].name, "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        (self.folder / "logs").mkdir(exist_ok=True)
+        ranks = [
+            {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "log": str(self.log(rank))}
+            for rank in range(self.ranks)
+        ]
+        yield self.forks.say({"plan": f"{self.folder}/plan.json", "ranks": ranks, "all": all_end})
+        self.codes = self.forks.hear()
+
+    def end(self, code: int = 0) -> Run:
+        """Run to the end, which is to be with this exit code (of the first rank that did not end well)."""
+        with self.going():
+            pass
+        found = next((code for code in self.codes if code not in (0, -9)), 0)
+        assert found == code, "".join(self.log(rank).read_text() for rank in range(self.ranks))
+        return self
+
+    def log(self, rank: int = 0) -> Path:
+        return self.folder / f"logs/rank-{rank}.log"
+
+    def said(self) -> str:
+        return "".join(self.log(rank).read_text() for rank in range(self.ranks))
+
+    def events(self, kind: str) -> list[dict]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+    def losses(self) -> list[float]:
+        return [event["loss"] for event in self.events("step")]
+
+    def weights(self) -> dict:
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / "checkpoints/final/model.safetensors")
