@@ -1,24 +1,25 @@
 """Ranks without their start: imports what a rank imports, once, and then becomes as many ranks as it is told.
 
-A line of JSON comes in for each run (the plan, a log and an environment for each rank), a line with the process ids goes
-out, and one with the exit codes once all of them have ended.
+A line of JSON comes in for each run (the plan, a log and an environment for each rank), a line with the process ids
+goes out, and one with the exit codes once all of them have ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 answers = os.fdopen(os.dup(1), "w")  # DeepSpeed speaks on stdout as it is imported
 os.dup2(2, 1)
 
-import torch
-import transformers.models.bert.modeling_bert
-import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+import torch  # noqa: E402
+import transformers.models.bert.modeling_bert  # noqa: E402
+import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
-from dray.train import __main__ as train
+from dray.train import __main__ as train  # noqa: E402
 
 try:
     from dray.train import zero  # noqa: F401
@@ -32,6 +33,8 @@ def become(plan: str, log: str, env: dict[str, str]) -> None:
     os.dup2(handle, 2)
     os.environ.update(env)
     torch.set_num_threads(1)
+    if size := int(env.get("FILE_SIZE", 0)):  # as a quota does it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     train.guarded(plan)
 
 
@@ -48,7 +51,7 @@ for line in sys.stdin:
     while len(codes) < len(pids):
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
-        if codes[pid] and said["all"]:  # as the keeper of a node does
+        if codes[pid]:  # as the keeper of a node does
             for other in set(pids) - set(codes):
                 os.kill(other, 9)
     print(json.dumps([codes[pid] for pid in pids]), file=answers, flush=True)

@@ -44,39 +44,42 @@ class Forks:
 class Run:
     """A run of one node on this machine; `words` are said as to `dray run`."""
 
-    def __init__(self, forks: Forks, folder: Path, ranks: int, *words: str, model: Sequence[str] = GPT) -> None:
+    def __init__(
+        self, forks: Forks, folder: Path, ranks: int, *words: str, model: Sequence[str] = GPT, steps: str = "steps=20"
+    ) -> None:
         self.forks, self.folder = forks, folder
         said = [
             f"ranks_per_node={ranks}",
             f"batch.per_device={8 // ranks}",
             f"data.cache={folder.parent}/tokens",
         ]
-        chosen = write.read_recipe(ROOT / "tests" / "tiny.toml", [*said, *model, *words])
+        chosen = write.read_recipe(ROOT / "tests" / "tiny.toml", [*said, f"train.{steps}", *model, *words])
         facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
         self.plan = write.write(chosen, facts, runs=folder.parent, name=folder.name)
         self.ranks = ranks
         self.codes: list[int] = []
 
     @contextmanager
-    def going(self, *, all_end: bool = True) -> Iterator[list[int]]:
+    def going(self, **extra: str) -> Iterator[list[int]]:
         """The ranks' process ids while they run; their exit codes are there afterwards."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         env = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks),
             "LOCAL_WORLD_SIZE": str(self.ranks), "DRAY_NODE_NAME": self.plan.world.nodes[0].name, "HF_HUB_OFFLINE": "1",
+            **extra,
         }  # fmt: skip
         (self.folder / "logs").mkdir(exist_ok=True)
         ranks = [
             {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "log": str(self.log(rank))}
             for rank in range(self.ranks)
         ]
-        yield self.forks.say({"plan": f"{self.folder}/plan.json", "ranks": ranks, "all": all_end})
+        yield self.forks.say({"plan": f"{self.folder}/plan.json", "ranks": ranks})
         self.codes = self.forks.hear()
 
-    def end(self, code: int = 0) -> Run:
+    def end(self, code: int = 0, **extra: str) -> Run:
         """Run to the end, which is to be with this exit code (of the first rank that did not end well)."""
-        with self.going():
+        with self.going(**extra):
             pass
         found = next((code for code in self.codes if code not in (0, -9)), 0)
         assert found == code, "".join(self.log(rank).read_text() for rank in range(self.ranks))
@@ -99,3 +102,15 @@ class Run:
         from safetensors.torch import load_file
 
         return load_file(self.folder / "checkpoints/final/model.safetensors")
+
+
+def config(folder: Path, *words: str):
+    """What a rank reads of the plan that `dray run` writes."""
+    from dray.train.config import read
+
+    chosen = write.read_recipe(
+        ROOT / "tests" / "tiny.toml", [*GPT, f"data.cache={folder}/tokens", "train.steps=20", *words]
+    )
+    facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
+    write.write(chosen, facts, runs=folder, name="run")
+    return read(str(folder / "run" / "plan.json"))

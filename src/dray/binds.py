@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import PurePosixPath
 from string import Template
 
@@ -61,9 +60,9 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, folder: PurePosixPath) -> 
 
 
 def _whole(named: str) -> str:
-    """The file or folder itself; of a pattern, the folder in which it begins."""
-    parts = PurePosixPath(named).parts
-    return str(PurePosixPath(*takewhile(lambda part: not set(part) & set("*?["), parts)))
+    """The file or folder itself; of a pattern, such as `train-*.parquet`, the folder that it is in."""
+    path = PurePosixPath(named)
+    return str(path.parent if "*" in path.stem and path.suffix[1:].isalnum() else path)
 
 
 def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:

@@ -261,7 +261,7 @@ def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(r
     other.end(code=1)
     said = other.log().read_text()
     assert "is not finite any more" in said
-    assert "  found:  NaN or Inf at step 2, first on rank 0, 1; the newest checkpoint is of step 1\n" in said
+    assert "  found:  NaN or Inf at step 2, on rank 0, 1; the newest checkpoint is of step 1\n" in said
     assert [path.name for path in (other.folder / "checkpoints").iterdir() if path.name[-1].isdigit()] == ["step-1"]
 
 
@@ -301,3 +301,53 @@ def test_a_model_by_name_starts_from_its_weights_and_its_settings(run: BEGUN, al
     assert again.losses()[0] < alone.losses()[0] - 1
     settings = json.loads((again.folder / "checkpoints/final/config.json").read_text())
     assert settings["n_embd"] == 32
+
+
+def test_a_stream_is_the_same_on_any_ranks_and_goes_on_where_it_was(run: BEGUN, tmp_path: Path) -> None:
+    """In another process, on other ranks, in the middle of a pass and of a document."""
+    from dray.train import corpus
+
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in list(corpus.documents())[:30]))
+    words = ("data.streaming=true", f"data.text={text}", f"data.validation={text}", "checkpoint.every=[[0, 9]]")
+    one = run(1, *words, "checkpoint.keep=9", "train.steps=50").end()
+    assert one.events("step")[-1]["tokens"] > 30 * 300  # more than a pass
+    two = run(2, *words, "train.steps=50", "batch.per_device=2")
+    shutil.copytree(one.folder / "checkpoints/step-18", two.folder / "checkpoints/step-18")
+    two.end()
+    assert two.losses() == pytest.approx(one.losses()[18:], rel=5e-5)
+
+
+def test_a_deepspeed_file_of_the_users_own(run: BEGUN, alone: Run, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    said = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5000}, "gradient_clipping": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps(said))
+    other = run(2, f"train.deepspeed={tmp_path}/ds.json").end()
+    assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket": 5000}}))
+    assert "DeepSpeed refuses these settings" in run(1, f"train.deepspeed={tmp_path}/ds.json").end(code=78).said()
+
+
+def test_a_tracker_that_the_image_does_not_hold(run: BEGUN) -> None:
+    said = run(1, 'train.trackers=["mlflow"]').end(code=78).said()
+    assert "train.trackers names mlflow, which the image does not hold" in said
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BEGUN, alone: Run) -> None:
+    words = ("checkpoint.every=[[0, 4]]", "checkpoint.keep=9")
+    other = run(2, *words, "train.steps=6").end()
+    again = run(2, *words)
+    shutil.copytree(other.folder / "checkpoints/step-4", again.folder / "checkpoints/step-4")
+    again.end(code=1, FILE_SIZE="150000")
+    assert "the checkpoint cannot be written\n" in again.said()
+    assert "  fix:    look at the disk and its quota; the newest checkpoint is of step 4\n" in again.said()
+    assert again.end().events("start")[-1]["first_step"] == 4
+    assert again.losses()[-16:] == pytest.approx(alone.losses()[4:], rel=2e-2)
+
+
+def test_epochs_in_place_of_steps(run: BEGUN, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words to learn\n" * 200)
+    other = run(1, f"data.text={text}", steps="epochs=2").end()
+    tokens = other.events("start")[0]["tokens"]
+    assert other.events("start")[0]["steps"] == round(2 * tokens / (8 * 32))

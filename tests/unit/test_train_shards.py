@@ -19,14 +19,12 @@ TEXTS = ["abc", "", "de", "f" * 5000]
 
 
 def encode(batch: list[str]) -> list[list[int]]:
-    return [list(text.encode()) for text in batch]
+    return [[*text.encode(), 256] for text in batch]
 
 
 def made(cache: Path, texts=TEXTS, *, vocabulary: int = 257, encode=encode):
     said: list[str] = []
-    tokens = shards.made(
-        cache, shards.fingerprint("x"), lambda: texts, encode, end=256, vocabulary=vocabulary, say=said.append
-    )
+    tokens = shards.made(cache, shards.fingerprint("x"), lambda: texts, encode, vocabulary=vocabulary, say=said.append)
     return tokens, said
 
 
@@ -91,8 +89,8 @@ from dray.train import shards
 def encode(batch):
     print("making", flush=True)
     {then}
-    return [list(text.encode()) for text in batch]
-tokens = shards.made(Path(sys.argv[1]), shards.fingerprint("x"), lambda: ["abc"], encode, end=256, vocabulary=257,
+    return [[*text.encode(), 256] for text in batch]
+tokens = shards.made(Path(sys.argv[1]), shards.fingerprint("x"), lambda: ["abc"], encode, vocabulary=257,
                      say=lambda text: print(text, flush=True))
 print(tokens.ids.tolist(), flush=True)
 """

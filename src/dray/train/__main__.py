@@ -49,15 +49,13 @@ def main(path: str) -> NoReturn:
 
     def evaluated(event: str, tokens: Tokens, step: int) -> None:
         found = evaluate(config, shared, task, tokens)
-        shown = "evaluation" if event == "eval" else event
-        metrics.write(
-            event, f"{shown} loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}", step=step, **found
-        )
+        name = "evaluation" if event == "eval" else event
+        shown = f"{name} loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
+        metrics.write(event, shown, step=step, **found)
 
     began = time.monotonic()
-    Loop(config, shared, texts.training, task, metrics, checkpoints).run(
-        lambda step: evaluated("eval", texts.validation, step)
-    )
+    loop = Loop(config, parallel=shared, feed=texts.training, task=task, metrics=metrics, checkpoints=checkpoints)
+    loop.run(lambda step: evaluated("eval", texts.validation, step))
     seconds = time.monotonic() - began
     evaluated("eval", texts.validation, config.steps)
     if texts.test is not None:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -54,7 +55,10 @@ class Checkpoints:
         part = self.folder / f"step-{step}.part"
         if self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+            try:
+                part.mkdir(parents=True)
+            except OSError as error:
+                self._cannot(error)
         dist.barrier(group=self._group)
         scaler = self.parallel.scaler
         own = {"feed": place, "scaler": scaler.state() if scaler else None}
@@ -70,14 +74,23 @@ class Checkpoints:
             return
         try:
             pending.result()
+        except CheckpointException as error:  # no Exception to Python
+            self._cannot(next(cause for cause, _ in error.failures.values()))
         except Exception as error:
-            stop(
-                "the checkpoint cannot be written",
-                wanted=f"room and leave to write in {self.folder}",
-                found=" ".join(str(error).split())[-400:] or type(error).__name__,
-                fix="look at the disk and its quota; the checkpoint before is whole",
-                code=EXIT_FAILED,
-            )
+            self._cannot(error)
+
+    def said(self) -> str:
+        """What there is to go on from."""
+        return f"the newest checkpoint is of step {self.newest}" if self.newest else "there is no checkpoint yet"
+
+    def _cannot(self, error: BaseException) -> NoReturn:
+        stop(
+            "the checkpoint cannot be written",
+            wanted=f"room and leave to write in {self.folder}",
+            found=" ".join(str(error).split())[-300:] or type(error).__name__,
+            fix=f"look at the disk and its quota; {self.said()}",
+            code=EXIT_FAILED,
+        )
 
     def _finish(self, part: Path, step: int, updates: int, own: dict[str, Any], saved: Any) -> None:  # noqa: ANN401
         saved.result()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,7 +30,14 @@ class Loop:
     """One training run from any step to its last."""
 
     def __init__(
-        self, config: Config, parallel: Parallel, feed: Feed, task: Task, metrics: Metrics, checkpoints: Checkpoints
+        self,
+        config: Config,
+        *,
+        parallel: Parallel,
+        feed: Feed,
+        task: Task,
+        metrics: Metrics,
+        checkpoints: Checkpoints,
     ) -> None:
         self.config, self.parallel, self.feed, self.task = config, parallel, feed, task
         self.metrics, self.checkpoints = metrics, checkpoints
@@ -97,10 +105,7 @@ class Loop:
 
     def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
         config, scaler = self.config, self.parallel.scaler
-        sums = self._sums.clone()
-        dist.all_reduce(sums)
-        loss = float(sums[0] / sums[1])
-        self._check(taken)
+        loss = self._check(taken)
         self._sums.zero_()
         fields = self.speed.measured(taken)
         if scaler:
@@ -114,30 +119,33 @@ class Loop:
             step=taken,
             loss=loss,
             lr=rate(config, taken - 1),
-            grad_norm=float(norm),
+            grad_norm=float(norm) if norm.isfinite() else None,  # of a step that fp16 left out
             tokens=taken * config.step_tokens,
             **fields,
         )
 
-    def _check(self, taken: int) -> None:
-        """Stop if something was not finite: before a line that would hide it, and before a checkpoint of it."""
-        finite = bool(self._sums[0].isfinite())
-        word: tuple[int, bool] = (int(self._bad), finite)
-        if self._bad == _NEVER and self.parallel.scaler is None and finite and self.world == 1:
-            return
-        words: list[Any] = [None] * self.world
-        dist.all_gather_object(words, word)
-        step = min(bad for bad, _ in words)
-        ranks = [str(rank) for rank, (_, good) in enumerate(words) if not good]
-        if step == _NEVER and not ranks:
-            return
+    def _check(self, taken: int) -> float:
+        """The loss of all ranks since the last line.
+
+        Stops if it or a gradient was not finite: before a line that would hide it, and before a checkpoint of it.
+        """
+        sums = self._sums.clone()
+        dist.all_reduce(sums)
+        total, targets = sums.tolist()
+        step = int(self._bad)
+        if not math.isfinite(total) or step != _NEVER:
+            self._diverged(min(step, taken))
+        return float(total / max(targets, 1.0))
+
+    def _diverged(self, step: int) -> NoReturn:
+        finite: list[Any] = [None] * self.world
+        dist.all_gather_object(finite, bool(self._sums[0].isfinite()))
+        ranks = [str(rank) for rank, good in enumerate(finite) if not good]
         self.checkpoints.settle()
-        newest = self.checkpoints.newest
         stop(
             f"the {'loss' if ranks else 'gradient'} is not finite any more",
             wanted="finite numbers",
-            found=f"NaN or Inf at step {min(step, taken)}, first on rank {', '.join(ranks) or 'unknown'}; "
-            + (f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint yet"),
+            found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; " + self.checkpoints.said(),
             fix="a smaller train.lr or more train.warmup_steps; train.clip = 1; precision bf16 in place of fp16; "
             "look at the data near that step",
             code=EXIT_FAILED,

@@ -72,7 +72,7 @@ def _wandb(folder: Path, config: Config) -> Callable[[dict[str, float], int], No
 
 
 def _mlflow(folder: Path, config: Config) -> Callable[[dict[str, float], int], None]:
-    os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlflow").as_uri())
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
     mlflow = _imported("mlflow")
     mlflow.start_run(run_name=config.about["run"])
     return lambda numbers, step: mlflow.log_metrics(numbers, step=step)

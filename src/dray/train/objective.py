@@ -117,5 +117,5 @@ class Objective(torch.nn.Module):
         logits = self.network(input_ids=rows, **places, **self._uncached).logits.flatten(0, 1)
         wanted = targets.flatten()
         loss = functional.cross_entropy(logits.float(), wanted, reduction="sum", ignore_index=_NOTHING)
-        hits = loss.new_zeros(()) if self.training else (logits.argmax(1) == wanted).sum()
+        hits = loss.new_zeros(()) if self.network.training else (logits.argmax(1) == wanted).sum()
         return loss, hits

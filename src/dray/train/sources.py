@@ -6,7 +6,6 @@ Where the pieces begin is decided by the files alone, never by who reads.
 from __future__ import annotations
 
 import csv
-import glob
 import gzip
 import io
 import json
@@ -49,7 +48,7 @@ def files(text: str, split: str) -> tuple[str, ...]:
     if path.is_dir():
         found = sorted(str(child) for child in path.rglob("*") if _kind(str(child)) in _KNOWN and child.is_file())
     else:
-        found = [text] if path.exists() else sorted(glob.glob(text, recursive=True))  # noqa: PTH207  a whole path
+        found = [text] if path.exists() else sorted(map(str, path.parent.glob(path.name)))
     if not found:
         wanted = f"files of {', '.join(_KNOWN)} in it" if path.is_dir() else "a file, a folder or a pattern that fits"
         stop("there is no text", wanted=wanted, found=f"nothing at {text}", fix="check [data] in the recipe")

@@ -1,0 +1,104 @@
+"""A DeepSpeed JSON beside a recipe: auto, agreement, and the word about what does not agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dray.errors import ConfigError
+from dray.runs.write import read_recipe
+from dray.spec.recipe import Recipe
+from trainings import ROOT
+
+GIVEN = {
+    "train_batch_size": "auto",
+    "gradient_clipping": 0.5,
+    "fp16": {"enabled": "auto", "loss_scale_window": 100},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.95], "eps": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def agreed(folder: Path, said: object, *words: str) -> Recipe:
+    (folder / "my ds.json").write_text(said if isinstance(said, str) else json.dumps(said, indent=1))
+    recipe = (ROOT / "tests" / "tiny.toml").read_text() + 'steps = 20\ndeepspeed = "my ds.json"\n'
+    (folder / "r.toml").write_text(recipe)
+    return read_recipe(folder / "r.toml", words)
+
+
+def test_what_the_file_says_becomes_the_recipes_and_auto_is_the_recipes(tmp_path: Path) -> None:
+    found = agreed(tmp_path, GIVEN)
+    train = found.train
+    assert train
+    assert (train.strategy, train.offload, train.clip, train.betas, train.schedule, train.lr, train.precision) == (
+        "zero2", "optimizer", 0.5, (0.8, 0.95), "linear", 1e-2, "fp32",
+    )  # fmt: skip
+    assert json.loads(train.deepspeed or "") == {
+        "fp16": {"loss_scale_window": 100},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero2-offload", "zero3", "zero3-offload"])
+def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> None:
+    words = [f"train.deepspeed=deepspeed/{name}.json", "train.clip=0.25", "train.precision=bf16"]
+    train = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words).train
+    assert train
+    stage, _, offload = name.partition("-")
+    wanted = {"": "", "offload": "all" if stage == "zero3" else "optimizer"}[offload]
+    assert (train.strategy, train.offload, train.clip, train.precision) == (stage, wanted, 0.25, "bf16")
+    assert "auto" not in (train.deepspeed or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "said"),
+    [
+        (
+            {"train_batch_size": 16},
+            (),
+            'batch.global_size and train_batch_size do not agree\n  where:  the recipe and {path}\n'
+            "  wanted: batch.global_size = 8, as the recipe says\n"
+            "  found:  train_batch_size = 16, on line 2 of my ds.json\n"
+            '  fix:    write "train_batch_size": "auto" in my ds.json, or leave batch.global_size out of the recipe',
+        ),
+        ({}, ("train.clip=1.0",), "train.clip and gradient_clipping do not agree"),
+        ({}, ("train.strategy=fsdp",), "train.strategy and zero_optimization.stage do not agree"),
+        ({}, ("train.schedule=cosine",), "train.schedule and scheduler.type do not agree"),
+        ({"bf16": {"enabled": True}}, (), "train.precision and bf16.enabled do not agree"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, (), "fp16 and bf16 are both enabled"),
+        ({"zero_optimization": {}}, (), "the DeepSpeed file names no stage"),
+        ({"zero_optimization": {"stage": 0}}, (), "the DeepSpeed file names no stage"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, (), "dray offloads to the host's"),
+        ({"optimizer": {"type": "Lamb"}}, (), "dray trains with AdamW"),
+        ({"scheduler": {"type": "OneCycle"}}, (), "this schedule is not known"),
+    ],
+)  # fmt: skip
+def test_what_does_not_agree_is_said_with_both_places(tmp_path: Path, change: dict, words: tuple, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        agreed(tmp_path, {**GIVEN, **change}, *words)
+    assert str(refused.value).startswith(said.replace("{path}", str(tmp_path / "my ds.json")))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{\n "gradient_clipping": 1.0,\n}', "line 3, column 1"),
+        ("{\n // a word\n}", "line 2, column 2"),
+        ("[]", "the DeepSpeed file is no object"),
+        ('{"steps_per_print": 1, "steps_per_print": 2}', "a key is there twice"),
+        ("", "line 1, column 1"),
+    ],
+)
+def test_what_is_not_json(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        agreed(tmp_path, text)
+    assert said in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a file that the recipe names cannot be read"):
+        read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["train.deepspeed=deepspeed/none.json"])

@@ -1,0 +1,274 @@
+"""Text from any file to tokens and rows: nothing is lost, nothing comes twice, and what is wrong is said."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+import numpy as np  # noqa: E402
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from dray.train import corpus, data, objective, sources, words  # noqa: E402
+from dray.train.stream import Stream  # noqa: E402
+from trainings import config  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+TEXTS = [f"document {number} é 漢" + " and more" * (number % 7) for number in range(300)]
+
+
+def refused(capsys: pytest.CaptureFixture[str], does, *said, code: int = 78) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        does(*said)
+    assert stopped.value.code == code
+    return capsys.readouterr().err
+
+
+def texts(folder: Path, *said: str) -> data.Texts:
+    chosen = config(folder, *said)
+    return data.texts(chosen, words.tokenizer(chosen), print)
+
+
+def written(folder: Path, kind: str) -> Path:
+    """TEXTS in a file of that kind."""
+    path = folder / f"my texts.{kind}"
+    if kind == "txt":
+        path.write_text("\n\n".join(TEXTS) + "\n")
+    elif kind == "txt.gz":
+        path.write_bytes(gzip.compress("\n".join(TEXTS).encode()))
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS))
+    elif kind == "json":
+        path.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, delimiter="\t" if kind == "tsv" else ",")
+            rows.writerows([("id", "text"), *((number, text) for number, text in enumerate(TEXTS))])
+    elif kind == "parquet":
+        pq.write_table(pa.table({"text": TEXTS, "id": range(300)}), path, row_group_size=70)
+    else:
+        table = pa.table({"text": TEXTS})
+        new = pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream
+        path = path.with_suffix(".arrow")
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=70)
+    return path
+
+
+KINDS = ("txt", "txt.gz", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "arrow-stream")
+
+
+def read(path: Path, piece_size: int = 1 << 24) -> list[str]:
+    return [text for piece in sources.pieces((str(path),)) for text in sources.documents(piece, "text")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, kind: str) -> None:
+    assert read(written(tmp_path, kind)) == TEXTS
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 1 << 20])
+def test_a_file_cut_anywhere_gives_each_line_once(tmp_path: Path, size: int, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_PIECE", size)
+    assert read(written(tmp_path, "jsonl")) == TEXTS
+
+
+def test_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl", "c.csv", "notes.log"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "d.parquet").write_text("")
+    names = [Path(name).name for name in sources.files(str(tmp_path), "train")]
+    assert names == ["a.jsonl", "b.txt", "c.csv", "d.parquet"]
+    assert sources.files(f"{tmp_path}/*.txt", "train") == (str(tmp_path / "b.txt"),)
+
+
+def test_the_corpus_has_the_same_bytes_everywhere() -> None:
+    text = "\n".join(corpus.documents())
+    assert text.startswith("one: the guard watches the white crate through the night. two: ")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert digest == "b6db2b02366c8f1323b9fa0a5fe0067fd0591028ad2431800e4d38cbe7fa6288"
+
+
+@pytest.mark.parametrize("text", ["the crane", "é 漢字 🚢 \t\r\n", "<|endoftext", ""])
+def test_any_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
+    tokens = words.tokenizer(config(tmp_path))
+    ids = tokens(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokens.decode(ids) == text
+
+
+def test_no_token_is_lost(tmp_path: Path) -> None:
+    every = list(corpus.documents())
+    found = texts(tmp_path)
+    tokens = words.tokenizer(config(tmp_path / "other"))
+    for part, documents in ((found.training.tokens, every[:570]), (found.validation, every[570:])):
+        assert len(part.ids) == sum(len(text.encode()) + 1 for text in documents)
+        assert tokens.decode(part.ids.tolist()) == "".join(f"{text}<|endoftext|>" for text in documents)
+    # One pass over the text gives each of its tokens once, whatever the block; the rest begins the next pass.
+    count = found.training.order.first(1)
+    rows = found.training.rows(range(count)).flatten()
+    assert 0 <= len(rows) - found.total < 32
+    assert Counter(rows.tolist()) - Counter(found.training.tokens.ids.tolist()) == Counter(
+        found.training.tokens.ids[: len(rows) - found.total].tolist()
+    )
+
+
+def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
+    path = written(tmp_path, "csv")
+    said = [f"data.text={path}", f"data.validation={path}", f"data.test={path}"]
+    found = texts(tmp_path / "a", *said)
+    assert found.total == len(found.validation.ids) == len(found.test.ids) == sum(len(t.encode()) + 1 for t in TEXTS)
+    short = texts(tmp_path / "b", *said, "data.samples=5", "data.validation_samples=2")
+    assert (short.total, len(short.validation.ids), len(short.test.ids)) == (5 * 32, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone.txt", None, "there is no text"),
+        ("empty.txt", b"", "the training text is too short"),
+        ("blank.txt", b"\n \n\n", "the training text is too short"),
+        ("latin.txt", b"caf\xe9 " * 100, "the text is not UTF-8"),
+        ("wide.txt", "text".encode("utf-16"), "the text is not UTF-8"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": "b",}\n', "a line is not JSON"),
+        ("list.jsonl", b'["a"]\n', "there is no column 'text'"),
+        ("other.jsonl", b'{"content": "a"}\n', "there is no column 'text'"),
+        ("number.jsonl", b'{"text": 1}\n', "column 'text' is not text"),
+        ("bad.json", b'[{"text": "a"},]', "a file is not JSON"),
+        ("other.csv", b"content,label\na,1\n", "there is no column 'text'"),
+        ("latin.csv", b"text\ncaf\xe9\n", "the table cannot be read"),
+        ("bad.parquet", b"PAR1 not at all PAR1", "the text cannot be read"),
+        ("bad.arrow", b"ARROW1", "the text cannot be read"),
+        ("bad.txt.gz", b"not gzip", "the text cannot be read"),
+    ],
+)
+def test_texts_that_are_not(tmp_path: Path, capsys, name: str, content: bytes | None, said: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    told = refused(capsys, texts, tmp_path, f"data.text={path}")
+    assert told.splitlines()[0] == said
+    assert str(path) in told
+    assert "  fix:    " in told
+    assert not list((tmp_path / "tokens").glob("*.part-*"))
+
+
+def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path, capsys) -> None:
+    path = written(tmp_path, "parquet")
+    told = refused(capsys, texts, tmp_path, f"data.text={path}", "data.column=body")
+    assert (
+        told == f"there is no column 'body'\n  wanted: body in {path}\n  found:  text, id\n  fix:    set data.column\n"
+    )
+    path.write_bytes(path.read_bytes()[:-100])
+    assert refused(capsys, texts, tmp_path / "b", f"data.text={path}").startswith("the text cannot be read\n")
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_LONGEST", 1 << 20)
+    path = tmp_path / "endless.txt"
+    path.write_bytes(b"a fine line\n" + b"x" * (1 << 21))
+    told = refused(capsys, texts, tmp_path, f"data.text={path}")
+    assert told.startswith("a line is too long to be a document\n  wanted: lines of less than 1 MiB\n")
+    assert "at byte 12 of" in told
+
+
+class TestStream:
+    """What one pass gives to all lanes, whoever has them."""
+
+    def stream(self, folder: Path, kind: str, lanes: int = 8) -> Stream:
+        path = folder / f"my texts.{kind}"
+        pieces = sources.pieces((str(path if path.exists() else written(folder, kind)),))
+        return Stream(pieces, "text", self.encode, lanes=lanes, block=16, seed=3)
+
+    @staticmethod
+    def encode(documents: list[str]) -> list[list[int]]:
+        return [[TEXTS.index(text)] * 3 for text in documents]
+
+    @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+    @pytest.mark.parametrize("lanes", [1, 3, 8])
+    def test_each_document_comes_once_in_a_pass(self, tmp_path: Path, kind: str, lanes: int, monkeypatch) -> None:
+        monkeypatch.setattr(sources, "_PIECE", 1000)
+        stream = self.stream(tmp_path, kind, lanes)
+        seen: Counter[int] = Counter()
+        for number in range(lanes):
+            lane = stream._lane(number)
+            row = []
+            while lane.turn == 0:
+                row += lane.block(1).tolist()
+            seen += Counter(row[:-1])  # the last one was asked of the next pass
+        assert seen == Counter(dict.fromkeys(range(len(TEXTS)), 3))
+
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    def test_the_samples_are_the_same_on_any_ranks_and_after_a_resume_on_others(self, tmp_path, ranks, monkeypatch):
+        monkeypatch.setattr(sources, "_PIECE", 1000)
+        whole = self.stream(tmp_path, "jsonl")
+        wanted = whole.rows(range(8 * 40))
+        share = 8 // ranks
+
+        def some(streams: list[Stream], steps: range) -> np.ndarray:
+            each = [
+                stream.rows(range(step * 8 + rank * share, step * 8 + (rank + 1) * share))
+                for step in steps
+                for rank, stream in enumerate(streams)
+            ]
+            return np.concatenate(each)
+
+        streams = [self.stream(tmp_path, "jsonl") for _ in range(ranks)]
+        before = some(streams, range(15))
+        states = json.loads(json.dumps([stream.state() for stream in streams]))
+        others = [self.stream(tmp_path, "jsonl") for _ in range(2)]
+        for other in others:
+            other.load(states)
+        share = 4
+        assert np.array_equal(np.concatenate([before, some(others, range(15, 40))]), wanted)
+
+    def test_nothing_to_read(self, tmp_path: Path, capsys) -> None:
+        (tmp_path / "my texts.jsonl").write_text("\n")
+        stream = self.stream(tmp_path, "jsonl")
+        assert refused(capsys, stream.rows, range(1)).startswith("the training text is empty\n")
+
+
+class TestTask:
+    """Rows -> what goes in, what is wanted."""
+
+    def task(self, folder: Path, *said: str) -> objective.Task:
+        chosen = config(folder, *said)
+        tokens = words.tokenizer(chosen)
+        return objective.task(chosen, tokens, words.ended(tokens))
+
+    def test_the_next_token_is_wanted(self, tmp_path: Path) -> None:
+        batch = self.task(tmp_path).batch(np.array([[5, 6, 256, 7]]), range(1))
+        assert (batch.rows.tolist(), batch.targets.tolist()) == ([[5, 6, 256, 7]], [[6, 256, 7, -100]])
+        assert (batch.positions, batch.wanted) == (None, 3)
+
+    def test_apart_nothing_is_foretold_across_an_end(self, tmp_path: Path) -> None:
+        batch = self.task(tmp_path, "data.apart=true").batch(np.array([[5, 6, 256, 7, 8, 256]]), range(1))
+        assert batch.targets.tolist() == [[6, 256, -100, 8, 256, -100]]
+        assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2]]
+
+    def test_what_is_hidden_follows_the_sample_and_not_the_batch(self, tmp_path: Path) -> None:
+        task = self.task(tmp_path, "train.objective=masked")
+        rows = np.random.default_rng(0).integers(256, size=(64, 512))
+        rows[:, ::50] = 256
+        whole = task.batch(rows, range(100, 164))
+        part = task.batch(rows[10:12], range(110, 112))
+        assert torch.equal(part.rows, whole.rows[10:12])
+        assert torch.equal(part.targets, whole.targets[10:12])
+        chosen = whole.targets != -100
+        assert 0.14 < chosen.float().mean() < 0.16
+        assert not chosen[:, ::50].any()
+        assert torch.equal(whole.targets[chosen], torch.tensor(rows)[chosen])
+        hidden = (whole.rows[chosen] == 257).float().mean()
+        kept = (whole.rows[chosen] == whole.targets[chosen]).float().mean()
+        assert 0.78 < hidden < 0.82
+        assert 0.08 < kept < 0.12

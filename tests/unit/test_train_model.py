@@ -1,0 +1,261 @@
+"""Models that are, and the word about those that are not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from dray.train import model, parallel, schedule, words  # noqa: E402
+from dray.train.scaler import Scaler  # noqa: E402
+from trainings import config  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def refused(capsys: pytest.CaptureFixture[str], chosen) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        model.build(chosen, words.tokenizer(chosen), filled=True)
+    assert stopped.value.code == 78
+    return capsys.readouterr().err
+
+
+def saved(folder: Path) -> Path:
+    chosen = config(folder)
+    tokens = words.tokenizer(chosen)
+    model.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
+    tokens.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("model.type=gpt9", "transformers knows no such model"),
+        ("model.config.n_layers=1", "a gpt2 configuration has no 'n_layers'"),
+        ("data.block=64", "a block is longer than the model's positions"),
+        ("model.config.vocab_size=100", "the tokenizer gives tokens that the model has not"),
+        ("model.type=t5", "a t5 configuration has no 'n_layer'"),
+        ("model.attention=flash_attention_2", "the model cannot be made"),
+        ("train.objective=masked", "the model cannot be made"),
+    ],
+)
+def test_models_that_are_not(tmp_path: Path, capsys, said: str, message: str) -> None:
+    assert refused(capsys, config(tmp_path, said)).splitlines()[0] == message
+
+
+def test_documents_cannot_be_apart_in_a_model_without_positions(tmp_path: Path, capsys) -> None:
+    chosen = config(tmp_path, "data.apart=true", "model.attention=eager")
+    small = replace(chosen.model, type="bloom", config={"n_layer": 1, "hidden_size": 8, "n_head": 1})
+    told = refused(capsys, replace(chosen, model=small))
+    assert told.startswith("this model cannot keep documents apart\n")
+
+
+def test_folders_that_are_no_model(tmp_path: Path, capsys) -> None:
+    folder = saved(tmp_path)
+    (folder / "config.json").unlink()
+    chosen = config(tmp_path / "a", f"model.name={folder}")
+    capsys.readouterr()
+    told = refused(capsys, replace(chosen, model=replace(chosen.model, tokenizer=str(saved(tmp_path / "other")))))
+    told = told[told.index("transformers") :]
+    assert told.startswith("transformers knows no such model\n  wanted: a folder with a config.json\n")
+    assert str(folder) in told
+    with pytest.raises(SystemExit):
+        words.tokenizer(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
+    assert capsys.readouterr().err.startswith("the tokenizer cannot be read\n")
+
+
+def test_the_named_models_settings_can_be_overridden_and_its_weights_left(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    chosen = config(tmp_path / "a", f"model.name={folder}", "model.config.attn_pdrop=0.5")
+    built = model.build(chosen, words.tokenizer(chosen), filled=True)
+    assert (built.config.attn_pdrop, built.config.n_embd) == (0.5, 32)
+    kept = model.build(config(tmp_path / "c"), words.tokenizer(chosen), filled=True).state_dict()
+    assert all(torch.equal(weight, kept[name]) for name, weight in built.state_dict().items())
+    fresh = config(tmp_path / "b", f"model.name={folder}", "model.weights=false", "train.seed=7", "model.dtype=bf16")
+    other = model.build(fresh, words.tokenizer(chosen), filled=True)
+    assert other.dtype == torch.bfloat16
+    assert not torch.equal(other.transformer.h[0].mlp.c_fc.weight.float(), built.transformer.h[0].mlp.c_fc.weight)
+
+
+def test_a_rank_that_has_no_weights_yet_has_the_same_model_with_its_ties(tmp_path: Path) -> None:
+    chosen = config(tmp_path)
+    tokens = words.tokenizer(chosen)
+    empty, full = (model.build(chosen, tokens, filled=filled) for filled in (False, True))
+    shapes = [
+        {name: (weight.shape, weight.dtype) for name, weight in built.named_parameters()} for built in (empty, full)
+    ]
+    assert shapes[0] == shapes[1]
+    assert empty.lm_head.weight is empty.transformer.wte.weight
+
+
+ROOM = """
+import os, sys
+import torch
+from dray.train import model, words
+from dray.train.config import read
+config = read(sys.argv[1])
+tokens = words.tokenizer(config)
+def memory():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before = memory()
+network = model.build(config, tokens, filled=sys.argv[2] == "filled")
+print((memory() - before) / sum(weight.numel() * 4 for weight in network.parameters()))
+"""
+
+
+def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -> None:
+    config(tmp_path, "model.config.n_embd=1024", "model.config.n_layer=6")  # 300 MB
+    shares = [
+        float(subprocess.check_output([sys.executable, "-c", ROOM, tmp_path / "run/plan.json", which], text=True))
+        for which in ("filled", "empty")
+    ]
+    assert shares[0] > 0.9
+    assert shares[1] < 0.1
+
+
+def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
+    chosen = config(tmp_path, "train.weight_decay=0.1", "train.betas=[0.8, 0.95]", "train.eps=1e-6")
+    built = model.build(chosen, words.tokenizer(chosen), filled=True)
+    optimizer = parallel.adamw(built, chosen)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert {weight.dim() for weight in optimizer.param_groups[1]["params"]} == {1}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(built.parameters()))
+    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.95), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
+    ],
+)
+def test_the_learning_rate(tmp_path: Path, kind: str, wanted: list[float]) -> None:
+    said = (f"train.schedule={kind}", "train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.final_lr=0.1")
+    chosen = config(tmp_path, *said)
+    assert [schedule.rate(chosen, step) for step in range(6)] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_loss_scale_ends_at_its_floor(capsys) -> None:
+    scaler = Scaler(4.0)
+    for _ in range(1000):
+        scaler.good()
+    assert scaler.scale == 8.0
+    for _ in range(3):
+        scaler.bad()
+    assert scaler.state() == [1.0, 3, 0]
+    with pytest.raises(SystemExit) as stopped:
+        scaler.bad()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.startswith("fp16's loss scale is at its floor, ")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub on loopback with one data set and a model that asks for consent."""
+
+    tables: ClassVar[dict[str, bytes]] = {}
+
+    def do_HEAD(self) -> None:
+        self.do_GET(body=False)
+
+    def do_GET(self, *, body: bool = True) -> None:
+        said, code, headers = b"", 200, {}
+        if "gated" in self.path:
+            code, headers = 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}
+        elif self.path.startswith("/api/datasets/me/mine/revision/"):
+            names = [{"rfilename": name} for name in self.tables]
+            said = json.dumps({"id": "me/mine", "sha": "a" * 40, "siblings": names}).encode()
+        elif self.path.startswith("/api/datasets/me/mine/tree/"):
+            said = json.dumps(
+                [{"type": "file", "path": n, "size": len(t), "oid": "b" * 40} for n, t in self.tables.items()]
+            ).encode()
+        elif "/resolve/" in self.path and (name := self.path.split("/resolve/")[1].partition("/")[2]) in self.tables:
+            said = self.tables[name]
+            headers = {"X-Repo-Commit": "a" * 40, "ETag": '"' + "c" * 40 + '"'}
+        else:
+            code, headers = 404, {"X-Error-Code": "RepoNotFound"}
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(said))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(said)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+FETCH = """
+import sys
+from dray.train import hub, sources
+if sys.argv[1] == "model":
+    print(hub.model(sys.argv[2], "main", weights=True, code=False))
+else:
+    names = hub.dataset(sys.argv[2], "train")
+    print([text for name in names for piece in sources.pieces((name,)) for text in sources.documents(piece, "text")])
+"""
+
+
+class TestHub:
+    """Against a hub of our own: the real one is not reached from here."""
+
+    @pytest.fixture
+    def hub(self, tmp_path: Path):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "t.parquet")
+        Hub.tables = {"small/train/0000.parquet": (tmp_path / "t.parquet").read_bytes()}
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        def fetch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+            place = {
+                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+                "HF_HOME": f"{tmp_path}/hf",
+                "PATH": "/bin",
+            }
+            argv = [sys.executable, "-c", FETCH, *words]
+            return subprocess.run(
+                argv, env={"PATH": "/bin", **place, **env}, capture_output=True, text=True, check=False, timeout=120
+            )
+
+        yield fetch
+        server.shutdown()
+        server.server_close()
+
+    def test_a_data_set_comes_once_and_is_there_offline(self, hub) -> None:
+        first = hub("data", "hub:me/mine/small")
+        assert (first.stdout, first.returncode) == ("['one', 'two']\n", 0), first.stderr
+        again = hub("data", "hub:me/mine/small", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
+        assert again.stdout == first.stdout, again.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "env", "said"),
+        [
+            (("data", "hub:me/mine/large"), {}, "data set me/mine has no such part"),
+            (("data", "hub:mine"), {}, "a data set's name is not whole"),
+            (("data", "hub:me/none"), {}, "check its name and revision; a private one needs HF_TOKEN in pass_env"),
+            (("data", "hub:me/gated"), {}, "accept the terms on its page, and name HF_TOKEN in pass_env"),
+            (("model", "me/gated"), {}, "accept the terms on its page, and name HF_TOKEN in pass_env"),
+            (("model", "me/none"), {}, "model me/none cannot be had"),
+            (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "fetch it on a connected node"),
+            (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and it is not in "),
+        ],
+    )
+    def test_what_cannot_be_had(self, hub, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
+        done = hub(*words, **env)
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 78
