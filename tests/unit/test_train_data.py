@@ -107,6 +107,30 @@ def test_any_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
     assert tokens.decode(ids) == text
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "words", "template"])
+def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) -> None:
+    """Where texts are encoded together, that is the same; where it would not be, they are not."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = words.tokenizer(config(tmp_path))
+    if kind != "bytes":
+        fast = Tokenizer(models.BPE(unk_token="?") if kind != "words" else models.WordLevel(unk_token="?"))
+        fast.pre_tokenizer = pre_tokenizers.Whitespace() if kind == "words" else pre_tokenizers.ByteLevel(False)
+        if kind == "words":
+            fast.normalizer = normalizers.Lowercase()
+        train = trainers.WordLevelTrainer if kind == "words" else trainers.BpeTrainer
+        fast.train_from_iterator(TEXTS, train(special_tokens=["?", "<e>", "<b>"]))
+        if kind == "template":
+            fast.post_processor = processors.TemplateProcessing("<b> $A <e>", special_tokens=[("<b>", 2), ("<e>", 1)])
+        tokens = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<e>")
+    end = words.ended(tokens)
+    row = words.encoder(tokens)(TEXTS)
+    each = [tokens(text)["input_ids"] for text in TEXTS]
+    assert row == [token for ids in each for token in (ids if ids[-1] == end else [*ids, end])]
+    assert words._joins(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
+
+
 def test_no_token_is_lost(tmp_path: Path) -> None:
     every = list(corpus.documents())
     found = texts(tmp_path)
@@ -191,8 +215,8 @@ class TestStream:
         return Stream(pieces, "text", self.encode, lanes=lanes, block=16, seed=3)
 
     @staticmethod
-    def encode(documents: list[str]) -> list[list[int]]:
-        return [[TEXTS.index(text)] * 3 for text in documents]
+    def encode(documents: list[str]) -> list[int]:
+        return [TEXTS.index(text) for text in documents for _ in range(3)]
 
     @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
     @pytest.mark.parametrize("lanes", [1, 3, 8])

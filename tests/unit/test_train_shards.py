@@ -18,13 +18,15 @@ shards = pytest.importorskip("dray.train.shards")
 TEXTS = ["abc", "", "de", "f" * 5000]
 
 
-def encode(batch: list[str]) -> list[list[int]]:
-    return [[*text.encode(), 256] for text in batch]
+def encode(batch: list[str]) -> list[int]:
+    return [token for text in batch for token in (*text.encode(), 256)]
 
 
 def made(cache: Path, texts=TEXTS, *, vocabulary: int = 257, encode=encode):
     said: list[str] = []
-    tokens = shards.made(cache, shards.fingerprint("x"), lambda: texts, encode, vocabulary=vocabulary, say=said.append)
+    tokens = shards.made(
+        cache, shards.fingerprint("x"), lambda: texts, encode, end=256, vocabulary=vocabulary, say=said.append
+    )
     return tokens, said
 
 
@@ -51,7 +53,7 @@ def test_a_block_goes_on_from_the_first_token_after_the_last(tmp_path: Path) -> 
 def test_they_are_made_once(tmp_path: Path) -> None:
     first, _ = made(tmp_path)
 
-    def never(_: list[str]) -> list[list[int]]:
+    def never(_: list[str]) -> list[int]:
         raise AssertionError("made again")
 
     again, _ = made(tmp_path, encode=never)
@@ -72,7 +74,7 @@ def test_an_id_that_the_model_has_not_is_refused_and_nothing_stays(tmp_path: Pat
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, capsys) -> None:
-    def full(_: list[str]) -> list[list[int]]:
+    def full(_: list[str]) -> list[int]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(SystemExit) as stopped:
@@ -89,8 +91,8 @@ from dray.train import shards
 def encode(batch):
     print("making", flush=True)
     {then}
-    return [[*text.encode(), 256] for text in batch]
-tokens = shards.made(Path(sys.argv[1]), shards.fingerprint("x"), lambda: ["abc"], encode, vocabulary=257,
+    return [token for text in batch for token in (*text.encode(), 256)]
+tokens = shards.made(Path(sys.argv[1]), shards.fingerprint("x"), lambda: ["abc"], encode, end=256, vocabulary=257,
                      say=lambda text: print(text, flush=True))
 print(tokens.ids.tolist(), flush=True)
 """

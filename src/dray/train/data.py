@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from dray.train.order import Order
 from dray.train.shards import Tokens, fingerprint, made
 from dray.train.stop import stop
 from dray.train.stream import Stream
-from dray.train.words import ended
+from dray.train.words import encoder, ended
 
 Rows = NDArray[np.int64]
 Say = Callable[[str], None]
@@ -68,28 +68,20 @@ class Texts:
 def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
     """All that the recipe's [data] names."""
     data = config.data
-    end = ended(words)
-
-    def encode(documents: list[str]) -> Iterable[list[int]]:
-        for encoding in words.backend_tokenizer.encode_batch_fast(documents):
-            ids = encoding.ids
-            yield ids if ids and ids[-1] == end else [*ids, end]
+    cache = Path(data.cache or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, and the user's alone
 
     def read(text: str, split: str) -> Tokens:
-        names = sources.files(text, split)
-        return made(
-            Path(data.cache or f"/tmp/dray-tokens-{os.getuid()}"),  # noqa: S108  a node's own, and the user's alone
-            fingerprint(*sources.identity(names), data.column, words.backend_tokenizer.to_str(), end),
-            lambda: chain.from_iterable(sources.documents(piece, data.column) for piece in sources.pieces(names)),
-            encode,
-            vocabulary=len(words),
-            say=say,
-        )
+        return tokens_of(sources.files(text, split), data.column, words, cache=cache, say=say)
 
     if data.streaming:
         names = sources.files(data.text, "train")
         feed: Feed = Stream(
-            sources.pieces(names), data.column, encode, lanes=config.global_size, block=data.block, seed=config.seed
+            sources.pieces(names),
+            data.column,
+            encoder(words),
+            lanes=config.global_size,
+            block=data.block,
+            seed=config.seed,
         )
         total, validation = 0, read(data.validation, "validation")
     else:
@@ -105,6 +97,19 @@ def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
     validation = _enough("validation", data.validation or data.text, validation.short(most), 2)
     test = _enough("test", data.test, read(data.test, "test").short(most), 2) if data.test else None
     return Texts(feed, total, validation, test)
+
+
+def tokens_of(names: tuple[str, ...], column: str, words: PreTrainedTokenizerFast, *, cache: Path, say: Say) -> Tokens:
+    """Those files as tokens on this node's disk, made now if nobody has."""
+    return made(
+        cache,
+        fingerprint(*sources.identity(names), column, words.backend_tokenizer.to_str(), ended(words)),
+        lambda: chain.from_iterable(sources.documents(piece, column) for piece in sources.pieces(names)),
+        encoder(words),
+        end=ended(words),
+        vocabulary=len(words),
+        say=say,
+    )
 
 
 def _parted(whole: Tokens, percent: int) -> tuple[Tokens, Tokens]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dray.train import dropout
 from dray.train.config import Config
 from dray.train.objective import Batch, Objective
 from dray.train.scaler import Scaler
@@ -70,6 +71,8 @@ def begin(config: Config) -> torch.device:
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Parallel:
     """As the recipe's train.strategy says. The first rank's weights become everybody's."""
     objective = Objective(network)
+    if config.compile and device.type == "cpu":
+        dropout.install(network)
     if config.compile:
         objective.compile()
     if config.strategy.startswith("zero"):

@@ -62,8 +62,9 @@ def made(
     cache: Path,
     name: str,
     documents: Callable[[], Iterable[str]],
-    encode: Callable[[list[str]], Iterable[list[int]]],
+    encode: Callable[[list[str]], list[int]],
     *,
+    end: int,
     vocabulary: int,
     say: Callable[[str], None],
 ) -> Tokens:
@@ -77,7 +78,7 @@ def made(
                 shutil.rmtree(left, ignore_errors=True)
             part = cache / f"{name}.part-{os.getpid()}"
             try:
-                _make(part, documents(), encode, vocabulary=vocabulary, say=say)
+                _make(part, documents(), encode, end=end, vocabulary=vocabulary, say=say)
                 part.rename(folder)
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
@@ -116,8 +117,9 @@ def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> None:
 def _make(
     part: Path,
     documents: Iterable[str],
-    encode: Callable[[list[str]], Iterable[list[int]]],
+    encode: Callable[[list[str]], list[int]],
     *,
+    end: int,
     vocabulary: int,
     say: Callable[[str], None],
 ) -> None:
@@ -125,13 +127,9 @@ def _make(
     kind = np.uint16 if vocabulary <= 1 << 16 else np.uint32
     total, began, told = 0, time.monotonic(), time.monotonic()
     with (part / "ids").open("wb") as ids, (part / "starts").open("wb") as starts:
+        starts.write(np.zeros(1, np.uint64).tobytes())
         for batch in _batches(documents):
-            row: list[int] = []
-            begins = []
-            for encoded in encode(batch):
-                begins.append(total + len(row))
-                row += encoded
-            array = np.asarray(row, dtype=np.int64)
+            array = np.asarray(encode(batch), dtype=np.int64)
             if array.size and int(array.max()) >= vocabulary:
                 stop(
                     "the tokenizer gives a token that the model has not",
@@ -140,12 +138,11 @@ def _make(
                     fix="take the tokenizer that belongs to the model",
                 )
             ids.write(array.astype(kind).tobytes())
-            starts.write(np.asarray(begins, dtype=np.uint64).tobytes())
-            total += len(row)
+            starts.write((np.flatnonzero(array == end) + total + 1).astype(np.uint64).tobytes())
+            total += len(array)
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 say(f"{total:,} tokens made, {total / (told - began):,.0f} a second")
-        starts.write(np.asarray([total], dtype=np.uint64).tobytes())
         for file in (ids, starts):
             file.flush()
             os.fsync(file.fileno())

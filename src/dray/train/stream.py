@@ -7,7 +7,7 @@ is read by two lanes. Where each lane is goes into the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -40,7 +40,7 @@ class Lane:
             texts = list(islice(self._documents, _AT_ONCE))
             if texts:
                 self.taken += len(texts)
-                self.left = np.concatenate([self.left, *map(np.asarray, self.stream.encode(texts))])
+                self.left = np.concatenate([self.left, np.asarray(self.stream.encode(texts), np.int64)])
                 continue
             self._documents, self.taken, self.part = None, 0, self.part + 1
             if self.part >= self.stream.parts(self.number):
@@ -67,7 +67,7 @@ class Stream:
         self,
         pieces: list[Piece],
         column: str,
-        encode: Callable[[list[str]], Iterable[list[int]]],
+        encode: Callable[[list[str]], list[int]],
         *,
         lanes: int,
         block: int,

@@ -1,0 +1,239 @@
+"""dray's trainer beside the one that people use, in turn, on this machine.
+
+    .venv/bin/python benchmarks/train speed [ROUNDS [STEPS]]     tokens a second, and the losses beside them
+    .venv/bin/python benchmarks/train tokens [MEGABYTES]         text into tokens, and the memory that it takes
+    .venv/bin/python benchmarks/train start [ROUNDS]             from a process's start to its first step's end
+    .venv/bin/python benchmarks/train checkpoint [ROUNDS]        what a step is held up by a checkpoint
+
+It wants what `make demo` installs, and `datasets` for the other side. The text is this Python's own source code; both
+sides have the same tokenizer, model, batch and learning rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
+
+STOCK = Path(__file__).with_name("stock.py")
+VOCABULARY, BLOCK, BATCH, RATE = 8192, 256, 8, 5e-4
+MODEL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": BLOCK}
+RECIPE = f"""
+name = "bench"
+launcher = "python"
+[batch]
+global_size = {BATCH}
+[data]
+block = {BLOCK}
+[model.config]
+n_layer = 4
+n_embd = 256
+n_head = 4
+n_positions = {BLOCK}
+[train]
+lr = {RATE}
+schedule = "linear"
+log_every = 1
+"""
+DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+class Bench:
+    """A folder with a text, a tokenizer and what the runs leave."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.folder, self.text, self.tokenizer = folder, folder / "text.txt", folder / "tokenizer"
+        _write_text(self.text, megabytes)
+        made = ByteLevelBPETokenizer()
+        made.train([str(self.text)], vocab_size=VOCABULARY, special_tokens=["<end>"], show_progress=False)
+        # Both sides name an end of text; only dray's puts it between documents.
+        fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<end>", bos_token="<end>")  # noqa: S106
+        fast.save_pretrained(self.tokenizer)
+        (folder / "bench.toml").write_text(RECIPE)
+        self.count = 0
+
+    def stock(
+        self, steps: int, switches: dict[str, Any], model: dict[str, Any], *, cold: bool = False, **more: bool
+    ) -> dict:
+        """One training of the other side."""
+        cache = self.folder / ("cold" if cold else "stock-cache")
+        shutil.rmtree(self.folder / "cold", ignore_errors=True)
+        said = {
+            "text": str(self.text), "tokenizer": str(self.tokenizer), "block": BLOCK, "cache": str(cache),
+            "steps": steps, "batch": BATCH, "lr": RATE, "switches": switches, "out": str(self.folder / "out"),
+            "model": {**MODEL, "vocab_size": VOCABULARY, **model}, **more,
+        }  # fmt: skip
+        settings = self.folder / "stock.json"
+        settings.write_text(json.dumps(said))
+        return json.loads(self._run([sys.executable, str(STOCK), str(settings)])[1].splitlines()[-1])
+
+    def dray(self, steps: int, *words: str, ranks: int = 1, cold: bool = False) -> dict:
+        """One training of ours, as a user starts it."""
+        self.count += 1
+        name, cache = f"run-{self.count}", self.folder / ("cold" if cold else "tokens")
+        shutil.rmtree(self.folder / "cold", ignore_errors=True)
+        said = [
+            f"train.steps={steps}", f"ranks_per_node={ranks}", f"batch.per_device={BATCH // ranks}",
+            f"data.text={self.text}", f"data.cache={cache}", f"model.tokenizer={self.tokenizer}",
+            "data.validation_samples=8", *words,
+        ]  # fmt: skip
+        argv = [sys.executable, "-m", "dray", "run", str(self.folder / "bench.toml"), *said]
+        began, _ = self._run([*argv, "--nodes", "1", "--runs", str(self.folder), "--run", name])
+        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        found = [line for line in lines if line["event"] == "step"]
+        return {
+            "ends": [line["time"] - began for line in found],
+            "losses": [line["loss"] for line in found],
+            "lines": found,
+        }
+
+    def _run(self, argv: list[str]) -> tuple[float, str]:
+        began = time.time()
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true", "BEGAN": str(began)}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)  # noqa: S603  our own
+        if done.returncode:
+            sys.exit(f"{argv}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        return began, done.stdout
+
+
+def _write_text(path: Path, megabytes: int) -> None:
+    """Source code, a file after another, as often as it takes."""
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    size = 0
+    with path.open("wb") as out:
+        while size < megabytes * 1_000_000:
+            for source in sources:
+                if "site-packages" in source.parts:
+                    continue
+                try:
+                    text = source.read_text(encoding="utf-8").encode()
+                except UnicodeDecodeError:
+                    continue
+                size += out.write(text)
+                if size >= megabytes * 1_000_000:
+                    return
+
+
+def speed(rounds: int = 3, steps: int = 60) -> None:
+    """Tokens a second in the middle step, compilation left out; the losses of the last ten steps."""
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(Path(made), 12)
+        every = {"bf16": True, "torch_compile": True}
+        compiled = ("train.compile=true", "train.precision=bf16")
+        without = [f"model.config.{name}=0.0" for name in DROPOUT]
+        ways: dict[str, Any] = {
+            "Trainer, its defaults (fp32, dropout 0.1)": lambda: bench.stock(steps, {}, {}),
+            "Trainer, bf16 and compiled, dropout 0.1": lambda: bench.stock(steps, every, {}),
+            "Trainer, bf16 and compiled, dropout 0": lambda: bench.stock(steps, every, DROPOUT),
+            "dray, fp32, dropout 0.1, 1 rank": lambda: bench.dray(steps, "train.precision=fp32"),
+            "dray, bf16 and compiled, dropout 0.1, 1 rank": lambda: bench.dray(steps, *compiled),
+            "dray, bf16 and compiled, dropout 0.1, 2 ranks": lambda: bench.dray(steps, *compiled, ranks=2),
+            "dray, bf16 and compiled, dropout 0, 1 rank": lambda: bench.dray(steps, *compiled, *without),
+            "dray, bf16 and compiled, dropout 0, 2 ranks": lambda: bench.dray(steps, *compiled, *without, ranks=2),
+        }
+        seen: dict[str, list[float]] = {name: [] for name in ways}
+        losses: dict[str, float] = {}
+        for _ in range(rounds):
+            for name, way in ways.items():
+                found = way()
+                ends = found["ends"][steps // 4 :]
+                each = statistics.median(after - before for before, after in pairwise(ends))
+                seen[name].append(BATCH * BLOCK / each)
+                last = found["losses"][-1:] if name.startswith("Trainer") else found["losses"][-10:]
+                losses[name] = statistics.mean(last)
+        first = next(iter(ways))
+        print(f"\nGPT-2 of 4 layers, 256 wide; {VOCABULARY} tokens; blocks of {BLOCK}; batch {BATCH}; {steps} steps; "
+              f"median of {rounds} rounds, in turn; {os.cpu_count()} cores\n")  # fmt: skip
+        print(f"| way | tokens/s | ratio in the same round | loss, steps {steps - 9}-{steps} |\n|---|---|---|---|")
+        for name, speeds in seen.items():
+            ratio = statistics.median(one / base for one, base in zip(speeds, seen[first], strict=True))
+            print(f"| {name} | {statistics.median(speeds):,.0f} | {ratio:.2f} | {losses[name]:.3f} |")
+
+
+def tokens(megabytes: int = 100) -> None:
+    """The same text, whole, into blocks; the most memory that any process had."""
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(Path(made), megabytes)
+        kept: dict[str, tuple[float, float, int]] = {}
+        for name in ("dray", "datasets.map", "dray", "datasets.map"):
+            before = time.time()
+            if name == "dray":
+                count = json.loads(bench._run([sys.executable, "-c", TOKENS, str(bench.folder)])[1].splitlines()[-1])[
+                    "tokens"
+                ]
+            else:
+                count = bench.stock(1, {}, {}, cold=True, only_tokens=True)["tokens"]
+            seconds = time.time() - before
+            if name not in kept or seconds < kept[name][0]:
+                peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+                kept[name] = (seconds, kept.get(name, (0, peak, 0))[1], count)
+        print(f"\n{megabytes} MB of text, {os.cpu_count()} cores, better of two, imports included\n")
+        print("| way | seconds | tokens | peak of all so far, GB |\n|---|---|---|---|")
+        for name, (seconds, peak, count) in kept.items():
+            print(f"| {name} | {seconds:.1f} | {count:,} | {peak:.2f} |")
+        print(f"\nratio {kept['datasets.map'][0] / kept['dray'][0]:.2f}")
+
+
+TOKENS = """
+import json, shutil, sys
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+from dray.train import data, shards, sources
+folder = Path(sys.argv[1])
+words = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+shutil.rmtree(folder / "cold", ignore_errors=True)
+names = (str(folder / "text.txt"),)
+made = data.tokens_of(names, "text", words, cache=folder / "cold", say=print)
+print(json.dumps({"tokens": len(made.ids)}))
+"""
+
+
+def start(rounds: int = 3) -> None:
+    """Seconds to the end of the first step, with nothing cached and with the tokens made."""
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(Path(made), 12)
+        seen: dict[str, list[float]] = {}
+        fp32 = "train.precision=fp32"
+        for _ in range(rounds):
+            for cold in (True, False):
+                kind = "cold" if cold else "warm"
+                seen.setdefault(f"Trainer, {kind}", []).append(bench.stock(2, {}, {}, cold=cold)["ends"][0])
+                seen.setdefault(f"dray, {kind}", []).append(bench.dray(2, fp32, cold=cold)["ends"][0])
+        for name, times in seen.items():
+            base = seen[f"Trainer, {name.split()[-1]}"]
+            ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
+            print(f"| {name} | {statistics.median(times):.2f} | {ratio:.2f} |")
+
+
+def checkpoint(rounds: int = 3) -> None:
+    """What the loop is held up by, and how much slower the steps are that go on meanwhile."""
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(Path(made), 12)
+        wide = [f"model.config.{name}={value}" for name, value in (("n_embd", 512), ("n_head", 8))]
+        for strategy in ("ddp", "fsdp"):
+            held, slow = [], []
+            for _ in range(rounds):
+                words = (*wide, f"train.strategy={strategy}", "checkpoint.every=[[0, 10]]")
+                lines = bench.dray(40, *words, ranks=2)["lines"]
+                held += [line["checkpoint_s"] for line in lines if line["checkpoint_s"]]
+                plain = statistics.median(line["step_s"] for line in lines[5:])
+                slow += [line["step_s"] - line["checkpoint_s"] - plain for line in lines if line["checkpoint_s"]]
+            print(f"| {strategy} | {statistics.median(held):.3f} | {statistics.median(slow):.3f} | {plain:.3f} |")
+
+
+if __name__ == "__main__":
+    what = {"speed": speed, "tokens": tokens, "start": start, "checkpoint": checkpoint}[sys.argv[1]]
+    what(*map(int, sys.argv[2:]))

@@ -1,0 +1,82 @@
+"""What people run today: transformers' Trainer on texts that `datasets` has tokenised and grouped, one process.
+
+    python stock.py SETTINGS.json
+
+The way of transformers' causal language-modelling example, written anew: the same calls with the same defaults. Prints
+a JSON object: when each step ended, and the losses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+BEGAN = float(os.environ.get("BEGAN", time.time()))
+
+import torch  # noqa: E402
+from datasets import Dataset, load_dataset  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+
+class Clock(TrainerCallback):
+    """When steps ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.ends.append(time.time() - BEGAN)
+
+
+def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str) -> Dataset:
+    """Tokenised line by line, joined by thousands, cut; what is left over of each thousand is dropped."""
+
+    def grouped(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {name: list(chain(*rows)) for name, rows in examples.items()}
+        length = len(joined["input_ids"]) // block * block
+        cut = {name: [row[at : at + block] for at in range(0, length, block)] for name, row in joined.items()}
+        cut["labels"] = cut["input_ids"].copy()
+        return cut
+
+    raw = load_dataset("text", data_files={"train": text}, cache_dir=cache, split="train")
+    tokens = raw.map(lambda rows: tokenizer(rows["text"]), batched=True, remove_columns=["text"])
+    return tokens.map(grouped, batched=True)
+
+
+def main() -> None:
+    """Train as the settings say."""
+    said = json.loads(Path(sys.argv[1]).read_text())
+    tokenizer = AutoTokenizer.from_pretrained(said["tokenizer"])
+    data = blocks(said["text"], tokenizer, said["block"], said["cache"])
+    if said.get("only_tokens"):
+        print(json.dumps({"tokens": len(data) * said["block"], "seconds": time.time() - BEGAN}))
+        return
+    torch.manual_seed(42)
+    model = GPT2LMHeadModel(GPT2Config(**said["model"]))
+    clock = Clock()
+    arguments = TrainingArguments(
+        output_dir=said["out"], per_device_train_batch_size=said["batch"], max_steps=said["steps"],
+        learning_rate=said["lr"], logging_steps=10,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **said["switches"],
+    )  # fmt: skip
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=data, data_collator=default_data_collator, callbacks=[clock]
+    )
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    print(json.dumps({"ends": clock.ends, "losses": [float(loss) for loss in losses]}))
+
+
+main()
