@@ -58,6 +58,13 @@ def _torch() -> str | None:
     return None if find_spec("torch") else "the training stack is not installed (make demo installs it)"
 
 
+def _deepspeed() -> str | None:
+    """Beside torch here, or in the image."""
+    from importlib.util import find_spec
+
+    return _torch() or (None if find_spec("deepspeed") else _engine() or _docker_image())
+
+
 def _shell() -> str | None:
     return None if shutil.which("shellcheck") else "shellcheck is not installed (Debian: apt-get install shellcheck)"
 
@@ -69,6 +76,7 @@ NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "sif": (_sif,),
     "cluster": (_engine, _cluster, _sif),
     "torch": (_torch,),
+    "deepspeed": (_deepspeed,),
     "shellcheck": (_shell,),
 }
 

@@ -41,6 +41,13 @@ class Forks:
         self.process.stdout.close()
 
 
+def in_image(folder: Path) -> Forks:
+    """The same in a container of the CPU image, for what is there alone; `folder` is seen at its own place."""
+    tests = str(ROOT / "tests")
+    seen = ["-v", f"{tests}:{tests}:ro", "-v", f"{folder}:{folder}", "--ipc", "host", "--network", "none"]
+    return Forks(["docker", "run", "--rm", "-i", "--init", *seen, "dray:cpu", "python3", f"{tests}/forks.py"])
+
+
 class Run:
     """A run of one node on this machine; `words` are said as to `dray run`."""
 

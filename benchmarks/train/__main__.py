@@ -91,8 +91,10 @@ class Bench:
             "data.validation_samples=8", *words,
         ]  # fmt: skip
         argv = [sys.executable, "-m", "dray", "run", str(self.folder / "bench.toml"), *said]
-        began, _ = self._run([*argv, "--nodes", "1", "--runs", str(self.folder), "--run", name])
-        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        began, _ = self._run([*argv, "--nodes", "1", "--runs", str(self.folder / name)])
+        lines = [
+            json.loads(line) for line in next((self.folder / name).glob("*/metrics.jsonl")).read_text().splitlines()
+        ]
         found = [line for line in lines if line["event"] == "step"]
         return {
             "ends": [line["time"] - began for line in found],

@@ -10,13 +10,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from trainings import Forks, Run  # noqa: E402
+from trainings import Forks, Run, in_image  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -40,6 +41,18 @@ def run(forks: Forks, folder: Path) -> BEGUN:
     """A run under a name of its own; the tokens are made once for all."""
     count = iter(range(1000))
     return lambda ranks, *words, **model: Run(forks, folder / f"run-{next(count)}", ranks, *words, **model)
+
+
+@pytest.fixture(scope="module")
+def zero(run: BEGUN, forks: Forks, folder: Path) -> Iterator[BEGUN]:
+    """A run where there is DeepSpeed: here, or in the image."""
+    if find_spec("deepspeed"):
+        yield run
+        return
+    inside = in_image(folder)
+    count = iter(range(1000))
+    yield lambda ranks, *words, **model: Run(inside, folder / f"zero-{next(count)}", ranks, *words, **model)
+    inside.close()
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +111,14 @@ def test_ranks_and_passes_change_nothing(run: BEGUN, alone: Run, ranks: int, per
 @pytest.mark.parametrize(
     ("strategy", "offload"), [("zero1", ""), ("zero2", ""), ("zero3", ""), ("zero2", "optimizer"), ("zero3", "all")]
 )
-def test_deepspeeds_stages_are_the_same_training(run: BEGUN, alone: Run, strategy: str, offload: str) -> None:
-    pytest.importorskip("deepspeed")
-    other = run(2, f"train.strategy={strategy}", f"train.offload={offload}", "batch.per_device=2").end()
+@pytest.mark.deepspeed
+def test_deepspeeds_stages_are_the_same_training(zero: BEGUN, alone: Run, strategy: str, offload: str) -> None:
+    other = zero(2, f"train.strategy={strategy}", f"train.offload={offload}", "batch.per_device=2").end()
     assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
     same_weights(other, alone.weights())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
+def resumed(run: BEGUN, strategy: str) -> None:
     words = ("train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")
     words += ("model.config.resid_pdrop=0.1",)
     whole = run(2, *words).end()
@@ -120,21 +130,44 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) ->
     assert all(torch.equal(weight, whole.weights()[name]) for name, weight in again.weights().items())
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("4 ddp", "2 fsdp"), ("2 fsdp", "4 ddp"), ("2 zero3", "4 zero2"), ("4 zero1", "2 ddp"), ("1 ddp", "2 zero3")],
-)
-def test_any_ranks_and_strategy_go_on_from_any_others(run: BEGUN, alone: Run, before: str, after: str) -> None:
-    if "zero" in before + after:
-        pytest.importorskip("deepspeed")
-    ranks, strategy = before.split()
-    first = run(int(ranks), "checkpoint.every=[[0, 8]]", "checkpoint.keep=9", f"train.strategy={strategy}").end()
-    ranks, strategy = after.split()
-    again = run(int(ranks), f"train.strategy={strategy}")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
+    resumed(run, strategy)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_resumed_run_of_deepspeeds_is_the_same_to_the_last_bit(zero: BEGUN, strategy: str) -> None:
+    resumed(zero, strategy)
+
+
+def handed_on(first: Run, again: Run, alone: Run) -> None:
+    first.end()
     shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")
     again.end()
     assert again.losses() == pytest.approx(alone.losses()[8:], rel=2e-5)
     same_weights(again, alone.weights())
+
+
+EIGHT = ("checkpoint.every=[[0, 8]]", "checkpoint.keep=9")
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "others", "then"), [(4, "ddp", 2, "fsdp"), (2, "fsdp", 4, "ddp")])
+def test_any_ranks_go_on_from_any_others(
+    run: BEGUN, alone: Run, ranks: int, strategy: str, others: int, then: str
+) -> None:
+    handed_on(run(ranks, *EIGHT, f"train.strategy={strategy}"), run(others, f"train.strategy={then}"), alone)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "others", "then"),
+    [(2, "zero3", 4, "zero2"), (4, "zero1", 2, "ddp"), (1, "ddp", 2, "zero3")],
+)
+def test_any_ranks_and_stages_go_on_from_any_others(
+    zero: BEGUN, alone: Run, ranks: int, strategy: str, others: int, then: str
+) -> None:
+    handed_on(zero(ranks, *EIGHT, f"train.strategy={strategy}"), zero(others, f"train.strategy={then}"), alone)
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lose", "manifest"])
@@ -318,14 +351,14 @@ def test_a_stream_is_the_same_on_any_ranks_and_goes_on_where_it_was(run: BEGUN, 
     assert two.losses() == pytest.approx(one.losses()[18:], rel=5e-5)
 
 
-def test_a_deepspeed_file_of_the_users_own(run: BEGUN, alone: Run, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
+@pytest.mark.deepspeed
+def test_a_deepspeed_file_of_the_users_own(zero: BEGUN, alone: Run, tmp_path: Path) -> None:
     said = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 5000}, "gradient_clipping": "auto"}
     (tmp_path / "ds.json").write_text(json.dumps(said))
-    other = run(2, f"train.deepspeed={tmp_path}/ds.json").end()
+    other = zero(2, f"train.deepspeed={tmp_path}/ds.json").end()
     assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket": 5000}}))
-    assert "DeepSpeed refuses these settings" in run(1, f"train.deepspeed={tmp_path}/ds.json").end(code=78).said()
+    assert "DeepSpeed refuses these settings" in zero(1, f"train.deepspeed={tmp_path}/ds.json").end(code=78).said()
 
 
 def test_a_tracker_that_the_image_does_not_hold(run: BEGUN) -> None:
