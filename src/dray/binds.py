@@ -24,6 +24,8 @@ class Bind(BaseModel):
     source: str
     why: str
     required: bool = True
+    made: bool = False
+    """Whether the node makes it, where it is not there."""
 
     @property
     def origin(self) -> str:
@@ -50,8 +52,12 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, folder: PurePosixPath) -> 
     for key, named in recipe.places().items():
         why = "the text to train on" if key == "data.text" else "what the recipe reads"
         yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
-    if recipe.data.cache:
-        yield Bind(path=recipe.data.cache, write=True, source="recipe data.cache", why="texts as tokens, made once")
+    for place, key, why in (
+        (recipe.checkpoint.folder, "checkpoint.folder", "what this run goes on from"),
+        (recipe.data.cache, "data.cache", "texts as tokens, made once"),
+    ):
+        if place:
+            yield Bind(path=place, write=True, source=f"recipe {key}", why=why, made=True)
     for wanted in site.binds:
         path = _filled(wanted, site, facts)
         if path:

@@ -1,15 +1,17 @@
-"""The trainer on the real cluster: every strategy is the same training, whatever starts it, and a requeued job goes on."""
+"""The trainer on the real cluster: every strategy is the same training, and a job goes on where another was cut off."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 pytestmark = pytest.mark.cluster
 
 SHORT = (
-    "train.steps=6", "train.warmup_steps=2", "train.log_every=1", "preflight.when=never", "model.config.n_layer=2",
+    "train.steps=6", "train.warmup_steps=2", "train.log_every=1", "train.schedule=constant",
+    "preflight.when=never", "model.config.n_layer=2",
     "data.validation_samples=8",
 )  # fmt: skip
 
@@ -41,14 +43,20 @@ def test_every_strategy_is_the_same_training(sbatch, plain: list[float], launche
     assert losses(ended) == pytest.approx(plain, rel=2e-5)
 
 
-def test_a_run_that_was_cut_off_goes_on_in_the_same_folder(sbatch, plain: list[float], root) -> None:
-    """As a requeued job does: the same command, the same run folder, and the step that the last checkpoint is of."""
-    words = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT, "checkpoint.every=[[0, 2]]")
-    first = sbatch(*words)
-    assert losses(first)[:6] == pytest.approx(plain[:6], rel=1e-6)
+def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain: list[float], desk) -> None:
+    """From the newest checkpoint that is whole, in a run folder of its own, by other ranks of another strategy."""
+    kept = desk.shared / "home" / "my checkpoints"
+    shutil.rmtree(kept, ignore_errors=True)
+    words = (*SHORT, "checkpoint.every=[[0, 2]]", "checkpoint.folder=/shared/home/my checkpoints")
+    first = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *words, "train.steps=5")
+    assert first.code == 0, first.output
+    assert sorted(path.name for path in kept.iterdir()) == ["step-2", "step-4"]
+    manifest = json.loads((kept / "step-4" / "manifest.json").read_text())
     assert first.folder
-    whole = sorted(path.name for path in (first.folder / "checkpoints").iterdir())
-    assert whole == ["final", "step-4", "step-6"]
-    manifest = json.loads((first.folder / "checkpoints/step-4/manifest.json").read_text())
     assert (manifest["step"], manifest["world_size"], manifest["run"]) == (4, 4, first.folder.name)
     assert len(manifest["image_sha256"]) == 64
+    second = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *words, "train.strategy=fsdp")
+    assert second.code == 0, second.output
+    (start,) = second.metrics("start")
+    assert (start["first_step"], start["world_size"]) == (4, 2)
+    assert [step["loss"] for step in second.metrics("step")] == pytest.approx(plain[4:6], rel=2e-5)

@@ -268,3 +268,20 @@ def test_a_job_sees_the_gpus_that_slurm_gave_it(root: Path, image: str, name: st
     assert (decided.pass_env, decided.left_outside) == ((name,), tuple(one for one in seen if one != name))
     assert f'export APPTAINERENV_{name}="${name}"' in render.node_script(decided)
     assert made(root, f"image={image}", f"env.{name}=1", gpus_per_node=2).pass_env == ()
+
+
+def test_what_a_recipe_reads_and_keeps_is_bound(root: Path) -> None:
+    """A pattern's folder, and places that the node makes."""
+    decided = made(
+        root, "data.text=/d/train-*.parquet", "data.validation=hub:a/b", "data.cache=/node/tokens",
+        "model.name=/m/gpt2", "model.tokenizer=gpt2", "checkpoint.folder=/scratch/kept",
+    )  # fmt: skip
+    ours = [(bind.path, bind.write, bind.made) for bind in decided.binds if bind.source.startswith("recipe")]
+    assert ours == [
+        ("/d", False, False),
+        ("/m/gpt2", False, False),
+        ("/scratch/kept", True, True),
+        ("/node/tokens", True, True),
+    ]
+    script = render.node_script(decided)
+    assert "mkdir -p -- /scratch/kept || true\nneed /scratch/kept 'recipe checkpoint.folder: " in script

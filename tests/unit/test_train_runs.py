@@ -384,3 +384,11 @@ def test_epochs_in_place_of_steps(run: BEGUN, tmp_path: Path) -> None:
     other = run(1, f"data.text={text}", steps="epochs=2").end()
     tokens = other.events("start")[0]["tokens"]
     assert other.events("start")[0]["steps"] == round(2 * tokens / (8 * 32))
+
+
+def test_a_checkpoint_of_another_model_is_refused(run: BEGUN, folder: Path) -> None:
+    kept = f"checkpoint.folder={folder}/kept"
+    run(1, kept, "checkpoint.every=[[0, 5]]").end()
+    said = run(2, kept, "model.config.n_embd=64").end(code=78).said()
+    assert "the checkpoint is of another model\n" in said
+    assert f"  found:  in {folder}/kept/step-20: " in said

@@ -80,6 +80,8 @@ def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
     if not bind.required:
         yield f"[[ ! -e {place} ]] || bind {place} {mode}"
         return
+    if bind.made:
+        yield f"mkdir -p -- {place} || true"
     if bind.path != plan.folder:
         yield _call("need", bind.path, f"{bind.source}: {bind.why}")
     yield f"bind {place} {mode}"

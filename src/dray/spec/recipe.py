@@ -163,6 +163,9 @@ class Checkpoint(Spec):
     """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever."""
     keep: Count = 2
     """How many of the newest stay."""
+    folder: str = ""
+    """Where they are kept and looked for; else in the run's own folder. With one, the same command goes on where the
+    last was cut off, requeued or typed again. A relative path starts at the recipe's own folder."""
 
 
 class Command(Spec):

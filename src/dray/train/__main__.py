@@ -40,9 +40,7 @@ def main(path: str) -> NoReturn:
     metrics = Metrics(config, writes=dist.get_rank() == 0)
     shared = parallel.make(network, config, device)
     task = objective.task(config, tokenizer, words.ended(tokenizer))
-    checkpoints = Checkpoints(
-        Path(config.folder, "checkpoints"), shared, about=config.about, keep=config.keep, say=_say
-    )
+    checkpoints = Checkpoints(Path(config.checkpoints), shared, about=config.about, keep=config.keep, say=_say)
     texts.training.load(checkpoints.resume())
     first = checkpoints.newest
     _began(config, metrics, parameters, texts, first)

@@ -122,7 +122,7 @@ class Checkpoints:
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
             said = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-            self.parallel.load(lambda state, path=path: load(state, checkpoint_id=path), said["updates"])  # type: ignore[misc]
+            self._load(path, said["updates"])
             owns = [json.loads(own.read_text(encoding="utf-8")) for own in sorted(path.glob("rank-*.json"))]
             if self.parallel.scaler and owns[0]["scaler"]:
                 self.parallel.scaler.load(owns[0]["scaler"])
@@ -130,6 +130,17 @@ class Checkpoints:
             self.say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []
+
+    def _load(self, path: Path, updates: int) -> None:
+        try:
+            self.parallel.load(lambda state: load(state, checkpoint_id=path), updates)
+        except CheckpointException as error:
+            stop(
+                "the checkpoint is of another model",
+                wanted="the tensors of this recipe's model",
+                found=f"in {path}: {' '.join(str(next(cause for cause, _ in error.failures.values())).split())[:300]}",
+                fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
+            )
 
     def _troubles(self, path: Path) -> list[str]:
         """What is not as the manifest says; each rank looks at its part of the files."""

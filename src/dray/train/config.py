@@ -78,6 +78,7 @@ class Config:
     trackers: tuple[str, ...]
     every: tuple[tuple[int, int], ...]
     keep: int
+    checkpoints: str
     about: dict[str, Any]
 
     @property
@@ -103,5 +104,6 @@ def read(path: str) -> Config:
         **train,
         every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
         keep=recipe["checkpoint"]["keep"],
+        checkpoints=recipe["checkpoint"]["folder"] or f"{plan['folder']}/checkpoints",
         about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},
     )
