@@ -139,6 +139,8 @@ def plan(
     if recipe.batch and shares:
         product = f"{shares.per_device} a device x {shares.accumulation} x {size} ranks"
         reasons["batch"] = f"{recipe.batch.global_size} = {product}"
+    if recipe.train:
+        reasons["training"] = _training(recipe)
     python = facts.image if facts.engine == "bare" else "python3"
     job = launchers.Job(
         python=python,
@@ -231,7 +233,8 @@ def _ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
     if facts.gpus_per_node and facts.scheduler == "hosts":
         return facts.gpus_per_node, f"{facts.gpus_per_node}: the hostfile's slots"
     if facts.gpus_per_node:
-        return facts.gpus_per_node, f"{facts.gpus_per_node}: one for each GPU that the scheduler gave"
+        idle = ", which stay idle: image = cpu" if recipe.image == "cpu" else ""
+        return facts.gpus_per_node, f"{facts.gpus_per_node}: one for each GPU that the scheduler gave{idle}"
     if recipe.image != "cpu":
         raise ConfigError(
             f"a {recipe.image} run needs GPUs, and the scheduler gave none",
@@ -242,6 +245,18 @@ def _ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
     if recipe.ranks_per_node:
         return recipe.ranks_per_node, f"{recipe.ranks_per_node}: the recipe says so, and no GPUs were given"
     return 1, "1: neither GPUs nor ranks_per_node were given"
+
+
+def _training(recipe: Recipe) -> str:
+    """What decides most of how it goes, a file of DeepSpeed's read in."""
+    train, model = recipe.train, recipe.model
+    assert train is not None
+    length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} passes over the text"
+    offload = f", offload {train.offload}" if train.offload else ""
+    words = model.tokenizer or model.name or "one for each byte"
+    return (
+        f"{length}, {train.strategy}{offload}, {train.precision}, {train.schedule} from {train.lr:g}; tokens: {words}"
+    )
 
 
 def _port(recipe: Recipe, facts: Facts) -> tuple[int, str]:

@@ -141,6 +141,7 @@ def text(plan: Plan) -> str:
                 ("port", plan.reasons["port"]),
                 ("cores", plan.reasons["cores"]),
                 *([("batch", plan.reasons["batch"])] if plan.batch else []),
+                *([("training", plan.reasons["training"])] if plan.recipe.train else []),
                 ("preflight", plan.reasons["preflight"]),
             ],
         ),

@@ -63,15 +63,35 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
             'batch.global_size and train_batch_size do not agree\n  where:  the recipe and {path}\n'
             "  wanted: batch.global_size = 8, as the recipe says\n"
             "  found:  train_batch_size = 16, on line 2 of my ds.json\n"
-            '  fix:    write "train_batch_size": "auto" in my ds.json, or leave batch.global_size out of the recipe',
+            '  fix:    write "train_batch_size": "auto" in my ds.json, or make them the same',
         ),
         ({}, ("train.clip=1.0",), "train.clip and gradient_clipping do not agree"),
         ({}, ("train.strategy=fsdp",), "train.strategy and zero_optimization.stage do not agree"),
         ({}, ("train.schedule=cosine",), "train.schedule and scheduler.type do not agree"),
         ({"bf16": {"enabled": True}}, (), "train.precision and bf16.enabled do not agree"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, (), "fp16 and bf16 are both enabled"),
-        ({"zero_optimization": {}}, (), "the DeepSpeed file names no stage"),
-        ({"zero_optimization": {"stage": 0}}, (), "the DeepSpeed file names no stage"),
+        ({"zero_optimization": {}}, (), "nobody names DeepSpeed's stage"),
+        ({"zero_optimization": {"stage": "auto"}}, (), "nobody names DeepSpeed's stage"),
+        (
+            {},
+            ("train.strategy=zero3",),
+            "train.strategy and zero_optimization.stage do not agree\n  where:  the recipe and {path}\n"
+            '  wanted: train.strategy = "zero3", as the recipe says\n'
+            "  found:  zero_optimization.stage = 2, on line ",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, (), "weights are offloaded, and"),
+        (
+            {"scheduler": {"params": {"total_num_steps": 5}, "type": "auto"}},
+            ("train.warmup_steps=0",),
+            "train.steps and scheduler.params.total_num_steps do not agree",
+        ),
+        (
+            {"zero_optimization": {**GIVEN["zero_optimization"], "offload_param": {"device": "cpu"}}},
+            (),
+            "the recipe and the DeepSpeed file do not go together\n  where:  the recipe and {path}\n"
+            "  found:  offload = all wants strategy zero3, and it is zero2",
+        ),
+        ({"zero_optimization": {"stage": 0}}, (), "nobody names DeepSpeed's stage"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, (), "dray offloads to the host's"),
         ({"optimizer": {"type": "Lamb"}}, (), "dray trains with AdamW"),
         ({"scheduler": {"type": "OneCycle"}}, (), "this schedule is not known"),
@@ -97,6 +117,13 @@ def test_what_is_not_json(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         agreed(tmp_path, text)
     assert said in str(refused.value)
+
+
+def test_the_stage_may_be_the_recipes(tmp_path: Path) -> None:
+    said = {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}}
+    train = agreed(tmp_path, said, "train.strategy=zero3", "train.offload=all").train
+    assert train
+    assert (train.strategy, train.offload) == ("zero3", "all")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -138,7 +138,9 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
 def test_ranks_follow_the_gpus_that_the_scheduler_gave(root: Path) -> None:
     decided = made(root, "batch.global_size=32", gpus_per_node=4)
     assert (decided.world.ranks_per_node, decided.world.size) == (4, 8)
-    assert decided.reasons["ranks_per_node"] == "4: one for each GPU that the scheduler gave"
+    assert decided.reasons["ranks_per_node"] == (
+        "4: one for each GPU that the scheduler gave, which stay idle: image = cpu"
+    )
 
 
 def test_nodes_follow_the_scheduler(root: Path) -> None:

@@ -29,8 +29,7 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
         recipe = load(Recipe, path, overrides)
     beside = path.absolute().parent if path else Path.cwd()
     changes: dict[str, Any] = {}
-    kept = {"checkpoint.folder": recipe.checkpoint.folder, "data.cache": recipe.data.cache}
-    for key, named in (recipe.places() | {key: place for key, place in kept.items() if place}).items():
+    for key, named in recipe.all_places().items():
         section, field = key.split(".")
         spoken = changes.get(section) or getattr(recipe, section)
         changes[section] = spoken.model_copy(update={field: str(beside / named)})

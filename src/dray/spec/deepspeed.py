@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from dray.errors import ConfigError
 from dray.spec.recipe import Recipe
 
@@ -45,28 +47,34 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
         raise ConfigError(
             "train.deepspeed is for dray's own trainer", where=path, fix="leave it out of a [command] recipe"
         )
-    found = {name: (key, value) for key, name in _SAME.items() if (value := _at(said, key)) not in (_MISSING, "auto")}
-    found |= _of_precision(said, path)
-    found |= _of_stage(said, path)
-    found |= _of_sections(said, path)
-    changes: dict[str, dict[str, Any]] = {"batch": {}, "train": {}}
-    for name, (key, written) in found.items():
+    found = [(name, key, value) for key, name in _SAME.items() if (value := _at(said, key)) not in (_MISSING, "auto")]
+    found += [*_of_precision(said, path), *_of_stage(said, path, recipe), *_of_sections(said, path)]
+    given: dict[str, Any] = recipe.model_dump(exclude_unset=True)
+    for name, key, written in found:
         section, field = name.split(".")
-        spoken, value = getattr(recipe, section), tuple(written) if isinstance(written, list) else written
-        if field in spoken.model_fields_set and getattr(spoken, field) != value:
+        value = tuple(written) if isinstance(written, list) else written
+        spoken = given.setdefault(section, {})
+        theirs = spoken.get(field)
+        if theirs is not None and theirs != value:
+            raw = _at(said, key)
             raise ConfigError(
                 f"{name} and {key} do not agree",
                 where=f"the recipe and {path}",
-                wanted=f"{name} = {json.dumps(getattr(spoken, field))}, as the recipe says",
-                found=f"{key} = {json.dumps(value)}, on line {_line(text, key)} of {path.name}",
-                fix=f'write "{key.split(".")[-1]}": "auto" in {path.name}, or leave {name} out of the recipe',
+                wanted=f"{name} = {json.dumps(theirs)}, as the recipe says",
+                found=f"{key} = {json.dumps(raw)}, on line {_line(text, key)} of {path.name}",
+                fix=f'write "{key.split(".")[-1]}": "auto" in {path.name}, or make them the same',
             )
-        changes[section][field] = value
+        spoken[field] = value
     rest = {key: value for key, value in said.items() if key not in _DROPPED and key not in _SAME}
-    changes["train"]["deepspeed"] = json.dumps(_without_auto(rest))
-    return recipe.model_copy(
-        update={name: getattr(recipe, name).model_copy(update=fields) for name, fields in changes.items()}
-    )
+    given["train"]["deepspeed"] = json.dumps(_without_auto(rest))
+    try:
+        return Recipe.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(
+            "the recipe and the DeepSpeed file do not go together",
+            where=f"the recipe and {path}",
+            found="; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors()),
+        ) from error
 
 
 def _parsed(text: str, path: Path) -> dict[str, Any]:
@@ -99,58 +107,73 @@ def _at(said: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
     return found
 
 
-def _of_precision(said: dict[str, Any], path: Path) -> dict[str, tuple[str, Any]]:
+_Said = tuple[str, str, Any]
+"""A key of the recipe, the file's key that says the same, and the value in the recipe's words."""
+
+
+def _of_precision(said: dict[str, Any], path: Path) -> list[_Said]:
     on = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is True]
     if len(on) == 2:
         raise ConfigError("fp16 and bf16 are both enabled", where=path, fix="enable one, or write auto for both")
     if on:
-        return {"train.precision": (f"{on[0]}.enabled", on[0])}
+        return [("train.precision", f"{on[0]}.enabled", on[0])]
     off = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is False]
-    return {"train.precision": ("fp16.enabled and bf16.enabled", "fp32")} if len(off) == 2 else {}
+    return [("train.precision", "fp16.enabled", "fp32")] if len(off) == 2 else []
 
 
-def _of_stage(said: dict[str, Any], path: Path) -> dict[str, tuple[str, Any]]:
+def _of_stage(said: dict[str, Any], path: Path, recipe: Recipe) -> list[_Said]:
     stage = _at(said, "zero_optimization.stage")
-    if stage not in (1, 2, 3):
+    by_recipe = stage in (_MISSING, "auto") and recipe.train is not None and recipe.train.strategy.startswith("zero")
+    if stage not in (1, 2, 3) and not by_recipe:
         raise ConfigError(
-            "the DeepSpeed file names no stage",
+            "nobody names DeepSpeed's stage",
             where=path,
-            wanted="zero_optimization.stage of 1, 2 or 3",
+            wanted="zero_optimization.stage of 1, 2 or 3, or train.strategy of zero1, zero2 or zero3",
             found="nothing" if stage is _MISSING else json.dumps(stage),
-            fix="set it; without ZeRO, leave train.deepspeed out",
+            fix="set one of them; without ZeRO, leave train.deepspeed out",
         )
-    places = {part: _at(said, f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+    found = [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
+    keys = {part: f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
+    places = {part: _at(said, key) for part, key in keys.items()}
     for part, device in places.items():
-        if device not in (_MISSING, "none", "cpu"):
+        if device not in (_MISSING, "auto", "none", "cpu"):
             raise ConfigError(
                 "dray offloads to the host's memory alone",
-                where=f"{path}: zero_optimization.offload_{part}.device",
-                wanted="cpu or none",
+                where=f"{path}: {keys[part]}",
+                wanted="cpu, none or auto",
                 found=json.dumps(device),
                 fix="write cpu",
             )
-    offload = "all" if places["param"] == "cpu" else "optimizer" if places["optimizer"] == "cpu" else ""
-    return {
-        "train.strategy": ("zero_optimization.stage", f"zero{stage}"),
-        "train.offload": ("zero_optimization.offload_optimizer", offload),
-    }
+    if places["param"] == "cpu" and places["optimizer"] not in ("cpu", "auto"):
+        raise ConfigError(
+            "weights are offloaded, and the optimizer is not",
+            where=path,
+            wanted="offload_optimizer beside offload_param",
+            found=keys["param"],
+            fix='add "offload_optimizer": {"device": "cpu"}',
+        )
+    if places["param"] == "cpu":
+        found.append(("train.offload", keys["param"], "all"))
+    elif places["optimizer"] in ("cpu", "none"):
+        found.append(("train.offload", keys["optimizer"], "optimizer" if places["optimizer"] == "cpu" else ""))
+    return found
 
 
-def _of_sections(said: dict[str, Any], path: Path) -> dict[str, tuple[str, Any]]:
+def _of_sections(said: dict[str, Any], path: Path) -> list[_Said]:
     optimizer, scheduler = _at(said, "optimizer.type"), _at(said, "scheduler.type")
-    if optimizer is not _MISSING and optimizer not in _OPTIMIZERS:
+    if optimizer not in (_MISSING, "auto", *_OPTIMIZERS):
         raise ConfigError(
             "dray trains with AdamW", where=f"{path}: optimizer.type", wanted="AdamW", found=json.dumps(optimizer),
             fix="write AdamW, or leave the section out",
         )  # fmt: skip
-    if scheduler is _MISSING:
-        return {}
+    if scheduler in (_MISSING, "auto"):
+        return []
     if scheduler not in _SCHEDULES:
         raise ConfigError(
             "this schedule is not known", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
             found=json.dumps(scheduler), fix="leave the section out, and set train.schedule",
         )  # fmt: skip
-    return {"train.schedule": ("scheduler.type", _SCHEDULES[scheduler])}
+    return [("train.schedule", "scheduler.type", _SCHEDULES[scheduler])]
 
 
 def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value

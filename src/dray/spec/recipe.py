@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
@@ -19,6 +21,7 @@ Scalar = str | int | float | bool
 _SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
 _SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+_SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
@@ -125,7 +128,7 @@ class Train(Spec):
     """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which part the optimizer, the gradients and the weights in turn."""
     offload: Literal["", "optimizer", "all"] = ""
-    """What the host's memory holds in place of the GPU's, with zero2 and zero3; all is the weights, too (zero3)."""
+    """What the host's memory holds in place of the GPU's, with zero1 to zero3; all is the weights, too (zero3)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
     recompute: bool = False
@@ -139,6 +142,21 @@ class Train(Spec):
     """Whether the smallest and the largest attention score of each layer are logged."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Where metrics also go; offline, unless these programs' own variables say otherwise."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Train:
+        if (self.steps is None) == (self.epochs is None):
+            both = f"both are set: steps = {self.steps}, epochs = {self.epochs}"
+            raise ValueError(f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}")
+        if self.steps is not None and self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}")
+        if self.final_lr > self.lr:
+            raise ValueError(f"final_lr = {self.final_lr} is more than lr = {self.lr}")
+        stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
+        unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
+        if self.offload and self.strategy not in stages and not unread:
+            raise ValueError(f"offload = {self.offload} wants strategy {stages}, and it is {self.strategy}")
+        return self
 
 
 class Preflight(Spec):
@@ -160,12 +178,30 @@ class Checkpoint(Spec):
     """What a run keeps, so that another may go on from there."""
 
     every: tuple[tuple[Annotated[int, Field(ge=0)], Count], ...] = ()
-    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever."""
+    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever. A
+    number alone is for ever. Left out: none before the end."""
     keep: Count = 2
     """How many of the newest stay."""
     folder: str = ""
     """Where they are kept and looked for; else in the run's own folder. With one, the same command goes on where the
     last was cut off, requeued or typed again. A relative path starts at the recipe's own folder."""
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _number_alone(cls, said: object) -> object:
+        if isinstance(said, int):
+            return ((0, said),)
+        return (
+            tuple(tuple(pair) if isinstance(pair, list) else pair for pair in said) if isinstance(said, list) else said
+        )
+
+    @field_validator("every")
+    @classmethod
+    def _ascending(cls, every: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        untils = [until or math.inf for until, _ in every]
+        if untils != sorted(set(untils)):
+            raise ValueError("expected pairs that reach further each, such as [[100, 10], [0, 50]]; 0 is for ever")
+        return every
 
 
 class Command(Spec):
@@ -214,6 +250,11 @@ class Recipe(Spec):
     train: Train | None = None
     checkpoint: Checkpoint = Checkpoint()
 
+    def all_places(self) -> dict[str, str]:
+        """Those, and the folders where something is kept."""
+        kept = {"checkpoint.folder": self.checkpoint.folder, "data.cache": self.data.cache}
+        return self.places() | {key: place for key, place in kept.items() if place}
+
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
         data = {f"data.{name}": getattr(self.data, name) for name in ("text", "validation", "test")}
@@ -243,10 +284,16 @@ class Recipe(Spec):
             raise ValueError("train: expected one of steps and epochs")
         if self.data.streaming and (self.train is None or self.train.steps is None):
             raise ValueError("data.streaming: nobody knows how long a stream is; set train.steps, not train.epochs")
-        if self.data.streaming and (not self.data.validation or self.data.text == "builtin"):
-            raise ValueError(
-                "data.streaming: a stream has no last documents; name files in data.text and data.validation"
-            )
+        if self.data.streaming and not self.data.validation:
+            raise ValueError("data.streaming wants data.validation: a stream has no last documents to evaluate")
+        if self.data.streaming and self.data.text == "builtin":
+            raise ValueError("data.streaming wants data.text: what is built in is no stream")
+        for key, place in self.all_places().items():
+            if _SHELLS.match(place) or "*" in str(PurePosixPath(place).parent):
+                raise ValueError(
+                    f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's name "
+                    "alone (a folder is searched whole)"
+                )
         if self.restarts and self.launcher != "torchrun":
             raise ValueError("restarts is torchrun's; no other launcher can start ranks again")
         if self.accelerate and self.launcher != "accelerate":

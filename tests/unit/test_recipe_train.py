@@ -1,0 +1,53 @@
+"""What a recipe may say of training, and the word about what does not go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from dray.errors import ConfigError
+from dray.runs.write import read_recipe
+from trainings import ROOT
+
+
+def told(*words: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_recipe(ROOT / "tests" / "tiny.toml", words)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "expected one of steps and epochs; neither is set"),
+        (("train.steps=5", "train.epochs=2"), "both are set: steps = 5, epochs = 2.0"),
+        (("train.steps=5", "train.warmup_steps=6"), "warmup_steps = 6 is more than steps = 5"),
+        (("train.steps=5", "train.final_lr=1.0"), "final_lr = 1.0 is more than lr = 0.01"),
+        (("train.steps=5", "train.offload=all"), "offload = all wants strategy zero3, and it is ddp"),
+        (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "wants strategy zero1, zero2 or zero3"),
+        (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),
+        (("train.steps=5", "data.streaming=true", "data.text=t"), "data.streaming wants data.validation"),
+        (("train.steps=5", "data.streaming=true", "data.validation=v"), "what is built in is no stream"),
+        (("train.steps=5", "data.text=~/corpus"), "~ and $ are the shell's"),
+        (("train.steps=5", "checkpoint.folder=$SCRATCH/x"), "checkpoint.folder = $SCRATCH/x: it is taken as it stands"),
+        (("train.steps=5", "data.text=data/**/*.jsonl"), "* may be in a file's name alone"),
+        (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs that reach further each"),
+        (("train.steps=5", "checkpoint.every=0"), "checkpoint.every"),
+        (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
+    ],
+)
+def test_what_does_not_go_together(words: tuple[str, ...], said: str) -> None:
+    assert said in told(*words)
+
+
+def test_a_number_alone_is_how_often_for_ever() -> None:
+    recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=5", "checkpoint.every=500"])
+    assert recipe.checkpoint.every == ((0, 500),)
+
+
+def test_paths_begin_beside_the_recipe() -> None:
+    words = ("data.text=a b", "data.cache=c", "checkpoint.folder=../k", "model.name=./m", "model.tokenizer=gpt2")
+    recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=5", "data.validation=hub:a/b", *words])
+    tests = str(ROOT / "tests")
+    assert (recipe.data.text, recipe.data.cache, recipe.data.validation) == (f"{tests}/a b", f"{tests}/c", "hub:a/b")
+    assert (recipe.checkpoint.folder, recipe.model.name) == (f"{tests}/../k", f"{tests}/m")
+    assert recipe.model.tokenizer == "gpt2"
