@@ -131,6 +131,14 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
     assert words._joins(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
 
 
+def test_a_tokenizer_that_was_saved_with_lengths_cuts_and_pads_nothing(tmp_path: Path) -> None:
+    tokens = words.tokenizer(config(tmp_path))
+    tokens(["x"], padding="max_length", truncation=True, max_length=8)
+    tokens.save_pretrained(tmp_path / "short")
+    again = words.tokenizer(config(tmp_path / "b", f"model.tokenizer={tmp_path}/short"))
+    assert words.encoder(again)(["a" * 100, "b"]) == [*[64] * 100, 256, 65, 256]
+
+
 def test_no_token_is_lost(tmp_path: Path) -> None:
     every = list(corpus.documents())
     found = texts(tmp_path)
@@ -227,7 +235,7 @@ class TestStream:
         for number in range(lanes):
             lane = stream._lane(number)
             row = []
-            while lane.turn == 0:
+            while lane.part < stream.parts:
                 row += lane.block(1).tolist()
             seen += Counter(row[:-1])  # the last one was asked of the next pass
         assert seen == Counter(dict.fromkeys(range(len(TEXTS)), 3))
@@ -249,12 +257,17 @@ class TestStream:
 
         streams = [self.stream(tmp_path, "jsonl") for _ in range(ranks)]
         before = some(streams, range(15))
-        states = json.loads(json.dumps([stream.state() for stream in streams]))
+        states = json.loads(json.dumps([stream.state() for stream in streams], default=lambda array: array.tolist()))
         others = [self.stream(tmp_path, "jsonl") for _ in range(2)]
         for other in others:
             other.load(states)
         share = 4
         assert np.array_equal(np.concatenate([before, some(others, range(15, 40))]), wanted)
+
+    def test_few_documents_for_many_lanes_and_long_blocks_come_as_often_as_it_takes(self, tmp_path: Path) -> None:
+        (tmp_path / "my texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]))
+        stream = self.stream(tmp_path, "jsonl", 64)
+        assert set(stream.rows(range(256)).flatten().tolist()) == set(range(5))
 
     def test_nothing_to_read(self, tmp_path: Path, capsys) -> None:
         (tmp_path / "my texts.jsonl").write_text("\n")

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from dray.train import model, parallel, schedule, words  # noqa: E402
 from dray.train.scaler import Scaler  # noqa: E402
+from dray.train.words import tokenizer  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -58,6 +59,29 @@ def test_documents_cannot_be_apart_in_a_model_without_positions(tmp_path: Path, 
     small = replace(chosen.model, type="bloom", config={"n_layer": 1, "hidden_size": 8, "n_head": 1})
     told = refused(capsys, replace(chosen, model=small))
     assert told.startswith("this model cannot keep documents apart\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "found"),
+    [
+        ("opt", (), "opt, whose attention crosses them"),
+        ("gpt2", ("train.objective=masked",), "an objective that is masked"),
+        ("gpt2", (), None),
+        ("llama", (), None),
+    ],
+)
+def test_documents_are_apart_or_it_is_refused(
+    tmp_path: Path, capsys, kind: str, words: tuple, found: str | None
+) -> None:
+    chosen = config(tmp_path, "data.apart=true", *words)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes |= {"opt": {"ffn_dim": 16, "word_embed_proj_dim": 16}, "llama": {"intermediate_size": 16}}.get(kind, {})
+    kind = "bert" if words else kind
+    chosen = replace(chosen, model=replace(chosen.model, type=kind, config=sizes))
+    if found is None:
+        model.build(chosen, tokenizer(chosen), filled=True)
+    else:
+        assert f"  found:  {found}\n" in refused(capsys, chosen)
 
 
 def test_folders_that_are_no_model(tmp_path: Path, capsys) -> None:

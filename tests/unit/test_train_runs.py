@@ -386,6 +386,23 @@ def test_epochs_in_place_of_steps(run: BEGUN, tmp_path: Path) -> None:
     assert other.events("start")[0]["steps"] == round(2 * tokens / (8 * 32))
 
 
+def test_a_checkpoint_of_another_order_is_refused(run: BEGUN, folder: Path) -> None:
+    """Its step would stand for other samples."""
+    kept = f"checkpoint.folder={folder}/ordered"
+    run(1, kept, "checkpoint.every=[[0, 5]]").end()
+    for word, found in (("batch.global_size=16", "global_size = 16"), ("train.seed=7", "seed = 7")):
+        said = run(2, kept, word).end(code=78).said()
+        assert "the checkpoint is of another order of samples\n" in said
+        assert f"  found:  {found}\n" in said
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_deepspeeds_bf16_is_near(zero: BEGUN, alone: Run, strategy: str) -> None:
+    other = zero(2, f"train.strategy={strategy}", "train.precision=bf16", "batch.per_device=2").end()
+    assert other.losses() == pytest.approx(alone.losses(), rel=2e-2)
+
+
 def test_a_checkpoint_of_another_model_is_refused(run: BEGUN, folder: Path) -> None:
     kept = f"checkpoint.folder={folder}/kept"
     run(1, kept, "checkpoint.every=[[0, 5]]").end()

@@ -130,3 +130,23 @@ def test_a_file_that_lost_its_end_is_not_trusted(tmp_path: Path, capsys) -> None
     with pytest.raises(SystemExit):
         made(tmp_path)
     assert "the tokens on this disk are not whole" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_on_a_disk_without_locks_the_first_ones_stay(tmp_path: Path, monkeypatch, error: int) -> None:
+    """As on some shared disks: another node, which no lock shows, is at work and ready first."""
+
+    def none(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(shards.fcntl, "flock", none)
+
+    def meanwhile(batch: list[str]) -> list[int]:
+        monkeypatch.setattr(shards, "_HOST", "other")
+        monkeypatch.setattr(shards.os, "getpid", lambda: 7)
+        made(tmp_path)
+        return encode(batch)
+
+    tokens, _ = made(tmp_path, encode=meanwhile)
+    assert tokens.ids[:4].tolist() == [97, 98, 99, 256]
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1

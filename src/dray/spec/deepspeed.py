@@ -112,13 +112,15 @@ _Said = tuple[str, str, Any]
 
 
 def _of_precision(said: dict[str, Any], path: Path) -> list[_Said]:
+    power = _at(said, "fp16.initial_scale_power")
+    scale = [("train.loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
     on = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is True]
     if len(on) == 2:
         raise ConfigError("fp16 and bf16 are both enabled", where=path, fix="enable one, or write auto for both")
     if on:
-        return [("train.precision", f"{on[0]}.enabled", on[0])]
+        return [*scale, ("train.precision", f"{on[0]}.enabled", on[0])]
     off = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is False]
-    return [("train.precision", "fp16.enabled", "fp32")] if len(off) == 2 else []
+    return [*scale, ("train.precision", "fp16.enabled", "fp32")] if len(off) == 2 else scale
 
 
 def _of_stage(said: dict[str, Any], path: Path, recipe: Recipe) -> list[_Said]:

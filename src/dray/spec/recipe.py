@@ -291,8 +291,8 @@ class Recipe(Spec):
         for key, place in self.all_places().items():
             if _SHELLS.match(place) or "*" in str(PurePosixPath(place).parent):
                 raise ValueError(
-                    f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's name "
-                    "alone (a folder is searched whole)"
+                    f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's "
+                    "name alone (a folder is searched whole)"
                 )
         if self.restarts and self.launcher != "torchrun":
             raise ValueError("restarts is torchrun's; no other launcher can start ranks again")

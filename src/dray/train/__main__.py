@@ -31,16 +31,25 @@ def main(path: str) -> NoReturn:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = read(path)
+    device, patient = parallel.begin(config)
     tokenizer = words.tokenizer(config)
     texts = data.texts(config, tokenizer, _say)
     config = replace(config, steps=config.steps or max(1, round(config.epochs * texts.total / config.step_tokens)))
     network = model.build(config, tokenizer, filled=model.first())
     parameters = sum(weight.numel() for weight in network.parameters())
-    device = parallel.begin(config)
+    parallel.check_same(network, patient)
     metrics = Metrics(config, writes=dist.get_rank() == 0)
     shared = parallel.make(network, config, device)
     task = objective.task(config, tokenizer, words.ended(tokenizer))
-    checkpoints = Checkpoints(Path(config.checkpoints), shared, about=config.about, keep=config.keep, say=_say)
+    checkpoints = Checkpoints(
+        Path(config.checkpoints),
+        shared,
+        about=config.about,
+        order={**config.order, "text": texts.training.text},
+        keep=config.keep,
+        group=patient,
+        say=_say,
+    )
     texts.training.load(checkpoints.resume())
     first = checkpoints.newest
     _began(config, metrics, parameters, texts, first)
@@ -65,7 +74,8 @@ def main(path: str) -> NoReturn:
         speed = steps * config.step_tokens / seconds if steps else 0.0
         sample = _reload(final, texts.validation, config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
-    dist.barrier()
+    metrics.close()
+    dist.barrier(group=patient)
     _leave(0)
 
 
@@ -115,11 +125,12 @@ def _leave(code: int) -> NoReturn:
 
 def _reload(final: Path, validation: Tokens, config: Config) -> str:
     """Load what was saved the way any user would, and let it write: a save that cannot be loaded is no save."""
-    tokens: Any = AutoTokenizer.from_pretrained(final)
+    code = {"trust_remote_code": config.model.trust_remote_code}
+    tokens: Any = AutoTokenizer.from_pretrained(final, **code)
     if config.objective == "masked":
-        AutoModelForMaskedLM.from_pretrained(final)
+        AutoModelForMaskedLM.from_pretrained(final, **code)
         return ""
-    network: Any = AutoModelForCausalLM.from_pretrained(final).eval()
+    network: Any = AutoModelForCausalLM.from_pretrained(final, **code).eval()
     prompt = torch.from_numpy(validation.block(0, config.data.block // 4)[None])
     written = network.generate(
         prompt, max_new_tokens=config.data.block // 2, do_sample=False, pad_token_id=tokens.pad_token_id

@@ -13,18 +13,21 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from dray.train.parallel import Parallel
+from dray.train.parallel import Parallel, State
 from dray.train.stop import EXIT_FAILED, stop
 
 _MANIFEST = "manifest.json"
+_OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
 class Checkpoints:
@@ -36,14 +39,16 @@ class Checkpoints:
         parallel: Parallel,
         *,
         about: dict[str, Any],
+        order: dict[str, Any],
         keep: int,
+        group: dist.ProcessGroup,
         say: Callable[[str], None],
     ) -> None:
         self.folder, self.parallel = folder, parallel
-        self.about, self.keep, self.say = about, keep, say
+        self.about, self.order, self.keep, self.say = about, order, keep, say
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         # What is written beside training has its own group: on training's, the messages of both would mix.
-        self._group = dist.new_group(backend="gloo")
+        self._group = group
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self.newest = 0  # the step of the newest that is whole
@@ -52,7 +57,7 @@ class Checkpoints:
         """All ranks together. It is there after `settle`; training was held up for so many seconds."""
         began = time.monotonic()
         self.settle()
-        part = self.folder / f"step-{step}.part"
+        part = self.folder / f"step-{step}.part-{self.about['run']}"
         if self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             try:
@@ -63,8 +68,7 @@ class Checkpoints:
         scaler = self.parallel.scaler
         own = {"feed": place, "scaler": scaler.state() if scaler else None}
         updates = step - (scaler.skipped if scaler else 0)
-        saved: Any = async_save(self.parallel.state(), checkpoint_id=part, process_group=self._group)
-        self._pending = self._writer.submit(self._finish, part, step, updates, own, saved)
+        self._pending = self._writer.submit(self._write, part, self.parallel.state(), step, updates, own)
         return time.monotonic() - began
 
     def settle(self) -> None:
@@ -92,20 +96,25 @@ class Checkpoints:
             code=EXIT_FAILED,
         )
 
-    def _finish(self, part: Path, step: int, updates: int, own: dict[str, Any], saved: Any) -> None:  # noqa: ANN401
-        saved.result()
-        (part / f"rank-{self.rank}.json").write_text(json.dumps(own), encoding="utf-8")
-        dist.barrier(group=self._group)
-        names = sorted(str(path.relative_to(part)) for path in part.rglob("*") if path.is_file())
-        files = self._gathered({name: _sealed(part / name) for name in names[self.rank :: self.world]})
+    def _write(self, part: Path, state: State, step: int, updates: int, own: dict[str, Any]) -> None:
+        if self.parallel.device.type == "cuda":
+            torch.cuda.set_device(self.parallel.device)  # a new thread has the first one
+        save(state, checkpoint_id=part, process_group=self._group)
+        text = json.dumps(own, default=lambda array: array.tolist())
+        (part / f"rank-{self.rank}.json").write_text(text, encoding="utf-8")
+        # Each rank lists what it wrote itself: what others wrote may not be seen here yet.
+        mine = [path for path in part.iterdir() if path.name.startswith((f"__{self.rank}_", f"rank-{self.rank}."))]
+        mine += [part / ".metadata"] if self.rank == 0 else []
+        files = self._gathered({path.name: _sealed(path) for path in mine})
         if self.rank == 0:
-            said = {"step": step, "updates": updates, **self.about, "world_size": self.world, "files": files}
+            said = {"step": step, "updates": updates, **self.about, "world_size": self.world, "order": self.order}
+            said["files"] = files
             with (part / _MANIFEST).open("w", encoding="utf-8") as file:
                 json.dump(said, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             _sync(part)
-            part.rename(part.with_suffix(""))
+            part.rename(self.folder / f"step-{step}")
             _sync(self.folder)
             self._prune()
         dist.barrier(group=self._group)
@@ -113,23 +122,41 @@ class Checkpoints:
 
     def resume(self) -> list[Any]:
         """Load the newest that is whole, if there is one; the feed's states. What is broken is said and put aside."""
-        for step in reversed(_steps(self.folder)):
+        for step in self._from_first(lambda: _steps(self.folder)[::-1]):
             path = self.folder / f"step-{step}"
-            troubles = self._troubles(path)
+            said = self._from_first(partial(_manifest, path))
+            troubles = self._troubles(path, said["files"]) if "files" in said else [said["trouble"]]
             if troubles:
                 self.say(f"checkpoint {path} is left out: {'; '.join(troubles[:3])}")
                 if self.rank == 0:  # its place will be wanted again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            said = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-            self._load(path, said["updates"])
+            self._check_order(path, said["order"])
             owns = [json.loads(own.read_text(encoding="utf-8")) for own in sorted(path.glob("rank-*.json"))]
             if self.parallel.scaler and owns[0]["scaler"]:
                 self.parallel.scaler.load(owns[0]["scaler"])
+            self._load(path, said["updates"])
             self.newest = step
             self.say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []
+
+    def _check_order(self, path: Path, order: dict[str, Any]) -> None:
+        """Another batch, block, seed or text makes other samples of the same numbers."""
+        for name, mine in self.order.items():
+            if order.get(name) != mine:
+                stop(
+                    "the checkpoint is of another order of samples",
+                    wanted=f"{name} = {order.get(name)}, as in {path}",
+                    found=f"{name} = {mine}",
+                    fix="go on as it was, or begin anew: another checkpoint.folder, and model.name = a final model",
+                )
+
+    def _from_first(self, look: Callable[[], Any]) -> Any:  # noqa: ANN401  what `look` gives
+        """What the first rank sees: another machine may see an older state of a shared folder."""
+        seen = [look() if self.rank == 0 else None]
+        dist.broadcast_object_list(seen, src=0, group=self._group)
+        return seen[0]
 
     def _load(self, path: Path, updates: int) -> None:
         try:
@@ -142,12 +169,8 @@ class Checkpoints:
                 fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
             )
 
-    def _troubles(self, path: Path) -> list[str]:
+    def _troubles(self, path: Path, files: dict[str, Any]) -> list[str]:
         """What is not as the manifest says; each rank looks at its part of the files."""
-        try:
-            files: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
-        except (OSError, ValueError, KeyError) as error:
-            return [f"its manifest cannot be read ({error})"]
         mine = {}
         for name in sorted(files)[self.rank :: self.world]:
             try:
@@ -168,12 +191,21 @@ class Checkpoints:
         """The newest `keep` stay; what was cut off goes."""
         for old in _steps(self.folder)[: -self.keep]:
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
-        for part in self.folder.glob("step-*.part"):
-            shutil.rmtree(part, ignore_errors=True)
+        for part in self.folder.glob("step-*.part-*"):
+            if part.name.endswith(f".part-{self.about['run']}") or time.time() - part.stat().st_mtime > _OLD:
+                shutil.rmtree(part, ignore_errors=True)
 
 
 def _steps(folder: Path) -> list[int]:
     return sorted(int(name) for path in folder.glob("step-*") if (name := path.name.removeprefix("step-")).isdigit())
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return {"trouble": f"its manifest cannot be read ({error})"}
+    return found if "files" in found else {"trouble": "its manifest names no files"}
 
 
 def _sealed(path: Path) -> dict[str, Any]:

@@ -28,11 +28,15 @@ Say = Callable[[str], None]
 class Feed(Protocol):
     """Samples by number. They are the same on any number of ranks."""
 
+    @property
+    def text(self) -> str:
+        """What tells this text from another."""
+
     def rows(self, samples: range) -> Rows:
         """Those samples, one a row."""
 
     def state(self) -> Any:  # noqa: ANN401  any JSON value
-        """What another process needs to go on from here."""
+        """What another process needs to go on from here; JSON, but for arrays."""
 
     def load(self, states: list[Any]) -> None:
         """Go on from there; the states of all ranks that there were."""
@@ -44,6 +48,10 @@ class Mapped:
 
     tokens: Tokens
     order: Order
+
+    @property
+    def text(self) -> str:
+        return f"{self.order.total} tokens"
 
     def rows(self, samples: range) -> Rows:
         return np.stack([self.tokens.block(self.order.start(sample), self.order.block) for sample in samples])

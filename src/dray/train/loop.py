@@ -168,8 +168,9 @@ def evaluate(config: Config, parallel: Parallel, task: Task, tokens: Tokens) -> 
         sums += torch.stack([loss.double(), hits.double(), sums.new_tensor(batch.wanted)])
     dist.all_reduce(sums)
     parallel.network.train()
-    loss_each = float(sums[0] / sums[2])
-    return {"loss": loss_each, "perplexity": perplexity(loss_each), "accuracy": float(sums[1] / sums[2])}
+    losses, hits, wanted = sums.tolist()
+    loss_each = losses / max(wanted, 1.0)
+    return {"loss": loss_each, "perplexity": perplexity(loss_each), "accuracy": hits / max(wanted, 1.0)}
 
 
 def _cut(tokens: Tokens, samples: range, block: int, task: Task) -> Batch:

@@ -32,11 +32,16 @@ class Metrics:
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._file = None
         self._sinks: list[Callable[[dict[str, float], int], None]] = []
+        self._ends: list[Callable[[], None]] = []
         if not writes:
             return
         folder = Path(config.folder)
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._sinks = [_tensorboard(folder), *(_TRACKERS[name](folder, config) for name in config.trackers)]
+        self._sinks = [_tensorboard(folder)]
+        for name in config.trackers:
+            sink, end = _TRACKERS[name](folder, config)
+            self._sinks.append(sink)
+            self._ends.append(end)
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         """One line, flushed: a reader follows it live. Every rank shows it in its own log."""
@@ -49,6 +54,11 @@ class Metrics:
         numbers = {f"{event}/{name}": value for name, value in fields.items() if isinstance(value, (int, float))}
         for sink in self._sinks if "step" in fields else ():
             sink(numbers, fields["step"])
+
+    def close(self) -> None:
+        """Trackers want to be told that it is over."""
+        for end in self._ends:
+            end()
 
 
 def _tensorboard(folder: Path) -> Callable[[dict[str, float], int], None]:
@@ -64,18 +74,18 @@ def _tensorboard(folder: Path) -> Callable[[dict[str, float], int], None]:
     return write
 
 
-def _wandb(folder: Path, config: Config) -> Callable[[dict[str, float], int], None]:
+def _wandb(folder: Path, config: Config) -> tuple[Callable[[dict[str, float], int], None], Callable[[], None]]:
     os.environ.setdefault("WANDB_MODE", "offline")
     wandb = _imported("wandb")
     run = wandb.init(dir=str(folder), id=config.about["run"], name=config.about["run"], resume="allow")
-    return lambda numbers, step: run.log(numbers, step=step)
+    return lambda numbers, step: run.log(numbers, step=step), run.finish
 
 
-def _mlflow(folder: Path, config: Config) -> Callable[[dict[str, float], int], None]:
+def _mlflow(folder: Path, config: Config) -> tuple[Callable[[dict[str, float], int], None], Callable[[], None]]:
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
     mlflow = _imported("mlflow")
     mlflow.start_run(run_name=config.about["run"])
-    return lambda numbers, step: mlflow.log_metrics(numbers, step=step)
+    return lambda numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run
 
 
 _TRACKERS: dict[str, Any] = {"wandb": _wandb, "mlflow": _mlflow}
@@ -147,8 +157,12 @@ class Speed:
 def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
     """Six for each weight that is multiplied, and attention's own."""
     settings = network.config
-    tables = 0 if settings.tie_word_embeddings else network.get_input_embeddings().weight.numel()
-    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in network.parameters()) - tables
+
+    def size(weight: Any) -> int:  # noqa: ANN401  a weight, or DeepSpeed's part of one
+        return int(getattr(weight, "ds_numel", weight.numel()))
+
+    tables = 0 if settings.tie_word_embeddings else size(network.get_input_embeddings().weight)
+    weights = sum(map(size, network.parameters())) - tables
     return float(6 * weights + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.block)
 
 

@@ -56,21 +56,48 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
             found=" ".join(str(error).split())[:400],
             fix="correct [model], or train.objective",
         )
-    if config.data.apart and "position_ids" not in inspect.signature(network.forward).parameters:
-        stop(
-            "this model cannot keep documents apart",
-            wanted="a model that takes position_ids",
-            found=f"{settings.model_type}, with data.apart",
-            fix="leave data.apart out",
-        )
+    if config.data.apart:
+        _check_apart(config, network, filled=filled)
     if config.recompute:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     return network
 
 
+def _check_apart(config: Config, network: PreTrainedModel, *, filled: bool) -> None:
+    """Many models take positions and let attention cross documents all the same: so one is asked."""
+    problem, kind = "", network.config.model_type
+    if config.objective == "masked":
+        problem = "an objective that is masked"
+    elif "position_ids" not in inspect.signature(network.forward).parameters:
+        problem = f"{kind}, which takes no position_ids"
+    elif config.model.attention == "flash_attention_2":
+        if config.per_device > 1:  # transformers looks for documents in a batch of one row alone
+            problem = f"flash attention with {config.per_device} rows at once"
+    elif filled and not _keeps_apart(network.eval()):
+        problem = f"{kind}, whose attention crosses them"
+    network.train()
+    if problem:
+        stop(
+            "this model cannot keep documents apart",
+            wanted="a causal model whose attention follows position_ids",
+            found=problem,
+            fix="leave data.apart out, or take another model, another attention or per_device = 1",
+        )
+
+
+@torch.no_grad()
+def _keeps_apart(network: PreTrainedModel) -> bool:
+    """Whether the second of two documents in a row has the same logits, whatever the first is."""
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 3, 4, 5, 6]])
+    places = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)
+    logits = network(input_ids=rows, position_ids=places, use_cache=False).logits.float()
+    return bool(torch.allclose(logits[0, 2:], logits[1, 2:], rtol=1e-3, atol=1e-4))
+
+
 def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> PreTrainedConfig:
     said = config.model
     named = {"vocab_size": len(tokens), "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    named["pad_token_id"] = tokens.pad_token_id
     try:
         if folder:
             defaults = AutoConfig.from_pretrained(folder, trust_remote_code=said.trust_remote_code)

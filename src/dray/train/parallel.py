@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,7 @@ from dray.train import dropout
 from dray.train.config import Config
 from dray.train.objective import Batch, Objective
 from dray.train.scaler import Scaler
+from dray.train.stop import stop
 
 State = dict[str, dict[str, torch.Tensor]]
 """`weights`, and AdamW's `exp_avg` and `exp_avg_sq`; each by the weights' names. `others` are the model's buffers."""
@@ -49,7 +52,7 @@ class Parallel(Protocol):
         """Move the weights at this learning rate; the gradients' norm before they were clipped."""
 
     def state(self) -> State:
-        """What a checkpoint holds. A rank has parts of tensors, or some of the whole ones."""
+        """Copies of what a checkpoint holds, in the host's memory: parts of tensors, or some of the whole ones."""
 
     def load(self, read: Callable[[State], None], updates: int) -> None:
         """The same back, on any number of ranks: `read` fills the tensors that it is given."""
@@ -58,14 +61,34 @@ class Parallel(Protocol):
         """All weights, on the first rank."""
 
 
-def begin(config: Config) -> torch.device:
-    """Meet the other ranks; the device that is this one's."""
+def begin(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
+    """Meet the other ranks; the device that is this one's, and a group that waits as long as it takes.
+
+    nccl's own gives up after ten minutes. Making tokens, reading weights and writing checkpoints may take longer.
+    """
     on_cpu = config.variant == "cpu"
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if not on_cpu:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if on_cpu else "nccl")
-    return device
+    return device, dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+def check_same(network: torch.nn.Module, patient: dist.ProcessGroup) -> None:
+    """Wait until all ranks have the network, and see that it is the same: else weights would go astray."""
+    named = (*network.named_parameters(), *network.named_buffers())
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    first = [mine]
+    dist.broadcast_object_list(first, src=0, group=patient)
+    same: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(same, first[0] == mine, group=patient)
+    if not all(same):
+        stop(
+            "the ranks have built different networks",
+            wanted="the first rank's weights, as its files have them",
+            found=f"others on rank {', '.join(str(rank) for rank, one in enumerate(same) if not one)}",
+            fix="is tie_word_embeddings in the model's config.json as its weights are?",
+        )
 
 
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Parallel:
@@ -116,6 +139,16 @@ class Torch:
                 ids = None if device.type == "cpu" else [device.index]
                 self._module = DistributedDataParallel(objective, device_ids=ids, gradient_as_bucket_view=True)
         self._optimizer = adamw(self.network, config)
+        self._prime(updates=0)
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def _prime(self, updates: int) -> None:
+        """Give AdamW its averages now: a checkpoint may be loaded, or written, before a step was taken."""
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                moments = {moment: torch.zeros_like(weight) for moment in MOMENTS}
+                step = torch.tensor(float(updates), device=weight.device)
+                self._optimizer.state[weight] = {"step": step, **moments}
 
     def _shard(self, half: torch.dtype | None) -> None:
         """Layer by layer, so that no rank ever has more than one whole layer beside its parts."""
@@ -134,10 +167,8 @@ class Torch:
 
     @contextmanager
     def turn(self, *, last: bool) -> Iterator[None]:
-        if isinstance(self.network, FSDPModule):
-            self.network.set_requires_gradient_sync(last)
-            yield
-        elif isinstance(self._module, DistributedDataParallel) and not last:
+        # FSDP sums in each pass: without that it would hold the whole gradient.
+        if isinstance(self._module, DistributedDataParallel) and not last:
             with self._module.no_sync():
                 yield
         else:
@@ -167,6 +198,10 @@ class Torch:
         return norm
 
     def state(self) -> State:
+        copies: Any = self._stager.stage(self._share())
+        return copies  # type: ignore[no-any-return]
+
+    def _share(self) -> State:
         if isinstance(self.network, FSDPModule):
             return self._tensors()
         # Every rank has all of it, and each keeps a share, so that they hold and write it once between them.
@@ -189,11 +224,7 @@ class Torch:
         return self.network.named_parameters()
 
     def load(self, read: Callable[[State], None], updates: int) -> None:
-        for group in self._optimizer.param_groups:
-            for weight in group["params"]:
-                moments = {moment: torch.zeros_like(weight) for moment in MOMENTS}
-                step = torch.tensor(float(updates), device=weight.device)
-                self._optimizer.state[weight] = {"step": step, **moments}
+        self._prime(updates)
         read(self._tensors())
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dray.train.stop import EXIT_FAILED, stop
 _VERSION = 2
 _BATCH = 1024
 _WAIT = 0.1
+_HOST = socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,17 @@ def made(
     with (cache / f"{name}.lock").open("a") as lock:
         _hold(lock.fileno(), folder, say)
         if not folder.is_dir():
-            for left in cache.glob(f"{name}.part-*"):  # of one that was killed
+            # Of one that was killed here: where a disk is shared, another node may be at work, unseen by the lock.
+            for left in cache.glob(f"{name}.part-{_HOST}-*"):
                 shutil.rmtree(left, ignore_errors=True)
-            part = cache / f"{name}.part-{os.getpid()}"
+            part = cache / f"{name}.part-{_HOST}-{os.getpid()}"
             try:
                 _make(part, documents(), encode, end=end, vocabulary=vocabulary, say=say)
                 part.rename(folder)
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and folder.is_dir():
+                    return _open(folder)  # another node was first
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 free = shutil.disk_usage(cache).free
@@ -110,6 +115,10 @@ def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> None:
                 say(f"waiting for another process that makes the tokens ({sum(sizes) / 1e6:.0f} MB so far)")
                 told = now
             time.sleep(_WAIT)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            return  # a disk without locks: each makes its own, and the first one's stays
         else:
             return
 

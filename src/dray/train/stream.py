@@ -1,12 +1,14 @@
 """Text becomes tokens while the model trains, and none stay on the disk.
 
-A step's global batch has so many places; each place is a lane that reads its own part of the text and packs its own
-blocks. A lane is the same whoever has it, so the samples of a step are the same on any number of ranks, and no document
-is read by two lanes. Where each lane is goes into the checkpoint.
+A step's global batch has so many places; each place is a lane that reads parts of the text and packs its own blocks.
+All parts of all passes stand in one row, and of n lanes each takes every n-th: none is taken twice. A lane is the same
+whoever has it, so the samples of a step are the same on any number of ranks. Where each lane is goes into the
+checkpoint.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -20,14 +22,15 @@ from dray.train.sources import Piece
 from dray.train.stop import stop
 
 _AT_ONCE = 16  # documents
+_EMPTY = 20  # passes over nothing
 
 
 class Lane:
-    """One place of the batch: the parts of the text that are its own, in each pass in another order."""
+    """One place of the batch: the parts of the text that are its own."""
 
     def __init__(self, number: int, stream: Stream) -> None:
         self.number, self.stream = number, stream
-        self.turn, self.part, self.taken = 0, 0, 0  # the pass, its how-manieth part, documents taken of that
+        self.part, self.taken = number, 0  # in the endless row of parts; and documents taken of that one
         self.left = np.zeros(0, np.int64)
         self._documents: Iterator[str] | None = None
 
@@ -36,27 +39,25 @@ class Lane:
         empty = 0
         while len(self.left) < length:
             if self._documents is None:
-                self._documents = self.stream.documents(self.number, self.turn, self.part, self.taken)
+                self._documents = self.stream.documents(self.part, self.taken)
             texts = list(islice(self._documents, _AT_ONCE))
             if texts:
-                self.taken += len(texts)
+                empty, self.taken = 0, self.taken + len(texts)
                 self.left = np.concatenate([self.left, np.asarray(self.stream.encode(texts), np.int64)])
                 continue
-            self._documents, self.taken, self.part = None, 0, self.part + 1
-            if self.part >= self.stream.parts(self.number):
-                self.turn, self.part, empty = self.turn + 1, 0, empty + 1
-                if empty > 1:
-                    stop("the training text is empty", wanted="documents", found="none", fix="check data.text")
+            self._documents, self.taken, self.part, empty = None, 0, self.part + self.stream.count, empty + 1
+            if empty > _EMPTY * self.stream.parts:
+                stop("the training text is empty", wanted="documents", found="none", fix="check data.text")
         found, self.left = self.left[:length], self.left[length:]
         return found
 
     def state(self) -> list[Any]:
-        """JSON that `load` understands."""
-        return [self.number, self.turn, self.part, self.taken, self.left.tolist()]
+        """What `load` understands; arrays are never written to, so they may be kept."""
+        return [self.number, self.part, self.taken, self.left]
 
     def load(self, state: list[Any]) -> None:
         """Stand where that lane stood."""
-        _, self.turn, self.part, self.taken, left = state
+        _, self.part, self.taken, left = state
         self.left, self._documents = np.asarray(left, np.int64), None
 
 
@@ -79,17 +80,15 @@ class Stream:
         self.count, self.block, self.seed = lanes, block, seed
         # Where pieces are fewer than lanes, several lanes read one, and each takes its share of the documents.
         self.sharers = -(-lanes // len(pieces))
+        self.parts = len(pieces) * self.sharers
+        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr(pieces).encode()):08x}"
         self._lanes: dict[int, Lane] = {}
         self._states: dict[int, list[Any]] = {}
 
-    def parts(self, lane: int) -> int:
-        """How many parts of the text are the lane's in one pass."""
-        return len(range(lane, len(self.pieces) * self.sharers, self.count))
-
-    def documents(self, lane: int, turn: int, part: int, taken: int) -> Iterator[str]:
-        """What is left of the lane's so-manieth part in that pass."""
-        whole = len(self.pieces) * self.sharers
-        number, share = divmod(permuted(lane + part * self.count, whole, self.seed + turn), self.sharers)
+    def documents(self, part: int, taken: int) -> Iterator[str]:
+        """What is left of a part, in the row of all passes' parts: each pass has all of them, in another order."""
+        turn, place = divmod(part, self.parts)
+        number, share = divmod(permuted(place, self.parts, self.seed + turn), self.sharers)
         mine = islice(sources.documents(self.pieces[number], self.column), share, None, self.sharers)
         return islice(mine, taken, None)
 

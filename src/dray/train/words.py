@@ -14,7 +14,7 @@ from dray.train.config import Config
 from dray.train.stop import stop
 
 _TOGETHER = 1 << 12  # characters
-END, MASK = "<|endoftext|>", "<|mask|>"
+END, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 
 
 def tokenizer(config: Config) -> PreTrainedTokenizerFast:
@@ -39,6 +39,9 @@ def tokenizer(config: Config) -> PreTrainedTokenizerFast:
         _lacks(folder, "an end of text (eos or sep)")
     if config.objective == "masked" and found.mask_token_id is None:
         _lacks(folder, "a mask token")
+    # A tokenizer may have been saved with the lengths of somebody's batches.
+    found.backend_tokenizer.no_truncation()
+    found.backend_tokenizer.no_padding()
     if found.pad_token is None:
         found.pad_token = found.eos_token or found.sep_token
     return found
@@ -104,12 +107,12 @@ def _lacks(folder: str, wanted: str) -> NoReturn:
 def _of_bytes(*, masked: bool) -> PreTrainedTokenizerFast:
     """One token a byte and one for the end of a text: nothing to download, nothing it cannot spell."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    extra = [END, MASK] if masked else [END]
+    extra = [END, MASK, PAD] if masked else [END]
     vocabulary = {token: number for number, token in enumerate([*alphabet, *extra])}
     bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = decoders.ByteLevel()
     found = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token=END, pad_token=END, bos_token=END)
     if masked:
-        found.mask_token = MASK
+        found.mask_token, found.pad_token = MASK, PAD  # what pads has no embedding that learns
     return found

@@ -34,6 +34,10 @@ class Zero:
     def __init__(self, objective: Objective, config: Config, device: torch.device) -> None:
         self.device, self.network, self._stage = device, objective.network, int(config.strategy.removeprefix("zero"))
         self.scaler = Scaler(config.loss_scale) if config.precision == "fp16" else None
+        if self._stage == 3:  # weight by weight, so that no rank ever has the whole model
+            deepspeed.zero.Init(module=self.network, config_dict_or_path=settings(config))
+        else:
+            self.network.to(device)
         for buffer in self.network.buffers():  # DeepSpeed copies weights to all ranks, and not these
             buffer.data = buffer.data.to(device)
             dist.broadcast(buffer.data, 0)
@@ -92,7 +96,8 @@ class Zero:
     def state(self) -> State:
         """Whole tensors, brought together one by one; each rank keeps its share of them."""
         mine, count = dist.get_rank(), dist.get_world_size()
-        found: State = {"weights": {}, **{moment: {} for moment in MOMENTS}, "others": buffers(self.network)}
+        others = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers(self.network).items()}
+        found: State = {"weights": {}, **{moment: {} for moment in MOMENTS}, "others": others if mine == 0 else {}}
         for number, (name, weight) in enumerate(self._named):
             wholes = {"weights": safe_get_full_fp32_param(weight)}
             wholes |= {moment: safe_get_full_optimizer_state(weight, moment) for moment in MOMENTS}
@@ -110,6 +115,9 @@ class Zero:
             read(state)
             for name, weight in some:
                 self._set(weight, {kind: tensors[name] for kind, tensors in state.items()})
+        if self.scaler:
+            self._engine.optimizer.cur_scale = self.scaler.scale
+            self._engine.skipped_steps = self.scaler.skipped
         for state in self._engine.optimizer.optimizer.state.values():
             state["step"].fill_(float(updates))
 
@@ -157,10 +165,14 @@ def settings(config: Config) -> dict[str, Any]:
     if config.offload == "all":
         stage["offload_param"] = {**place, **stage.get("offload_param", {})}
     fp16 = {
-        "initial_scale_power": round(math.log2(config.loss_scale)),
         **said.pop("fp16", {}),
+        "initial_scale_power": round(math.log2(config.loss_scale)),
         "enabled": config.precision == "fp16",
     }
+    if config.precision != "fp32":  # as ddp and fsdp do it: DeepSpeed would sum gradients in 16 bits
+        said.setdefault("communication_data_type", "fp32")
+        if stage["stage"] > 1:
+            said.setdefault("data_types", {"grad_accum_dtype": "fp32"})
     return {
         **said,
         "train_micro_batch_size_per_gpu": config.per_device,
