@@ -166,7 +166,8 @@ def test_a_loss_that_is_no_number_fails_the_run(root: Path, tmp_path: Path) -> N
     ended, folder = run(root, tmp_path / "runs", *SHORT, "train.lr=1e18")
     assert ended.returncode == 1
     cause = json.loads((folder / "result.json").read_text())["cause"]
-    assert re.match(r"the loss at step \d is nan", cause["last_lines"][-4])
+    assert cause["last_lines"][-4] == "the loss is not finite any more"
+    assert re.match(r"  found:  NaN or Inf at step \d, on rank 0", cause["last_lines"][-2])
     assert [step["step"] for step in steps(folder)] == list(range(1, len(steps(folder)) + 1))
 
 

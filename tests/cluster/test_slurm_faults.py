@@ -17,14 +17,14 @@ RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.when=never"
 
 def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
     ended = sbatch(*RECIPE, "model.config.n_head=3")
-    assert ended.code == 1
+    assert ended.code == 78
     result = ended.result()
-    assert (result["status"], result["exit_code"]) == ("failed", 1)
+    assert (result["status"], result["exit_code"]) == ("failed", 78)
     cause = result["cause"]
     assert (cause["node"] in ("n1", "n2"), cause["rank"] in range(4)) == (True, True)
-    assert (cause["code"], cause["why"]) == (1, "exit code 1")
+    assert (cause["code"], cause["why"]) == (78, "exit code 78")
     assert "`embed_dim` must be divisible by num_heads (got `embed_dim`: 128" in "\n".join(cause["last_lines"])
-    assert f"failed: rank {cause['rank']} on {cause['node']}: exit code 1" in ended.output
+    assert f"failed: rank {cause['rank']} on {cause['node']}: exit code 78" in ended.output
 
 
 def test_another_image_than_the_recipe_s_stops_before_it_starts(sbatch, sif) -> None:
