@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dray.errors import ConfigError
-from dray.spec.recipe import Batch
+from dray.spec.training import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 
 from dray.batch import Shares, divide
 from dray.errors import ConfigError
-from dray.spec.recipe import Batch
+from dray.spec.training import Batch
 
 
 @pytest.mark.parametrize(
