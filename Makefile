@@ -56,7 +56,9 @@ clean: ## Remove what was built here; runs stay
 	rm -rf build .venv
 
 # What runs on this machine has the versions and hashes of the image; hashes in constraints want pip 26.1.
-PIP := $(BIN)/python -m pip install -qq
+# The first import writes bytecode, and only what it needs: pip would write all of torch's, half of the time it takes.
+export PYTHONDONTWRITEBYTECODE :=
+PIP := $(BIN)/python -m pip install -qq --no-compile
 OURS := $(shell sed -n '/^dependencies/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
 
 .venv/host: $(LOCK) pyproject.toml
