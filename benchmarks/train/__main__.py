@@ -59,36 +59,42 @@ class Bench:
         _write_text(self.text, megabytes)
         made = ByteLevelBPETokenizer()
         made.train([str(self.text)], vocab_size=VOCABULARY, special_tokens=["<end>"], show_progress=False)
-        # Both sides name an end of text; only dray's puts it between documents.
         fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<end>", bos_token="<end>")  # noqa: S106
         fast.save_pretrained(self.tokenizer)
         (folder / "bench.toml").write_text(RECIPE)
         self.count = 0
 
     def stock(
-        self, steps: int, switches: dict[str, Any], model: dict[str, Any], *, cold: bool = False, **more: bool
+        self,
+        steps: int,
+        seed: int,
+        switches: dict[str, Any],
+        model: dict[str, Any],
+        *,
+        cold: bool = False,
+        **more: bool,
     ) -> dict:
         """One training of the other side."""
         cache = self.folder / ("cold" if cold else "stock-cache")
         shutil.rmtree(self.folder / "cold", ignore_errors=True)
         said = {
             "text": str(self.text), "tokenizer": str(self.tokenizer), "block": BLOCK, "cache": str(cache),
-            "steps": steps, "batch": BATCH, "lr": RATE, "switches": switches, "out": str(self.folder / "out"),
-            "model": {**MODEL, "vocab_size": VOCABULARY, **model}, **more,
+            "steps": steps, "seed": seed, "batch": BATCH, "lr": RATE, "switches": switches,
+            "out": str(self.folder / "out"), "model": {**MODEL, "vocab_size": VOCABULARY, **model}, **more,
         }  # fmt: skip
         settings = self.folder / "stock.json"
         settings.write_text(json.dumps(said))
         return json.loads(self._run([sys.executable, str(STOCK), str(settings)])[1].splitlines()[-1])
 
-    def dray(self, steps: int, *words: str, ranks: int = 1, cold: bool = False) -> dict:
+    def dray(self, steps: int, seed: int, *words: str, ranks: int = 1, cold: bool = False) -> dict:
         """One training of ours, as a user starts it."""
         self.count += 1
         name, cache = f"run-{self.count}", self.folder / ("cold" if cold else "tokens")
         shutil.rmtree(self.folder / "cold", ignore_errors=True)
         said = [
-            f"train.steps={steps}", f"ranks_per_node={ranks}", f"batch.per_device={BATCH // ranks}",
-            f"data.text={self.text}", f"data.cache={cache}", f"model.tokenizer={self.tokenizer}",
-            "data.validation_samples=8", *words,
+            f"train.steps={steps}", f"train.seed={seed}", f"ranks_per_node={ranks}",
+            f"batch.per_device={BATCH // ranks}", f"data.text={self.text}", f"data.cache={cache}",
+            f"model.tokenizer={self.tokenizer}", "data.validation_samples=8", *words,
         ]  # fmt: skip
         argv = [sys.executable, "-m", "dray", "run", str(self.folder / "bench.toml"), *said]
         began, _ = self._run([*argv, "--nodes", "1", "--runs", str(self.folder / name)])
@@ -130,39 +136,43 @@ def _write_text(path: Path, megabytes: int) -> None:
 
 
 def speed(rounds: int = 3, steps: int = 60) -> None:
-    """Tokens a second in the middle step, compilation left out; the losses of the last ten steps."""
+    """Tokens a second in the middle step, compilation left out; the losses of the last ten; each round has a seed."""
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(Path(made), 12)
         every = {"bf16": True, "torch_compile": True}
         compiled = ("train.compile=true", "train.precision=bf16")
         without = [f"model.config.{name}=0.0" for name in DROPOUT]
         ways: dict[str, Any] = {
-            "Trainer, its defaults (fp32, dropout 0.1)": lambda: bench.stock(steps, {}, {}),
-            "Trainer, bf16 and compiled, dropout 0.1": lambda: bench.stock(steps, every, {}),
-            "Trainer, bf16 and compiled, dropout 0": lambda: bench.stock(steps, every, DROPOUT),
-            "dray, fp32, dropout 0.1, 1 rank": lambda: bench.dray(steps, "train.precision=fp32"),
-            "dray, bf16 and compiled, dropout 0.1, 1 rank": lambda: bench.dray(steps, *compiled),
-            "dray, bf16 and compiled, dropout 0.1, 2 ranks": lambda: bench.dray(steps, *compiled, ranks=2),
-            "dray, bf16 and compiled, dropout 0, 1 rank": lambda: bench.dray(steps, *compiled, *without),
-            "dray, bf16 and compiled, dropout 0, 2 ranks": lambda: bench.dray(steps, *compiled, *without, ranks=2),
+            "Trainer, its defaults (fp32, dropout 0.1)": lambda seed: bench.stock(steps, seed, {}, {}, ends=True),
+            "Trainer, bf16 and compiled, dropout 0.1": lambda seed: bench.stock(steps, seed, every, {}, ends=True),
+            "Trainer, bf16 and compiled, dropout 0": lambda seed: bench.stock(steps, seed, every, DROPOUT, ends=True),
+            "dray, fp32, dropout 0.1, 1 rank": lambda seed: bench.dray(steps, seed, "train.precision=fp32"),
+            "dray, bf16 and compiled, dropout 0.1, 1 rank": lambda seed: bench.dray(steps, seed, *compiled),
+            "dray, bf16 and compiled, dropout 0.1, 2 ranks": lambda seed: bench.dray(steps, seed, *compiled, ranks=2),
+            "dray, bf16 and compiled, dropout 0, 1 rank": lambda seed: bench.dray(steps, seed, *compiled, *without),
+            "dray, bf16 and compiled, dropout 0, 2 ranks": lambda seed: bench.dray(
+                steps, seed, *compiled, *without, ranks=2
+            ),
         }
         seen: dict[str, list[float]] = {name: [] for name in ways}
-        losses: dict[str, float] = {}
-        for _ in range(rounds):
+        losses: dict[str, list[float]] = {name: [] for name in ways}
+        for seed in range(rounds):
             for name, way in ways.items():
-                found = way()
+                found = way(seed)
                 ends = found["ends"][steps // 4 :]
                 each = statistics.median(after - before for before, after in pairwise(ends))
                 seen[name].append(BATCH * BLOCK / each)
-                last = found["losses"][-1:] if name.startswith("Trainer") else found["losses"][-10:]
-                losses[name] = statistics.mean(last)
+                losses[name].append(statistics.mean(found["losses"][-10:]))
         first = next(iter(ways))
         print(f"\nGPT-2 of 4 layers, 256 wide; {VOCABULARY} tokens; blocks of {BLOCK}; batch {BATCH}; {steps} steps; "
               f"median of {rounds} rounds, in turn; {os.cpu_count()} cores\n")  # fmt: skip
-        print(f"| way | tokens/s | ratio in the same round | loss, steps {steps - 9}-{steps} |\n|---|---|---|---|")
+        print(f"| way | tokens/s | ratio in the same round | loss, steps {steps - 9}-{steps}: mean, least to most |")
+        print("|---|---|---|---|")
         for name, speeds in seen.items():
             ratio = statistics.median(one / base for one, base in zip(speeds, seen[first], strict=True))
-            print(f"| {name} | {statistics.median(speeds):,.0f} | {ratio:.2f} | {losses[name]:.3f} |")
+            low, high = min(losses[name]), max(losses[name])
+            shown = f"{statistics.mean(losses[name]):.3f}, {low:.3f} to {high:.3f}"
+            print(f"| {name} | {statistics.median(speeds):,.0f} | {ratio:.2f} | {shown} |")
 
 
 def tokens(megabytes: int = 100) -> None:
@@ -177,7 +187,7 @@ def tokens(megabytes: int = 100) -> None:
                     "tokens"
                 ]
             else:
-                count = bench.stock(1, {}, {}, cold=True, only_tokens=True)["tokens"]
+                count = bench.stock(1, 0, {}, {}, cold=True, only_tokens=True)["tokens"]
             seconds = time.time() - before
             if name not in kept or seconds < kept[name][0]:
                 peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
@@ -212,8 +222,8 @@ def start(rounds: int = 3) -> None:
         for _ in range(rounds):
             for cold in (True, False):
                 kind = "cold" if cold else "warm"
-                seen.setdefault(f"Trainer, {kind}", []).append(bench.stock(2, {}, {}, cold=cold)["ends"][0])
-                seen.setdefault(f"dray, {kind}", []).append(bench.dray(2, fp32, cold=cold)["ends"][0])
+                seen.setdefault(f"Trainer, {kind}", []).append(bench.stock(2, 0, {}, {}, cold=cold)["ends"][0])
+                seen.setdefault(f"dray, {kind}", []).append(bench.dray(2, 0, fp32, cold=cold)["ends"][0])
         for name, times in seen.items():
             base = seen[f"Trainer, {name.split()[-1]}"]
             ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
@@ -229,7 +239,7 @@ def checkpoint(rounds: int = 3) -> None:
             held, slow = [], []
             for _ in range(rounds):
                 words = (*wide, f"train.strategy={strategy}", "checkpoint.every=[[0, 10]]")
-                lines = bench.dray(40, *words, ranks=2)["lines"]
+                lines = bench.dray(40, 0, *words, ranks=2)["lines"]
                 held += [line["checkpoint_s"] for line in lines if line["checkpoint_s"]]
                 plain = statistics.median(line["step_s"] for line in lines[5:])
                 slow += [line["step_s"] - line["checkpoint_s"] - plain for line in lines if line["checkpoint_s"]]

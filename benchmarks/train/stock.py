@@ -40,7 +40,7 @@ class Clock(TrainerCallback):
         self.ends.append(time.time() - BEGAN)
 
 
-def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str) -> Dataset:
+def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str, end: str) -> Dataset:
     """Tokenised line by line, joined by thousands, cut; what is left over of each thousand is dropped."""
 
     def grouped(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
@@ -51,6 +51,9 @@ def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str) -> Datas
         return cut
 
     raw = load_dataset("text", data_files={"train": text}, cache_dir=cache, split="train")
+    if end:
+        raw = raw.filter(lambda row: not row["text"].isspace() and row["text"] != "")
+        raw = raw.map(lambda row: {"text": row["text"] + end})
     tokens = raw.map(lambda rows: tokenizer(rows["text"]), batched=True, remove_columns=["text"])
     return tokens.map(grouped, batched=True)
 
@@ -59,16 +62,18 @@ def main() -> None:
     """Train as the settings say."""
     said = json.loads(Path(sys.argv[1]).read_text())
     tokenizer = AutoTokenizer.from_pretrained(said["tokenizer"])
-    data = blocks(said["text"], tokenizer, said["block"], said["cache"])
+    # People have no end of text, and blank lines. Where losses are held against one another, both sides have one text.
+    end = tokenizer.eos_token if said.get("ends") else ""
+    data = blocks(said["text"], tokenizer, said["block"], said["cache"], end)
     if said.get("only_tokens"):
         print(json.dumps({"tokens": len(data) * said["block"], "seconds": time.time() - BEGAN}))
         return
-    torch.manual_seed(42)
+    torch.manual_seed(said["seed"])
     model = GPT2LMHeadModel(GPT2Config(**said["model"]))
     clock = Clock()
     arguments = TrainingArguments(
         output_dir=said["out"], per_device_train_batch_size=said["batch"], max_steps=said["steps"],
-        learning_rate=said["lr"], logging_steps=10,
+        learning_rate=said["lr"], logging_steps=1, seed=said["seed"],
         save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **said["switches"],
     )  # fmt: skip
     trainer = Trainer(
