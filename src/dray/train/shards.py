@@ -93,7 +93,7 @@ def made(
                 stop(
                     "the disk is full of tokens",
                     wanted=f"room in {cache}",
-                    found=f"{free / 1e6:.0f} MB left; nothing half-written stays",
+                    found=f"{free / 1e6:.0f} MB left without what was made so far",
                     fix="set data.cache to a place with more room",
                     code=EXIT_FAILED,
                 )
