@@ -15,7 +15,7 @@ BASE_OPTION = $(if $(BASE),--base "$(BASE)")
 IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle "$(BUNDLE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check smoke cluster cluster-down clean
+.PHONY: help install demo test check check-rest smoke cluster cluster-down clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -31,7 +31,9 @@ test: .venv/dev ## Run all tests that this machine can run
 check: .venv/dev ## Lint, types, shell scripts, architecture
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy & types=$$!; $(MAKE) --silent check-rest; rest=$$?; wait $$types && exit $$rest
+
+check-rest:
 	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run | xargs -d '\n' shellcheck -x; \
 	  elif [[ "$${DRAY_TEST_ALL:-}" == 1 ]]; then echo "shellcheck is not installed" >&2; exit 1; \
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
@@ -60,6 +62,7 @@ clean: ## Remove what was built here; runs stay
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --no-compile
 OURS := $(shell sed -n '/^dependencies/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
+DEV := $(shell sed -n '/^dev = /,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
 
 .venv/host: $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -86,5 +89,5 @@ endif
 	@touch $@
 
 .venv/dev: .venv/installed
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) $(DEV)
 	@touch $@
