@@ -52,7 +52,7 @@ def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str, end: str
 
     raw = load_dataset("text", data_files={"train": text}, cache_dir=cache, split="train")
     if end:
-        raw = raw.filter(lambda row: not row["text"].isspace() and row["text"] != "")
+        raw = raw.filter(lambda row: bool(row["text"].strip()))
         raw = raw.map(lambda row: {"text": row["text"] + end})
     tokens = raw.map(lambda rows: tokenizer(rows["text"]), batched=True, remove_columns=["text"])
     return tokens.map(grouped, batched=True)
