@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import typer
 
+from dray import checkout
 from dray.batch import divide
 from dray.cli.options import Overrides, RecipeFile
 from dray.runs.write import read_recipe
+from dray.spec.model import load
 from dray.spec.recipe import Recipe
 from dray.spec.schema import Schema
 
 app = typer.Typer(no_args_is_help=True, help="Check recipes, and see what they may say.")
 
 
+@app.command("list")
+def list_() -> None:
+    """Print the recipes that come with dray. `scale=tiny` after a verb walks one with a small model and text."""
+    for path in sorted((checkout.root() / "recipes").glob("*.toml")):
+        print(f"{path.stem:<28} {load(Recipe, path).about}")
+
+
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Print all that is wrong with a recipe's keys, values and batch. Model and text are looked at when it runs."""
-    good = read_recipe(recipe, overrides or [])
-    if good.batch and good.ranks_per_node:
-        divide(good.batch, world_size=good.nodes * good.ranks_per_node)
+    said = overrides or []
+    good = read_recipe(recipe, said)
+    for one in (good, read_recipe(recipe, [*said, "scale=tiny"])) if good.tiny else (good,):
+        if one.batch and one.ranks_per_node:
+            divide(one.batch, world_size=one.nodes * one.ranks_per_node)
     print(f"{recipe}: good ({good.name}, {good.launcher} in the {good.image} image)")
 
 

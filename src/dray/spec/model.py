@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -32,12 +32,14 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    layer: ClassVar[str] = ""  # the key whose value names a table of the file that lies over all others
 
 
 def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     """The file with the `key=value` overrides on top. Everything that is wrong is in one ConfigError."""
     kind = model.__name__.lower()
-    return check(model, _parse(_read(path, kind), path, kind), overrides, what=f"{kind} {path}")
+    written = _parse(_read(path, kind), path, kind)
+    return check(model, _layered(model, written, overrides), overrides, what=f"{kind} {path}")
 
 
 def check(model: type[S], written: Table, overrides: Sequence[str] = (), *, what: str) -> S:
@@ -138,6 +140,19 @@ def _value(raw: str) -> object:
     value = parsed["value"]
     # A line break starts another key, and a time limit such as 01:30:00 is text to every model of ours.
     return value if len(parsed) == 1 and isinstance(value, str | int | float | list | dict) else raw
+
+
+def _layered(model: type[Spec], written: Table, overrides: Sequence[str]) -> Table:
+    said = [word.partition("=") for word in overrides]
+    named = [raw.strip() for key, _, raw in said if key.strip() == model.layer]
+    over = written.get(named[-1] if named else str(written.get(model.layer)))
+    return _laid(written, over) if isinstance(over, dict) else written
+
+
+def _laid(under: Table, over: Table) -> Table:
+    """Tables become one, key by key; anything else is replaced."""
+    both = [key for key in over if isinstance(over[key], dict) and isinstance(under.get(key), dict)]
+    return {**under, **over, **{key: _laid(under[key], over[key]) for key in both}}
 
 
 def _put(table: Table, keys: Keys, value: object) -> Table:

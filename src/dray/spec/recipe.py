@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,10 +50,15 @@ class Command(Spec):
 class Recipe(Spec):
     """One training run."""
 
+    layer = "scale"
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     """Short name: small letters, digits, `.`, `_` and `-`. The run's folder carries it."""
     about: str = ""
     """One line that says what it is for."""
+    scale: Literal["whole", "tiny"] = "whole"
+    """tiny: as [tiny] says, to walk the same way in a minute, with a small model and a text that is at hand."""
+    tiny: dict[str, Any] = {}
+    """What is other at that scale: any keys of a recipe."""
     image: Variant = "cpu"
     """The image's variant."""
     image_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
@@ -104,6 +109,8 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _one_program(self) -> Recipe:
+        if self.scale == "tiny" and not self.tiny:
+            raise ValueError("scale = tiny: the recipe has no [tiny], which says what is other at that scale")
         missing = [name for name in ("batch", "train") if getattr(self, name) is None]
         if self.command and PurePosixPath(self.command.folder) == PurePosixPath("/"):
             raise ValueError("command.folder is /, which would hide the image's own files; name the program's folder")

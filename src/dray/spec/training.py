@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -67,7 +67,7 @@ class Model(Spec):
     """Whether Python code that comes with the named model may run."""
     type: str = "gpt2"
     """A model type that transformers knows, where there is no name."""
-    config: dict[str, Scalar] = {}
+    config: dict[str, Scalar | list[Any] | dict[str, Any]] = {}
     """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
     tokenizer: str = ""
     """A tokenizer, said like a name. Left out: the named model's own, or one token a byte."""
