@@ -108,9 +108,13 @@ class Recipe(Spec):
         return names
 
     @model_validator(mode="after")
-    def _one_program(self) -> Recipe:
+    def _has_that_scale(self) -> Recipe:
         if self.scale == "tiny" and not self.tiny:
             raise ValueError("scale = tiny: the recipe has no [tiny], which says what is other at that scale")
+        return self
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Recipe:
         missing = [name for name in ("batch", "train") if getattr(self, name) is None]
         if self.command and PurePosixPath(self.command.folder) == PurePosixPath("/"):
             raise ValueError("command.folder is /, which would hide the image's own files; name the program's folder")

@@ -1,0 +1,147 @@
+"""The recipes that come with dray: each whole and tiny, and what becomes of them on the clusters that they are for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray import render, sites
+from dray.batch import divide
+from dray.facts import Facts
+from dray.plan import plan
+from dray.runs.write import read_recipe
+from dray.spec.model import load
+from dray.spec.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny as it is
+
+
+def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "dray", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    text = text.replace(shlex.quote(str(ROOT)), "/dray").replace(str(ROOT), "/dray")
+    text = re.sub(r"\d{8}-\d{6}-[a-z0-9-]+-[0-9a-f]{6}", "RUN", text).rstrip("\n") + "\n"
+    if os.environ.get("DRAY_GOLDEN") == "write":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", SCALED, ids=lambda path: path.stem)
+def test_a_recipe_is_good_whole_and_tiny(path: Path) -> None:
+    whole, tiny = read_recipe(path), read_recipe(path, ["scale=tiny"])
+    assert (whole.name, tiny.name) == (path.stem, path.stem)
+    assert whole.about
+    assert (whole.scale, tiny.scale) == ("whole", "tiny")
+    assert whole.train
+    assert tiny.train
+    # The same way is walked: what starts the ranks, how the model is on them, what is learnt.
+    assert (whole.launcher, whole.train.strategy, whole.train.offload, whole.train.objective, whole.data.streaming) == (
+        (tiny.launcher, tiny.train.strategy, tiny.train.offload, tiny.train.objective, tiny.data.streaming)
+    )
+    # It needs nothing but this checkout.
+    assert (tiny.image, tiny.model.name, tiny.model.tokenizer) == ("cpu", "", "")
+    for place in (tiny.data.text, tiny.data.validation, tiny.data.test):
+        assert place in ("", "builtin") or Path(place).is_file(), place
+    assert tiny.batch
+    for ranks in (1, 2, 4):
+        divide(tiny.batch, world_size=ranks)
+    assert whole.batch
+    for ranks in (8, 16):
+        divide(whole.batch, world_size=ranks)
+
+
+def test_the_list_names_each_with_a_line() -> None:
+    ended = dray("recipe", "list")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [f"{path.stem:<28} {load(Recipe, path).about}" for path in RECIPES]
+    assert max(map(len, ended.stdout.splitlines())) <= 120
+
+
+SEEDS = {
+    "taiwania2": ("gpt2-wikitext-ddp", "image=cuda12", "train.precision=fp16"),
+    "iris": ("opt125m-yelp", "image=cuda12", "train.precision=fp16"),
+    "meluxina": ("opt125m-yelp",),
+    "lumi-1": ("gpt-neo-imdb", "image=rocm"),
+    "lumi-2": ("gpt-neo-imdb", "image=rocm"),
+}
+
+
+@pytest.mark.parametrize("where", SEEDS)
+def test_what_a_cluster_is_asked_for(where: str) -> None:
+    """What sbatch is told, and the plan."""
+    name, *words = SEEDS[where]
+    site, _, nodes = where.partition("-")
+    words += [f"nodes={nodes or 2}"]
+    path = ROOT / "recipes" / f"{name}.toml"
+    found = sites.find(site)
+    asked = render.sbatch_options(read_recipe(path, words), found, found.gpus_per_node)
+    ended = dray("plan", path, *words, "--site", site, "--runs", "/runs")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    golden(f"seed-{where}.txt", f"sbatch {shlex.join(asked)}\n\n{ended.stdout}")
+
+
+def test_two_machines_without_a_scheduler() -> None:
+    recipe = read_recipe(ROOT / "recipes" / "gpt2-micro-owt.toml")
+    seen = Facts(
+        scheduler="hosts", nodelist="machine[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda"
+    )
+    made = plan(
+        recipe, sites.find("generic"), seen, run="20261122-000000-gpt2-micro-owt-abcdef",
+        folder=PurePosixPath("/runs/20261122-000000-gpt2-micro-owt-abcdef"), dray="0",
+    )  # fmt: skip
+    golden("seed-hosts-gpt2-micro-owt.txt", render.text(made))
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ('scale = "huge"', (), 'scale = "huge"   expected one of "whole", "tiny"'),
+        ("", ("scale=tiny",), "the recipe has no [tiny], which says what is other at that scale"),
+        ('tiny = "small"', ("scale=tiny",), 'tiny = "small"   expected a table'),
+        ("[tiny]\nnodez = 1", ("scale=tiny",), "nodez = 1   unknown key: did you mean `nodes`?"),
+        ("[tiny.train]\nsteps = 0", ("scale=tiny",), "train.steps = 0   expected a whole number of at least 1"),
+        ("[tiny.train]\nsteps = 3", ("scale=tiny", "train.steps=x"), "train.steps=x   expected a whole number"),
+    ],
+)
+def test_a_scale_that_cannot_be(tmp_path: Path, text: str, words: tuple[str, ...], said: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(f'name = "r"\n{text}\n[batch]\nglobal_size = 1\n[train]\nsteps = 1\nlr = 1e-3\n')
+    ended = dray("recipe", "check", path, *words)
+    assert ended.returncode == 78
+    assert said in ended.stderr
+
+
+def test_the_command_line_wins_over_tiny(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(
+        'name = "r"\nscale = "tiny"\n[batch]\nglobal_size = 1\n[train]\nsteps = 9\nlr = 1e-3\nseed = 4\n'
+        "[tiny.train]\nsteps = 2\nlr = 1e-2\n"
+    )
+    train = read_recipe(path, ["train.lr=1.0"]).train
+    assert train
+    assert (train.steps, train.lr, train.seed) == (2, 1.0, 4)
+    whole = read_recipe(path, ["scale=whole"]).train
+    assert whole
+    assert (whole.steps, whole.lr) == (9, 1e-3)
+
+
+def test_a_tiny_that_is_wrong_is_said_before_anybody_walks_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text('name = "r"\n[batch]\nglobal_size = 1\n[train]\nsteps = 9\nlr = 1e-3\n[tiny.train]\nstepz = 2\n')
+    ended = dray("recipe", "check", path)
+    assert (ended.returncode, "train.stepz = 2   unknown key" in ended.stderr) == (78, True)
