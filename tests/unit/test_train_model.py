@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+import hubs  # noqa: E402
 from dray.train import model, parallel, schedule, words  # noqa: E402
 from dray.train.scaler import Scaler  # noqa: E402
 from dray.train.words import tokenizer  # noqa: E402
@@ -185,41 +182,6 @@ def test_the_loss_scale_ends_at_its_floor(capsys) -> None:
     assert capsys.readouterr().err.startswith("fp16's loss scale is at its floor, ")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub on loopback with one data set and a model that asks for consent."""
-
-    tables: ClassVar[dict[str, bytes]] = {}
-
-    def do_HEAD(self) -> None:
-        self.do_GET(body=False)
-
-    def do_GET(self, *, body: bool = True) -> None:
-        said, code, headers = b"", 200, {}
-        if "gated" in self.path:
-            code, headers = 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}
-        elif self.path.startswith("/api/datasets/me/mine/revision/"):
-            names = [{"rfilename": name} for name in self.tables]
-            said = json.dumps({"id": "me/mine", "sha": "a" * 40, "siblings": names}).encode()
-        elif self.path.startswith("/api/datasets/me/mine/tree/"):
-            said = json.dumps(
-                [{"type": "file", "path": n, "size": len(t), "oid": "b" * 40} for n, t in self.tables.items()]
-            ).encode()
-        elif "/resolve/" in self.path and (name := self.path.split("/resolve/")[1].partition("/")[2]) in self.tables:
-            said = self.tables[name]
-            headers = {"X-Repo-Commit": "a" * 40, "ETag": '"' + "c" * 40 + '"'}
-        else:
-            code, headers = 404, {"X-Error-Code": "RepoNotFound"}
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(said))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(said)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 FETCH = """
 import sys
 from dray.train import hub, sources
@@ -240,24 +202,18 @@ class TestHub:
         import pyarrow.parquet as pq
 
         pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "t.parquet")
-        Hub.tables = {"small/train/0000.parquet": (tmp_path / "t.parquet").read_bytes()}
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-        Thread(target=server.serve_forever, daemon=True).start()
+        tables = {"small/train/0000.parquet": (tmp_path / "t.parquet").read_bytes()}
 
-        def fetch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-            place = {
-                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-                "HF_HOME": f"{tmp_path}/hf",
-                "PATH": "/bin",
-            }
-            argv = [sys.executable, "-c", FETCH, *words]
-            return subprocess.run(
-                argv, env={"PATH": "/bin", **place, **env}, capture_output=True, text=True, check=False, timeout=120
-            )
+        with hubs.serving({"datasets/me/mine": tables}) as address:
 
-        yield fetch
-        server.shutdown()
-        server.server_close()
+            def fetch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+                place = {"HF_ENDPOINT": address, "HF_HOME": f"{tmp_path}/hf", "PATH": "/bin"}
+                argv = [sys.executable, "-c", FETCH, *words]
+                return subprocess.run(
+                    argv, env={**place, **env}, capture_output=True, text=True, check=False, timeout=120
+                )
+
+            yield fetch
 
     def test_a_data_set_comes_once_and_is_there_offline(self, hub) -> None:
         first = hub("data", "hub:me/mine/small")
@@ -274,7 +230,7 @@ class TestHub:
             (("data", "hub:me/gated"), {}, "accept the terms on its page, and name HF_TOKEN in pass_env"),
             (("model", "me/gated"), {}, "accept the terms on its page, and name HF_TOKEN in pass_env"),
             (("model", "me/none"), {}, "model me/none cannot be had"),
-            (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "fetch it on a connected node"),
+            (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE"),
             (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and it is not in "),
         ],
     )

@@ -68,14 +68,14 @@ def run(
             print(machines.commands(again, asked.command), end="")
             return
         only: int | None = machines.here(node)
-        image = _image(engine, settings)
+        image = image_of(engine, settings)
         facts = machines.facts(
             settings, run=name, engine=engine.value, image=image, gpus_per_node=gpus_per_node, site=site
         )
         plan = write.write(settings, facts, runs=folder, name=name)
     else:
         only = None
-        image = _image(engine, settings)
+        image = image_of(engine, settings)
         facts = local.facts(
             settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site
         )
@@ -91,7 +91,8 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-def _image(engine: Engine, recipe: Recipe) -> str:
+def image_of(engine: Engine, recipe: Recipe) -> str:
+    """The image that this engine starts for the recipe; for bare, a Python that has the training stack."""
     if engine in ("apptainer", "singularity"):
         return str(place.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
     if recipe.image_digest:

@@ -23,7 +23,7 @@ _GRACE = 10.0  # seconds that the other nodes get to end by themselves once one 
 def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int, site: str) -> Facts:
     """What this machine offers: as many nodes as asked for, all of them here."""
     count = nodes or recipe.nodes
-    on_loopback = engine == "bare"
+    on_loopback = engine not in ("docker", "podman")
     return Facts(
         scheduler="local",
         nodelist=f"node[1-{count}]" if count > 1 else "node1",

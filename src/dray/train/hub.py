@@ -20,6 +20,7 @@ from dray.train.stop import EXIT_FAILED, stop
 
 # The hub keeps each data set as parquet, too, whatever its own format or code: here.
 _PARQUET = "refs/convert/parquet"
+_PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
 
 
 def dataset(said: str, split: str) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ def fetched(what: str, fetch: Callable[[], str]) -> str:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         if not constants.HF_HUB_OFFLINE:
             _no(what, str(error).splitlines()[0], "fetch it where there is a network", code=EXIT_FAILED)
-        _no(what, f"HF_HUB_OFFLINE is set, and it is not in {constants.HF_HUB_CACHE}", "fetch it on a connected node")
+        _no(what, f"HF_HUB_OFFLINE is set, and it is not in {constants.HF_HUB_CACHE}", _PREFETCH)
     except (HfHubHTTPError, OSError) as error:
         _no(what, str(error).splitlines()[0] or type(error).__name__, "look at the network", code=EXIT_FAILED)
 

@@ -1,0 +1,55 @@
+"""`dray prefetch`: what a recipe needs of the hub, brought where its run will look for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli.options import Overrides, RecipeFile
+from dray.cli.run import Engine, image_of
+from dray.errors import ConfigError
+from dray.runs import desk
+from dray.runs.write import read_recipe
+
+# How the hub is reached from here, and as whom.
+_NETWORK = ("HF_TOKEN", "HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+def prefetch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    engine: Annotated[
+        Engine, typer.Option(help="What starts the image that fetches; bare: this Python.")
+    ] = Engine.bare,
+) -> None:
+    """Fetch a recipe's model, tokenizer and texts into HF_HOME, on a machine that reaches the hub; runs are offline."""
+    settings = read_recipe(recipe, overrides or [])
+    named = [said for said in (settings.data.text, settings.data.validation, settings.data.test) if "hub:" in said]
+    named += [said for said in (settings.model.name, settings.model.tokenizer) if said and said[0] not in "/."]
+    if not named:
+        print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
+        return
+    home = os.environ.get("HF_HOME", "")
+    if not home.startswith("/"):
+        raise ConfigError(
+            "prefetch wants to know where runs will look",
+            wanted="HF_HOME, a folder on a disk that all nodes share",
+            found=f"HF_HOME = {home!r}" if home else "HF_HOME is not set",
+            fix="export HF_HOME=/a/shared/folder, here and where you submit",
+        )
+    Path(home).mkdir(parents=True, exist_ok=True)
+    theirs = [name for name in _NETWORK if name in os.environ and name not in settings.pass_env]
+    settings = settings.model_copy(update={"pass_env": (*settings.pass_env, *theirs)})
+    code = desk.once(
+        settings,
+        "dray.train.prefetch",
+        [settings.model_dump_json(include={"data", "model"})],
+        engine=engine.value,
+        image=image_of(engine, settings),
+        env={"HF_HUB_OFFLINE": "0"},
+        home=home,
+    )
+    raise typer.Exit(code)

@@ -1,0 +1,111 @@
+"""`dray prefetch`: after it, a run finds all of its recipe without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import hubs
+from dray.train import corpus, model, words
+from trainings import config
+
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+name = "named"
+[batch]
+global_size = 2
+[data]
+text = "hub:me/texts"
+block = 32
+validation_samples = 4
+[model]
+name = "me/small"
+[train]
+steps = 2
+lr = 1e-3
+precision = "fp32"
+"""
+
+
+def dray(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    mine = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", **env}
+    return subprocess.run(
+        [sys.executable, "-m", "dray", *said], cwd=ROOT, env=mine, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    chosen = config(folder)
+    tokens = words.tokenizer(chosen)
+    model.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
+    tokens.save_pretrained(folder / "model")
+    pq.write_table(pa.table({"text": [*corpus.documents()]}), folder / "texts.parquet")
+    repositories = {
+        "models/me/small": {path.name: path.read_bytes() for path in (folder / "model").iterdir()},
+        "datasets/me/texts": {"default/train/0000.parquet": (folder / "texts.parquet").read_bytes()},
+    }
+    with hubs.serving(repositories) as address:
+        yield address
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "my recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> None:
+    home, runs = f"{tmp_path}/hf home", tmp_path / "runs"
+    fetched = dray("prefetch", recipe, HF_HOME=home, HF_ENDPOINT=hub)
+    assert (fetched.returncode, fetched.stderr) == (0, "")
+    assert re.fullmatch(
+        r"data\.text = hub:me/texts\n  1 files, 0\.\d MB\nmodel\.name = me/small\n  5 files, 0\.\d MB\n", fetched.stdout
+    )
+    nowhere = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    ended = dray("run", recipe, "ranks_per_node=1", "--runs", runs, **nowhere)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "done: 2 steps" in ended.stdout
+    empty = dray("run", recipe, "ranks_per_node=1", "--runs", runs, HF_HOME=f"{tmp_path}/other", HF_ENDPOINT=hub)
+    assert empty.returncode == 78
+    assert "dray prefetch RECIPE, on a machine that reaches the hub" in empty.stdout + empty.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "code", "said"),
+    [
+        ((), {}, 78, "found:  HF_HOME is not set"),
+        ((), {"HF_HOME": "here"}, 78, "found:  HF_HOME = 'here'"),
+        (("data.text=builtin", "model.name="), {}, 0, "names nothing of the hub; there is nothing to fetch"),
+        (("model.name=me/gated",), {"HF_HOME": "{tmp}"}, 78, "accept the terms on its page"),
+        (("model.name=me/none",), {"HF_HOME": "{tmp}"}, 78, "check its name and revision"),
+        (("data.text=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such part"),
+        (("data.texts=x",), {"HF_HOME": "{tmp}"}, 78, "unknown key"),
+    ],
+)
+def test_what_cannot_be_fetched(hub, recipe, tmp_path, words, env, code: int, said: str) -> None:
+    env = {name: value.format(tmp=tmp_path) for name, value in env.items()}
+    ended = dray("prefetch", recipe, *words, HF_ENDPOINT=hub, **env)
+    assert ended.returncode == code
+    assert said in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_hub_that_is_not_reached_is_said(recipe: Path, tmp_path: Path) -> None:
+    ended = dray("prefetch", recipe, HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT="http://127.0.0.1:9")
+    assert ended.returncode != 0
+    assert "data set me/texts cannot be had" in ended.stdout + ended.stderr
