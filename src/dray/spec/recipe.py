@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dray.spec.analog import Analog
 from dray.spec.image import Variant
 from dray.spec.model import Spec
 from dray.spec.training import Batch, Checkpoint, Count, Data, Model, Train
@@ -88,6 +89,7 @@ class Recipe(Spec):
     model: Model = Model()
     train: Train | None = None
     checkpoint: Checkpoint = Checkpoint()
+    analog: Analog | None = None
 
     def all_places(self) -> dict[str, str]:
         """Those, and the folders where something is kept."""
@@ -108,9 +110,11 @@ class Recipe(Spec):
         return names
 
     @model_validator(mode="after")
-    def _has_that_scale(self) -> Recipe:
+    def _can_be(self) -> Recipe:
         if self.scale == "tiny" and not self.tiny:
             raise ValueError("scale = tiny: the recipe has no [tiny], which says what is other at that scale")
+        if self.analog and self.analog.on and self.train and self.train.strategy == "fsdp":
+            raise ValueError("[analog] goes with ddp and zero1 to zero3; train.strategy is fsdp")
         return self
 
     @model_validator(mode="after")

@@ -39,6 +39,8 @@ class Data(Spec):
     """Share of the documents kept for evaluation where `validation` is left out."""
     column: str = "text"
     """Which column or key holds a document, where there are several."""
+    min_characters: Annotated[int, Field(ge=0)] = 0
+    """Shorter documents are left out."""
     block: Annotated[int, Field(ge=2)] = 128
     """Tokens in one sample. Documents are put in a row and cut into blocks; not one token is left out."""
     apart: bool = False

@@ -17,6 +17,7 @@ class Data:
     test: str
     validation_percent: int
     column: str
+    min_characters: int
     block: int
     apart: bool
     samples: int
@@ -80,6 +81,7 @@ class Config:
     keep: int
     checkpoints: str
     about: dict[str, Any]
+    analog: dict[str, Any] | None
 
     @property
     def order(self) -> dict[str, Any]:
@@ -111,5 +113,6 @@ def read(path: str) -> Config:
         every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
         keep=recipe["checkpoint"]["keep"],
         checkpoints=recipe["checkpoint"]["folder"] or f"{plan['folder']}/checkpoints",
+        analog=recipe["analog"] if recipe["analog"] and recipe["analog"]["on"] else None,
         about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},
     )

@@ -79,7 +79,9 @@ def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
     cache = Path(data.cache or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, and the user's alone
 
     def read(text: str, split: str) -> Tokens:
-        return tokens_of(sources.files(text, split), data.column, words, cache=cache, say=say)
+        return tokens_of(
+            sources.files(text, split), data.column, words, cache=cache, say=say, least=data.min_characters
+        )
 
     if data.streaming:
         names = sources.files(data.text, "train")
@@ -87,6 +89,7 @@ def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
             sources.pieces(names),
             data.column,
             encoder(words),
+            least=data.min_characters,
             lanes=config.global_size,
             block=data.block,
             seed=config.seed,
@@ -107,7 +110,15 @@ def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
     return Texts(feed, total, validation, test)
 
 
-def tokens_of(names: tuple[str, ...], column: str, words: PreTrainedTokenizerFast, *, cache: Path, say: Say) -> Tokens:
+def tokens_of(
+    names: tuple[str, ...],
+    column: str,
+    words: PreTrainedTokenizerFast,
+    *,
+    cache: Path,
+    say: Say,
+    least: int = 0,
+) -> Tokens:
     """Those files as tokens on this node's disk, made now if nobody has."""
 
     def documents() -> Iterator[str]:
@@ -118,13 +129,13 @@ def tokens_of(names: tuple[str, ...], column: str, words: PreTrainedTokenizerFas
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
             for piece in sources.pieces(names):
-                yield from sources.documents(piece, column)
+                yield from sources.documents(piece, column, least)
         finally:
             os.sched_setaffinity(0, own)
 
     return made(
         cache,
-        fingerprint(*sources.identity(names), column, words.backend_tokenizer.to_str(), ended(words)),
+        fingerprint(*sources.identity(names), column, least, words.backend_tokenizer.to_str(), ended(words)),
         documents,
         encoder(words),
         end=ended(words),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from dray.train.parallel import Parallel
 from dray.train.schedule import rate
 from dray.train.shards import Tokens
 from dray.train.stop import EXIT_FAILED, stop
+
+if TYPE_CHECKING:
+    from dray.train.analog import Analog
 
 _NEVER = 1 << 62
 
@@ -48,6 +52,11 @@ class Loop:
         )  # losses and targets since the last line
         self._bad = torch.full((), _NEVER, device=parallel.device)  # the first step that was not finite
         self.speed = Speed(config, parallel)
+        self._analog: Analog | None = None
+        if config.analog:
+            from dray.train.analog import Analog  # noqa: PLC0415  not every image has it
+
+            self._analog = Analog(parallel, config.analog)
 
     def run(self, evaluate: Callable[[int], None]) -> None:
         """Take the steps that are left, with checkpoints and evaluations between them."""
@@ -59,7 +68,8 @@ class Loop:
             batches, place = self.speed.waiting(ahead.result)
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
-            norm = self._step(step, batches)
+            with self._analog.step() if self._analog else nullcontext():
+                norm = self._step(step, batches)
             taken = step + 1
             if taken % config.log_every == 0 or taken in (first + 1, config.steps):
                 self._log(taken, norm, batches[-1])

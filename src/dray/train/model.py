@@ -56,6 +56,10 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
             found=" ".join(str(error).split())[:400],
             fix="correct [model], or train.objective",
         )
+    if config.analog:
+        from dray.train import analog  # noqa: PLC0415  not every image has it
+
+        analog.convert(network, config.analog, folder)
     if config.data.apart:
         _check_apart(config, network, filled=filled)
     if config.recompute:

@@ -60,6 +60,12 @@ class Parallel(Protocol):
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, on the first rank."""
 
+    def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """What the optimizer moves of it, whole and in 32 bits."""
+
+    def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Another value for it, wherever it is kept; each rank has the same."""
+
 
 def begin(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
     """Meet the other ranks; the device that is this one's, and a group that waits as long as it takes.
@@ -226,6 +232,12 @@ class Torch:
     def load(self, read: Callable[[State], None], updates: int) -> None:
         self._prime(updates)
         read(self._tensors())
+
+    def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        return weight.detach().float()
+
+    def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
+        weight.data.copy_(value)
 
     def weights(self) -> dict[str, torch.Tensor]:
         first = dist.get_rank() == 0

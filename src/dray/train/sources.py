@@ -85,12 +85,12 @@ def pieces(names: tuple[str, ...]) -> list[Piece]:
     return found
 
 
-def documents(piece: Piece, column: str) -> Iterator[str]:
-    """The piece's documents; what is empty or blank is none."""
+def documents(piece: Piece, column: str, least: int = 0) -> Iterator[str]:
+    """The piece's documents of at least so many characters; what is empty or blank is none."""
     for found in _rows(piece, column):
         if found is not None and not isinstance(found, str):
             _not_text(piece.path, column, found)
-        if found and not found.isspace():
+        if found and len(found) >= least and not found.isspace():
             yield found
 
 

@@ -70,18 +70,19 @@ class Stream:
         column: str,
         encode: Callable[[list[str]], list[int]],
         *,
+        least: int = 0,
         lanes: int,
         block: int,
         seed: int,
     ) -> None:
         if not pieces:
             stop("the training text is empty", wanted="documents", found="none", fix="check data.text")
-        self.pieces, self.column, self.encode = pieces, column, encode
+        self.pieces, self.column, self.encode, self.least = pieces, column, encode, least
         self.count, self.block, self.seed = lanes, block, seed
         # Where pieces are fewer than lanes, several lanes read one, and each takes its share of the documents.
         self.sharers = -(-lanes // len(pieces))
         self.parts = len(pieces) * self.sharers
-        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr(pieces).encode()):08x}"
+        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr((pieces, least)).encode()):08x}"
         self._lanes: dict[int, Lane] = {}
         self._states: dict[int, list[Any]] = {}
 
@@ -89,7 +90,7 @@ class Stream:
         """What is left of a part, in the row of all passes' parts: each pass has all of them, in another order."""
         turn, place = divmod(part, self.parts)
         number, share = divmod(permuted(place, self.parts, self.seed + turn), self.sharers)
-        mine = islice(sources.documents(self.pieces[number], self.column), share, None, self.sharers)
+        mine = islice(sources.documents(self.pieces[number], self.column, self.least), share, None, self.sharers)
         return islice(mine, taken, None)
 
     def rows(self, samples: range) -> NDArray[np.int64]:

@@ -122,29 +122,45 @@ class Zero:
             state["step"].fill_(float(updates))
 
     def _set(self, weight: Any, values: dict[str, torch.Tensor]) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
-        if self._stage < 3:
-            safe_set_full_fp32_param(weight, values["weights"])
-            weight.data.copy_(values["weights"])
-            for moment in MOMENTS:
-                safe_set_full_optimizer_state(weight, values[moment], moment)
-            return
-        part = weight.ds_tensor
-        parts = {kind: _share(value, part.numel()) for kind, value in values.items()}
-        safe_set_local_fp32_param(weight, parts["weights"])
-        part.data.copy_(parts["weights"])
-        if weight.data.numel() == weight.ds_numel:  # a small one, which is whole on every rank all the time
-            weight.data.copy_(values["weights"].view_as(weight.data))
+        self.write(weight, values["weights"])
         for moment in MOMENTS:
-            safe_set_local_optimizer_state(weight, parts[moment], moment)
+            if self._stage < 3:
+                safe_set_full_optimizer_state(weight, values[moment], moment)
+            else:
+                safe_set_local_optimizer_state(weight, _share(values[moment], weight.ds_tensor.numel()), moment)
+
+    def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        whole: torch.Tensor = safe_get_full_fp32_param(weight)
+        return whole.detach()
+
+    def write(self, weight: Any, value: torch.Tensor) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
+        if self._stage < 3:
+            if weight.requires_grad:
+                safe_set_full_fp32_param(weight, value)
+            weight.data.copy_(value)
+            return
+        mine = _share(value, weight.ds_tensor.numel())
+        if weight.requires_grad:
+            safe_set_local_fp32_param(weight, mine)
+        weight.ds_tensor.data.copy_(mine)
+        if weight.data.numel() == weight.ds_numel:  # a small one, which is whole on every rank all the time
+            weight.data.copy_(value.view_as(weight.data))
 
     def weights(self) -> dict[str, torch.Tensor]:
         first = dist.get_rank() == 0
         found = {name: buffer.cpu() for name, buffer in buffers(self.network).items()} if first else {}
-        for name, weight in self._named:
-            whole = safe_get_full_fp32_param(weight)
+        for name, weight in self.network.named_parameters():
+            whole = self.read(weight) if weight.requires_grad else self._still(weight)
             if first:
-                found[name] = whole.detach().cpu()
+                found[name] = whole.cpu()
         return found
+
+    def _still(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """One that nobody moves, which has no other copy."""
+        if self._stage < 3:
+            return weight.detach()
+        with deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
 
 
 def _share(whole: torch.Tensor, length: int) -> torch.Tensor:
