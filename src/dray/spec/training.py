@@ -73,8 +73,8 @@ class Model(Spec):
     """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
     tokenizer: str = ""
     """A tokenizer, said like a name. Left out: the named model's own, or one token a byte."""
-    attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] = "sdpa"
-    """Which of transformers' attention functions."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    """Which of transformers' attention functions; auto is sdpa, or eager where a model has no other."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer moves; auto is the named model's own."""
 

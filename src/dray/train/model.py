@@ -36,8 +36,9 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
     if said.name:
         folder = hub.model(said.name, said.revision, weights=said.weights and filled, code=said.trust_remote_code)
     settings = _settings(config, folder, tokens)
-    options: dict[str, Any] = {"attn_implementation": said.attention, "trust_remote_code": said.trust_remote_code}
-    options["dtype"] = _dtype(config, settings)
+    options: dict[str, Any] = {"trust_remote_code": said.trust_remote_code, "dtype": _dtype(config, settings)}
+    if said.attention != "auto":
+        options["attn_implementation"] = said.attention
     kind = _KINDS[config.objective]
     try:
         if filled and folder and said.weights:

@@ -1,0 +1,34 @@
+"""Every recipe in its tiny form, whole on the real cluster: it trains, evaluates, and leaves a model that writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tiny]" in path.read_text())
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_recipe_is_walked_to_its_end(sbatch, name: str) -> None:
+    ended = sbatch("slurm/multinode.sh", f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
+    assert ended.code == 0, ended.output
+    assert ended.result["status"] == "done"
+    plan = json.loads((ended.folder / "plan.json").read_text())
+    (start,) = ended.metrics("start")
+    assert (start["world_size"], plan["recipe"]["scale"]) == (4, "tiny")
+    losses = [step["loss"] for step in ended.metrics("step")]
+    assert len(losses) > 3
+    assert all(map(math.isfinite, losses))
+    evaluations = ended.metrics("eval")
+    assert evaluations[-1]["perplexity"] == pytest.approx(math.exp(evaluations[-1]["loss"]))
+    if plan["recipe"]["data"]["test"]:
+        assert ended.metrics("test")
+    assert (ended.folder / "checkpoints" / "final" / "model.safetensors").is_file()
+    if plan["recipe"]["train"]["objective"] == "causal":
+        assert ended.result["sample"]  # the saved model was loaded, and wrote
