@@ -18,7 +18,7 @@ SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tin
 def test_a_recipe_is_walked_to_its_end(sbatch, name: str) -> None:
     ended = sbatch("slurm/multinode.sh", f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
     assert ended.code == 0, ended.output
-    assert ended.result["status"] == "done"
+    assert ended.result()["status"] == "done"
     plan = json.loads((ended.folder / "plan.json").read_text())
     (start,) = ended.metrics("start")
     assert (start["world_size"], plan["recipe"]["scale"]) == (4, "tiny")
@@ -31,4 +31,4 @@ def test_a_recipe_is_walked_to_its_end(sbatch, name: str) -> None:
         assert ended.metrics("test")
     assert (ended.folder / "checkpoints" / "final" / "model.safetensors").is_file()
     if plan["recipe"]["train"]["objective"] == "causal":
-        assert ended.result["sample"]  # the saved model was loaded, and wrote
+        assert ended.result()["sample"]  # the saved model was loaded, and wrote
