@@ -34,10 +34,16 @@ lib::engine() { # the site's, or what is on this node
 }
 
 lib::said() { # KEY RECIPE [key=value ...]: what the recipe and the overrides say of a key above all tables
-  local -r key="$1" recipe="$2"
+  local -r key="$1" recipe="$2" here='/^\[/q; s/^'"$1"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p'
   shift 2
-  local value="" override
-  [[ -z "$recipe" ]] || value="$(sed -n -E '/^\[/q; s/^'"$key"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p' "$recipe")"
+  local value="" tiny="" override
+  if [[ -n "$recipe" ]]; then
+    value="$(sed -n -E "$here" "$recipe")"
+    # [tiny] lies over it at that scale.
+    [[ "$key" == scale || "$(lib::said scale "$recipe" "$@")" != tiny ]] ||
+      tiny="$(sed -n -E '1,/^\[tiny\]/d; '"$here" "$recipe")"
+    value="${tiny:-$value}"
+  fi
   for override in "$@"; do
     [[ "$override" == "$key="* ]] && value="${override#"$key="}"
   done
