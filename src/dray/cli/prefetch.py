@@ -49,6 +49,7 @@ def prefetch(
         [settings.model_dump_json(include={"data", "model"})],
         engine=engine.value,
         image=image_of(engine, settings),
+        where=Path.cwd(),
         env={"HF_HUB_OFFLINE": "0"},
         home=home,
     )

@@ -15,23 +15,26 @@ from dray.spec.recipe import Command, Preflight, Recipe
 
 
 def once(
-    recipe: Recipe, module: str, words: Sequence[str], *, engine: Engine, image: str, env: dict[str, str], home: str
+    recipe: Recipe,
+    module: str,
+    words: Sequence[str],
+    *,
+    engine: Engine,
+    image: str,
+    where: Path,
+    env: dict[str, str] | None = None,
+    home: str | None = None,
 ) -> int:
-    """Show what it prints as it comes; its exit code. It is a run of one rank, of which nothing stays."""
-    changes = {
-        "nodes": 1,
-        "ranks_per_node": 1,
-        "image": "cpu",  # whatever is in it, no GPU is wanted
-        "launcher": "python",
-        "env": {**recipe.env, **env},
-        "preflight": Preflight(when="never"),
-        "batch": None,
-        "train": None,
-        "command": Command(
-            argv=(image if engine == "bare" else "python3", "-m", module, *words), folder=str(Path.cwd())
-        ),
-    }
-    program = recipe.model_copy(update=changes)
+    """Show what it prints as it comes; its exit code. It is a run of one rank in `where`, of which nothing stays."""
+    program = Recipe(
+        name=recipe.name,
+        launcher="python",
+        ranks_per_node=1,
+        env={**recipe.env, **(env or {})},
+        pass_env=recipe.pass_env,
+        preflight=Preflight(when="never"),
+        command=Command(argv=(image if engine == "bare" else "python3", "-m", module, *words), folder=str(where)),
+    )  # of the cpu image, whatever is in it: no GPU is wanted
     facts = local.facts(program, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
     with TemporaryDirectory(prefix="dray-") as folder:
         plan = write.write(program, facts.model_copy(update={"hf_home": home}), runs=Path(folder))
