@@ -85,7 +85,7 @@ endif
 .venv/installed: .venv/host
 	@echo "installing into .venv: torch (the largest part), then what $(LOCK) pins"
 	@$(PIP) $(TORCH)
-	@$(PIP) --require-hashes --constraint $(LOCK) $(OURS) $(TORCH) $(foreach name,transformers accelerate pyarrow tensorboard,$(call locked,$(name)))
+	@$(PIP) --require-hashes --constraint $(LOCK) $(OURS) $(TORCH) $(foreach name,transformers accelerate peft pyarrow tensorboard,$(call locked,$(name)))
 	@touch $@
 
 .venv/dev: .venv/installed

@@ -26,7 +26,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("plan", "prefetch", "run", "submit", "generate", "finish", "doctor")
+_VERBS = ("plan", "prefetch", "run", "submit", "generate", "eval", "export", "push", "finish", "doctor")
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")
 _GROUPS = ("recipe", "image", "cluster", "site", "env")
@@ -40,7 +40,7 @@ def _register(named: str | None) -> None:
         if name in _GROUPS:
             app.add_typer(module.app, name=name)
         else:
-            app.command(name, hidden=name == "finish")(getattr(module, name))
+            app.command(name, hidden=name == "finish")(getattr(module, "evaluate" if name == "eval" else name))
 
 
 def main() -> None:

@@ -8,31 +8,24 @@ from typing import Annotated
 import typer
 
 from dray.cli.run import Engine, image_of
-from dray.errors import ConfigError
-from dray.plan import Plan
 from dray.runs import desk
-from dray.runs.paths import existing
 
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, whose checkpoints/final is taken.")],
-    prompt: Annotated[str, typer.Argument(help="What it goes on from.")] = "",
+    prompt: Annotated[
+        str, typer.Argument(help="What it goes on from; a model that learnt to answer, answers it.")
+    ] = "",
     tokens: Annotated[int | None, typer.Option(min=1, help="How many it writes; else 64, or what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest each time.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
     engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = Engine.bare,
 ) -> None:
     """Print a prompt and what the model of a run that has ended makes of it, on this machine's CPUs."""
-    paths = existing(run.absolute())
-    recipe = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8")).recipe
-    final = paths.checkpoints / "final"
-    if not final.is_dir():
-        raise ConfigError(
-            "the run has left no model",
-            where=final,
-            found="a run that has not come to its end" if recipe.train else "a run of a program of the user's own",
-            fix="let it end: the same command again goes on from its checkpoints, where checkpoint.folder is set",
-        )
+    plan, final = desk.ended(run)
+    recipe = plan.recipe
+    chats = bool(recipe.train and recipe.train.objective == "answers")
     words = [str(final), prompt, str(tokens or 0), str(temperature), str(seed), str(recipe.model.trust_remote_code)]
+    words.append(str(chats))
     image = image_of(engine, recipe)
     raise typer.Exit(desk.once(recipe, "dray.train.generate", words, engine=engine.value, image=image, where=final))

@@ -15,7 +15,7 @@ from dray.runs import desk
 from dray.runs.write import read_recipe
 
 # How the hub is reached from here, and as whom.
-_NETWORK = ("HF_TOKEN", "HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+NETWORK = ("HF_TOKEN", "HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 def prefetch(
@@ -27,7 +27,8 @@ def prefetch(
 ) -> None:
     """Fetch a recipe's model, tokenizer and texts into HF_HOME, on a machine that reaches the hub; runs are offline."""
     settings = read_recipe(recipe, overrides or [])
-    named = [said for said in (settings.data.text, settings.data.validation, settings.data.test) if "hub:" in said]
+    texts = (settings.data.text, settings.data.validation, settings.data.test)
+    named = [said for said in (*texts, *(one.text for one in settings.evaluate.values())) if said.startswith("hub:")]
     named += [said for said in (settings.model.name, settings.model.tokenizer) if said and said[0] not in "/."]
     if not named:
         print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
@@ -41,12 +42,12 @@ def prefetch(
             fix="export HF_HOME=/a/shared/folder, here and where you submit",
         )
     Path(home).mkdir(parents=True, exist_ok=True)
-    theirs = [name for name in _NETWORK if name in os.environ and name not in settings.pass_env]
+    theirs = [name for name in NETWORK if name in os.environ and name not in settings.pass_env]
     settings = settings.model_copy(update={"pass_env": (*settings.pass_env, *theirs)})
     code = desk.once(
         settings,
         "dray.train.prefetch",
-        [settings.model_dump_json(include={"data", "model"})],
+        [settings.model_dump_json(include={"data", "model", "evaluate"})],
         engine=engine.value,
         image=image_of(engine, settings),
         where=Path.cwd(),

@@ -7,11 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dray.errors import ConfigError
 from dray.facts import Engine
+from dray.plan import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths
+from dray.runs.paths import RunPaths, existing
 from dray.spec.recipe import Command, Preflight, Recipe
+
+
+def ended(run: Path) -> tuple[Plan, Path]:
+    """The plan of a run, and the model that it left."""
+    paths = existing(run.absolute())
+    plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
+    final = paths.checkpoints / "final"
+    if not final.is_dir():
+        raise ConfigError(
+            "the run has left no model",
+            where=final,
+            found="a run that has not come to its end" if plan.recipe.train else "a run of a program of the user's own",
+            fix="let it end: the same command again goes on from its checkpoints, where checkpoint.folder is set",
+        )
+    return plan, final
 
 
 def once(
@@ -24,8 +41,12 @@ def once(
     where: Path,
     env: dict[str, str] | None = None,
     home: str | None = None,
+    sees: Sequence[str] = (),
 ) -> int:
-    """Show what it prints as it comes; its exit code. It is a run of one rank in `where`, of which nothing stays."""
+    """Show what it prints as it comes; its exit code. It is a run of one rank in `where`, of which nothing stays.
+
+    A container sees that folder, and what the recipe's sections named in `sees` name.
+    """
     program = Recipe(
         name=recipe.name,
         launcher="python",
@@ -35,6 +56,7 @@ def once(
         preflight=Preflight(when="never"),
         command=Command(argv=(image if engine == "bare" else "python3", "-m", module, *words), folder=str(where)),
     )  # of the cpu image, whatever is in it: no GPU is wanted
+    program = program.model_copy(update={name: getattr(recipe, name) for name in sees})
     facts = local.facts(program, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
     with TemporaryDirectory(prefix="dray-") as folder:
         plan = write.write(program, facts.model_copy(update={"hf_home": home}), runs=Path(folder))

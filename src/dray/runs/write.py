@@ -28,20 +28,35 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     else:
         recipe = load(Recipe, path, overrides)
     beside = path.absolute().parent if path else Path.cwd()
-    changes: dict[str, Any] = {}
-    for key, named in recipe.all_places().items():
-        section, field = key.split(".")
-        spoken = changes.get(section) or getattr(recipe, section)
-        changes[section] = spoken.model_copy(update={field: str(beside / named)})
-    if recipe.command:
-        changes["command"] = recipe.command.model_copy(update={"folder": str(beside / recipe.command.folder)})
+    recipe = _placed(recipe, beside)
     if recipe.accelerate:
-        changes["accelerate"] = _read(beside / recipe.accelerate)
-    recipe = recipe.model_copy(update=changes)
+        recipe = _with(recipe, ["accelerate"], _read(beside / recipe.accelerate))
     if recipe.train and recipe.train.deepspeed:
         file = beside / recipe.train.deepspeed
         recipe = deepspeed.agreed(recipe, _read(file), file)
     return recipe
+
+
+def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A run's own recipe with the command line's overrides, whose relative paths start where we stand."""
+    table = recipe.model_dump(exclude_unset=True)
+    return _placed(check(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
+
+
+def _placed(recipe: Recipe, beside: Path) -> Recipe:
+    """With relative places that start there."""
+    places = recipe.all_places() | ({"command.folder": recipe.command.folder} if recipe.command else {})
+    for key, named in places.items():
+        recipe = _with(recipe, key.split("."), str(beside / named))
+    return recipe
+
+
+def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  a spec, or a table of specs
+    """The same with another value in that place."""
+    key, *rest = keys
+    if isinstance(table, dict):
+        return {**table, key: _with(table[key], rest, value)}
+    return table.model_copy(update={key: _with(getattr(table, key), rest, value) if rest else value})
 
 
 def _begun(

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from dray.spec.analog import Analog
 from dray.spec.image import Variant
 from dray.spec.model import Spec
-from dray.spec.training import Batch, Checkpoint, Count, Data, Model, Train
+from dray.spec.training import Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 
@@ -88,7 +88,10 @@ class Recipe(Spec):
     data: Data = Data()
     model: Model = Model()
     train: Train | None = None
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], Evaluation] = {}
+    """More texts to evaluate, by the names that metrics have for them."""
     checkpoint: Checkpoint = Checkpoint()
+    lora: Lora | None = None
     analog: Analog | None = None
 
     def all_places(self) -> dict[str, str]:
@@ -99,6 +102,7 @@ class Recipe(Spec):
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
         data = {f"data.{name}": getattr(self.data, name) for name in ("text", "validation", "test")}
+        data |= {f"evaluate.{name}.text": one.text for name, one in self.evaluate.items()}
         model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
         files = {key: said for key, said in data.items() if said not in ("", "builtin") and not said.startswith("hub:")}
         return files | {key: said for key, said in model.items() if said.startswith(("/", "."))}
@@ -113,8 +117,20 @@ class Recipe(Spec):
     def _can_be(self) -> Recipe:
         if self.scale == "tiny" and not self.tiny:
             raise ValueError("scale = tiny: the recipe has no [tiny], which says what is other at that scale")
-        if self.analog and self.analog.on and self.train and self.train.strategy == "fsdp":
+        train = self.train
+        if self.analog and self.analog.on and train and train.strategy == "fsdp":
             raise ValueError("[analog] goes with ddp and zero1 to zero3; train.strategy is fsdp")
+        if self.analog and self.analog.on and self.lora and self.lora.on:
+            raise ValueError("[analog] and [lora] both put other layers in the place of the model's; take one")
+        if self.lora and self.lora.on and train and train.strategy == "fsdp" and self.model.dtype != "fp32":
+            raise ValueError(f'[lora] with train.strategy = "fsdp" wants model.dtype = "fp32", not {self.model.dtype}')
+        if self.data.answer and train and train.objective != "answers":
+            raise ValueError(f'data.answer is for train.objective = "answers", and that is {train.objective}')
+        for name, one in self.evaluate.items():
+            if one.stride >= self.data.block:
+                raise ValueError(f"evaluate.{name}.stride = {one.stride} wants to be less than data.block")
+            if (one.stride or one.last_word) and train and train.objective == "masked":
+                raise ValueError(f"evaluate.{name}: stride and last_word are for models that foretell the next token")
         return self
 
     @model_validator(mode="after")

@@ -38,7 +38,10 @@ class Data(Spec):
     validation_percent: Annotated[int, Field(ge=1, le=50)] = 5
     """Share of the documents kept for evaluation where `validation` is left out."""
     column: str = "text"
-    """Which column or key holds a document, where there are several."""
+    """Which column or key holds a document, where there are several; with train.objective = "answers" a conversation, a
+    list of messages with role and content."""
+    answer: str = ""
+    """With train.objective = "answers": the column of the answers, where `column` is that of the questions."""
     min_characters: Annotated[int, Field(ge=0)] = 0
     """Shorter documents are left out."""
     block: Annotated[int, Field(ge=2)] = 128
@@ -86,8 +89,9 @@ class Train(Spec):
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the text, in place of steps."""
-    objective: Literal["causal", "masked"] = "causal"
-    """causal: each token is foretold from those before it. masked: hidden tokens are, from all around them."""
+    objective: Literal["causal", "masked", "answers"] = "causal"
+    """causal: each token is foretold from those before it. masked: hidden tokens are, from all around them. answers: as
+    causal, of conversations in the model's chat template, and only what the assistant says is to be foretold."""
     masked_percent: Annotated[float, Field(gt=0, lt=100)] = 15.0
     """Share of the tokens that are to be foretold, where the objective is masked."""
     lr: Annotated[float, Field(gt=0)]
@@ -146,6 +150,43 @@ class Train(Spec):
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.offload and self.strategy not in stages and not unread:
             raise ValueError(f"offload = {self.offload} wants strategy {stages}, and it is {self.strategy}")
+        return self
+
+
+class Lora(Spec):
+    """Small matrices beside the model's own are trained, and the model's own stay as they are (LoRA, by peft)."""
+
+    on: bool = True
+    """Whether it is done: off, the same recipe trains all weights."""
+    rank: Count = 16
+    """Their inner size."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """What they add is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of their inputs that is left out in training."""
+    targets: tuple[str, ...] = ()
+    """Ends of the names of the layers that get them, such as q_proj; left out: all linear layers but the head."""
+
+
+class Evaluation(Spec):
+    """One more text to evaluate, beside data.validation."""
+
+    text: str
+    """Said as data.text is."""
+    column: str = ""
+    """Which column holds a document; left out: as data.column."""
+    stride: Annotated[int, Field(ge=0)] = 0
+    """Tokens from one window to the next: each is foretold from at least data.block - stride before it. 0: blocks side
+    by side."""
+    last_word: bool = False
+    """Whether only the last word of each document is to be foretold; loss and accuracy are then by words."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """At most so many blocks, or documents with last_word; 0 is all."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Evaluation:
+        if self.stride and self.last_word:
+            raise ValueError("stride and last_word are two ways to evaluate a text; name it twice to have both")
         return self
 
 

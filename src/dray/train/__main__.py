@@ -16,12 +16,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging
 
-from dray.train import data, model, objective, parallel, words
+from dray.train import card, data, lora, model, objective, parallel, words
 from dray.train.checkpoint import Checkpoints
 from dray.train.config import Config, read
-from dray.train.loop import Loop, evaluate
+from dray.train.evaluate import Evaluator
+from dray.train.loop import Loop
 from dray.train.metrics import Metrics
-from dray.train.shards import Tokens
+from dray.train.shards import IDS, Tokens
 
 _LARGE = 500_000_000  # weights; what is larger is not loaded once more only to be seen
 
@@ -37,6 +38,7 @@ def main(path: str) -> NoReturn:
     config = replace(config, steps=config.steps or max(1, round(config.epochs * texts.total / config.step_tokens)))
     network = model.build(config, tokenizer, filled=model.first())
     parameters = sum(weight.numel() for weight in network.parameters())
+    trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
     parallel.check_same(network, patient)
     metrics = Metrics(config, writes=dist.get_rank() == 0)
     shared = parallel.make(network, config, device)
@@ -52,24 +54,20 @@ def main(path: str) -> NoReturn:
     )
     texts.training.load(checkpoints.resume())
     first = checkpoints.newest
-    _began(config, metrics, parameters, texts, first)
+    _began(config, metrics, (parameters, trained), texts, first)
 
-    def evaluated(event: str, tokens: Tokens, step: int) -> None:
-        found = evaluate(config, shared, task, tokens)
-        name = "evaluation" if event == "eval" else event
-        shown = f"{name} loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}"
-        metrics.write(event, shown, step=step, **found)
-
+    evaluator = Evaluator(config, tokenizer, shared, task, metrics)
     began = time.monotonic()
     loop = Loop(config, parallel=shared, feed=texts.training, task=task, metrics=metrics, checkpoints=checkpoints)
-    loop.run(lambda step: evaluated("eval", texts.validation, step))
+    loop.run(lambda step: evaluator.all(step, texts.validation))
     seconds = time.monotonic() - began
-    evaluated("eval", texts.validation, config.steps)
+    evaluator.all(config.steps, texts.validation)
     if texts.test is not None:
-        evaluated("test", texts.test, config.steps)
+        evaluator.text("test", config.steps, texts.test)
     final = Path(config.folder, "checkpoints", "final")
     _save(shared, tokenizer, final)
     if dist.get_rank() == 0:
+        card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - first
         speed = steps * config.step_tokens / seconds if steps else 0.0
         sample = _reload(final, texts.validation, config) if parameters < _LARGE else ""
@@ -83,16 +81,19 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _began(config: Config, metrics: Metrics, parameters: int, texts: data.Texts, first: int) -> None:
+def _began(config: Config, metrics: Metrics, weights: tuple[int, int], texts: data.Texts, first: int) -> None:
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, os.environ[config.name_variable])
     tokens = f"{texts.total:,} tokens" if texts.total else "a stream"
+    parameters, trained = weights
+    part = "" if trained == parameters else f", {trained:,} of them trained"
     metrics.write(
         "start",
-        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters, {tokens}",
+        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters{part}, {tokens}",
         world_size=dist.get_world_size(),
         hosts=hosts,
         parameters=parameters,
+        trained=trained,
         first_step=first,
         steps=config.steps,
         tokens=texts.total,
@@ -106,6 +107,9 @@ def _save(shared: parallel.Parallel, tokenizer: Any, final: Path) -> None:  # no
     state = shared.weights()
     if dist.get_rank() == 0:
         part = final.with_name("final.part")
+        if lora.on(network):
+            lora.save_adapter(network, state, final.with_name("adapter"))
+            network, state = lora.plain(network), lora.merged(network, state)
         network.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)
         shutil.rmtree(final, ignore_errors=True)
@@ -131,7 +135,7 @@ def _reload(final: Path, validation: Tokens, config: Config) -> str:
         AutoModelForMaskedLM.from_pretrained(final, **code)
         return ""
     network: Any = AutoModelForCausalLM.from_pretrained(final, **code).eval()
-    prompt = torch.from_numpy(validation.block(0, config.data.block // 4)[None])
+    prompt = torch.from_numpy(validation.block(0, config.data.block // 4)[None] & IDS)
     written = network.generate(
         prompt, max_new_tokens=config.data.block // 2, do_sample=False, pad_token_id=tokens.pad_token_id
     )

@@ -208,6 +208,17 @@ def _manifest(path: Path) -> dict[str, Any]:
     return found if "files" in found else {"trouble": "its manifest names no files"}
 
 
+def troubles(path: Path) -> list[str]:
+    """What is not as the manifest says, of all files."""
+    said = _manifest(path)
+    if "files" not in said:
+        return [said["trouble"]]
+    lost = [name for name in said["files"] if not (path / name).is_file()]
+    return [f"{name}: there is no such file" for name in lost] or [
+        f"{name} is not what was written" for name, wanted in said["files"].items() if _described(path / name) != wanted
+    ]
+
+
 def _sealed(path: Path) -> dict[str, Any]:
     """On the disk, and what it is there."""
     with path.open("rb") as file:

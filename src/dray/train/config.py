@@ -17,6 +17,7 @@ class Data:
     test: str
     validation_percent: int
     column: str
+    answer: str
     min_characters: int
     block: int
     apart: bool
@@ -24,6 +25,17 @@ class Data:
     validation_samples: int
     streaming: bool
     cache: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One of the recipe's [evaluate]."""
+
+    text: str
+    column: str
+    stride: int
+    last_word: bool
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +57,7 @@ class Model:
 class Config:
     """One training run, as this rank sees it: the recipe's [train], the batch and where it happens."""
 
+    name: str
     folder: str
     name_variable: str
     variant: str
@@ -81,7 +94,10 @@ class Config:
     keep: int
     checkpoints: str
     about: dict[str, Any]
+    evaluate: dict[str, Evaluation]
+    lora: dict[str, Any] | None
     analog: dict[str, Any] | None
+    recipe: dict[str, Any]  # as it stands in the plan, for who wants to tell of it
 
     @property
     def order(self) -> dict[str, Any]:
@@ -97,12 +113,18 @@ class Config:
 
 def read(path: str) -> Config:
     """The plan's part that is about training."""
-    plan = json.loads(Path(path).read_text(encoding="utf-8"))
+    return of_plan(Path(path).read_text(encoding="utf-8"))
+
+
+def of_plan(text: str) -> Config:
+    """The same of a plan's own text."""
+    plan = json.loads(text)
     recipe = plan["recipe"]
     train = dict(recipe["train"])
     train |= {"steps": train["steps"] or 0, "epochs": train["epochs"] or 0.0}
     train["deepspeed"] = json.loads(train["deepspeed"] or "{}")
     return Config(
+        name=recipe["name"],
         folder=plan["folder"],
         name_variable=plan["world"]["identity"]["name"],
         variant=plan["variant"],
@@ -113,6 +135,9 @@ def read(path: str) -> Config:
         every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
         keep=recipe["checkpoint"]["keep"],
         checkpoints=recipe["checkpoint"]["folder"] or f"{plan['folder']}/checkpoints",
+        evaluate={name: Evaluation(**one) for name, one in recipe["evaluate"].items()},
+        lora=recipe["lora"] if recipe["lora"] and recipe["lora"]["on"] else None,
         analog=recipe["analog"] if recipe["analog"] and recipe["analog"]["on"] else None,
+        recipe={key: recipe[key] for key in ("batch", "data", "model", "train", "evaluate", "lora", "analog")},
         about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},
     )

@@ -13,14 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from dray.train import sources
+from dray.train import chat, sources
 from dray.train.config import Config
 from dray.train.order import Order
 from dray.train.shards import Tokens, fingerprint, made
+from dray.train.sources import Reading
 from dray.train.stop import stop
 from dray.train.stream import Stream
 from dray.train.words import encoder, ended
 
+_ENCODERS: dict[str, Callable[[PreTrainedTokenizerFast, int], Callable[[list[str]], list[int]]]] = {
+    "all": encoder,
+    "answers": chat.encoder,
+    "last word": chat.last_words,
+}
 Rows = NDArray[np.int64]
 Say = Callable[[str], None]
 
@@ -76,50 +82,85 @@ class Texts:
 def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
     """All that the recipe's [data] names."""
     data = config.data
-    cache = Path(data.cache or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, and the user's alone
-
-    def read(text: str, split: str) -> Tokens:
-        return tokens_of(
-            sources.files(text, split), data.column, words, cache=cache, say=say, least=data.min_characters
-        )
-
     if data.streaming:
+        way, reading = _way(config)
         names = sources.files(data.text, "train")
         feed: Feed = Stream(
             sources.pieces(names),
-            data.column,
-            encoder(words),
-            least=data.min_characters,
+            reading,
+            _ENCODERS[way](words, ended(words)),
             lanes=config.global_size,
             block=data.block,
             seed=config.seed,
         )
-        total, validation = 0, read(data.validation, "validation")
+        total = 0
     else:
-        training = read(data.text, "train")
-        if data.validation:
-            validation = read(data.validation, "validation")
-        else:
-            training, validation = _parted(training, data.validation_percent)
+        training = _read(config, words, say, data.text, "train")
+        if not data.validation:
+            training = _parted(training, data.validation_percent)[0]
         training = _enough("training", data.text, training.short(data.samples * data.block), data.block)
         total = len(training.ids)
         feed = Mapped(training, Order(total, data.block, config.seed))
+    return Texts(feed, total, validation(config, words, say), test(config, words, say))
+
+
+def validation(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Tokens:
+    """What is evaluated as training goes on."""
+    data = config.data
+    if data.validation:
+        found = _read(config, words, say, data.validation, "validation")
+    else:
+        found = _parted(_read(config, words, say, data.text, "train"), data.validation_percent)[1]
     most = data.validation_samples * data.block
-    validation = _enough("validation", data.validation or data.text, validation.short(most), 2)
-    test = _enough("test", data.test, read(data.test, "test").short(most), 2) if data.test else None
-    return Texts(feed, total, validation, test)
+    return _enough("validation", data.validation or data.text, found.short(most), 2)
+
+
+def test(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Tokens | None:
+    """What is evaluated once, if the recipe names it."""
+    data = config.data
+    if not data.test:
+        return None
+    found = _read(config, words, say, data.test, "test")
+    return _enough("test", data.test, found.short(data.validation_samples * data.block), 2)
+
+
+def _read(config: Config, words: PreTrainedTokenizerFast, say: Say, text: str, split: str) -> Tokens:
+    way, reading = _way(config)
+    return tokens_of(sources.files(text, split), reading, words, cache=_cache(config), say=say, way=way)
+
+
+def _way(config: Config) -> tuple[str, Reading]:
+    data, chats = config.data, config.objective == "answers"
+    reading = Reading(data.column, data.min_characters, chats=chats, answer=data.answer)
+    return "answers" if chats else "all", reading
+
+
+def one_more(config: Config, words: PreTrainedTokenizerFast, say: Say, name: str) -> Tokens:
+    """One of the recipe's [evaluate]."""
+    said = config.evaluate[name]
+    way = "last word" if said.last_word else "all"
+    reading = Reading(said.column or config.data.column)
+    found = tokens_of(sources.files(said.text, "test"), reading, words, cache=_cache(config), say=say, way=way)
+    if said.samples:
+        found = found.part(0, min(said.samples, len(found.starts) - 1)) if said.last_word else found
+        found = found if said.last_word else found.short(said.samples * config.data.block)
+    return _enough(f"evaluate.{name}", said.text, found, 2)
+
+
+def _cache(config: Config) -> Path:
+    return Path(config.data.cache or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, and the user's alone
 
 
 def tokens_of(
     names: tuple[str, ...],
-    column: str,
+    reading: Reading,
     words: PreTrainedTokenizerFast,
     *,
     cache: Path,
     say: Say,
-    least: int = 0,
+    way: str = "all",
 ) -> Tokens:
-    """Those files as tokens on this node's disk, made now if nobody has."""
+    """Those files as tokens on this node's disk, made now if nobody has; `way` says what is marked in them."""
 
     def documents() -> Iterator[str]:
         # Who makes them has the whole node, while the others wait; dray's plan has one core a rank in mind.
@@ -129,17 +170,25 @@ def tokens_of(
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
             for piece in sources.pieces(names):
-                yield from sources.documents(piece, column, least)
+                yield from sources.documents(piece, reading)
         finally:
             os.sched_setaffinity(0, own)
 
     return made(
         cache,
-        fingerprint(*sources.identity(names), column, least, words.backend_tokenizer.to_str(), ended(words)),
+        fingerprint(
+            *sources.identity(names),
+            reading,
+            way,
+            words.chat_template if reading.chats else "",
+            words.backend_tokenizer.to_str(),
+            ended(words),
+        ),
         documents,
-        encoder(words),
+        _ENCODERS[way](words, ended(words)),
         end=ended(words),
         vocabulary=len(words),
+        marked=way != "all",
         say=say,
     )
 

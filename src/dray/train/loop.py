@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,12 +15,11 @@ from dray.train import attention
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.config import Config
 from dray.train.data import Feed
-from dray.train.metrics import Metrics, Speed, perplexity
+from dray.train.metrics import Metrics, Speed
 from dray.train.objective import Batch, Task
 from dray.train.order import indices
 from dray.train.parallel import Parallel
 from dray.train.schedule import rate
-from dray.train.shards import Tokens
 from dray.train.stop import EXIT_FAILED, stop
 
 if TYPE_CHECKING:
@@ -160,34 +158,3 @@ class Loop:
             "look at the data near that step",
             code=EXIT_FAILED,
         )
-
-
-@torch.no_grad()
-def evaluate(config: Config, parallel: Parallel, task: Task, tokens: Tokens) -> dict[str, float]:
-    """Over every token of the documents that has one before it in its block; the last block may be short."""
-    parallel.network.eval()
-    total, block = len(tokens.ids), config.data.block
-    sums = torch.zeros(3, dtype=torch.float64, device=parallel.device)
-    rows, world = -(-total // block), dist.get_world_size()
-    at_once = min(config.per_device, -(-rows // world))
-    # Each rank takes as many turns, since parts of a model may be on other ranks; some come with nothing new.
-    for turn in range(-(-rows // (at_once * world))):
-        begin = (turn * world + dist.get_rank()) * at_once
-        batch = _cut(tokens, range(begin, begin + at_once), block, task).to(parallel.device)
-        loss, hits = parallel.losses(batch)
-        sums += torch.stack([loss.double(), hits.double(), sums.new_tensor(batch.wanted)])
-    dist.all_reduce(sums)
-    parallel.network.train()
-    losses, hits, wanted = sums.tolist()
-    loss_each = losses / max(wanted, 1.0)
-    return {"loss": loss_each, "perplexity": perplexity(loss_each), "accuracy": hits / max(wanted, 1.0)}
-
-
-def _cut(tokens: Tokens, samples: range, block: int, task: Task) -> Batch:
-    """Those blocks of the text; where it has ended, nothing is wanted."""
-    batch = task.batch(np.stack([tokens.block(sample * block, block) for sample in samples]), samples)
-    for row, sample in enumerate(samples):
-        left = len(tokens.ids) - sample * block
-        if left < block:
-            batch.targets[row, max(0, left - (task.objective == "causal")) :] = -100
-    return batch

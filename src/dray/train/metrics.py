@@ -155,7 +155,7 @@ class Speed:
 
 
 def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
-    """Six for each weight that is multiplied, and attention's own."""
+    """Six for each weight that is multiplied, four if it stays as it is, and attention's own."""
     settings = network.config
 
     def size(weight: Any) -> int:  # noqa: ANN401  a weight, or DeepSpeed's part of one
@@ -163,7 +163,8 @@ def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a tr
 
     tables = 0 if settings.tie_word_embeddings else size(network.get_input_embeddings().weight)
     weights = sum(map(size, network.parameters())) - tables
-    return float(6 * weights + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.block)
+    still = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
+    return float(6 * weights - 2 * still + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.block)
 
 
 def _peak(device: torch.device) -> float:

@@ -22,11 +22,15 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from dray.train import hub
+from dray.train import hub, lora
 from dray.train.config import Config
 from dray.train.stop import stop
 
-_KINDS: dict[str, Any] = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
+_KINDS: dict[str, Any] = {
+    "causal": AutoModelForCausalLM,
+    "answers": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+}
 
 
 def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
@@ -61,11 +65,25 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
         from dray.train import analog  # noqa: PLC0415  not every image has it
 
         analog.convert(network, config.analog, folder)
+    if config.lora:
+        lora.add(network, config)
     if config.data.apart:
         _check_apart(config, network, filled=filled)
     if config.recompute:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     return network
+
+
+def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The model without its weights and without room for them."""
+    said = config.model
+    folder = hub.model(said.name, said.revision, weights=False, code=said.trust_remote_code) if said.name else ""
+    settings = _settings(config, folder, tokens)
+    with torch.device("meta"):
+        found: PreTrainedModel = _KINDS[config.objective].from_config(
+            settings, trust_remote_code=said.trust_remote_code
+        )
+    return found
 
 
 def _check_apart(config: Config, network: PreTrainedModel, *, filled: bool) -> None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from dray.train.config import Config
+from dray.train.shards import IDS, LAST, WANTED
 
-_NOTHING = -100  # the target where nothing is to be foretold
+NOTHING = -100  # the target where nothing is to be foretold
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Batch:
     @property
     def wanted(self) -> int:
         """How many targets there are."""
-        return int((self.targets != _NOTHING).sum())
+        return int((self.targets != NOTHING).sum())
 
     def to(self, device: torch.device) -> Batch:
         """The same there; on a GPU it comes while others are at work."""
@@ -53,24 +54,28 @@ class Task:
     mask: int
     vocabulary: int
     special: tuple[int, ...]
+    marked: bool = False
 
     @property
     def even(self) -> bool:
         """Whether each row has as many targets as any other."""
-        return self.objective == "causal" and not self.apart
+        return self.objective == "causal" and not self.apart and not self.marked
 
     def batch(self, rows: NDArray[np.int64], samples: range) -> Batch:
         """The rows of those samples; what is hidden is decided by the sample's number."""
+        marks, rows = rows, rows & IDS
         if self.objective == "masked":
             pairs = [self._hidden(row, sample) for row, sample in zip(rows, samples, strict=True)]
             rows, targets = (np.stack(part) for part in zip(*pairs, strict=True))
             return Batch(torch.from_numpy(rows), torch.from_numpy(targets), None)
-        targets = np.full_like(rows, _NOTHING)
+        targets = np.full_like(rows, NOTHING)
         targets[:, :-1] = rows[:, 1:]
+        if self.marked:
+            targets[:, :-1][(marks[:, 1:] & WANTED) == 0] = NOTHING
         positions = None
         if self.apart:
-            ends = rows == self.end
-            targets[ends] = _NOTHING  # what follows is another document
+            ends = (marks & LAST) != 0 if self.marked else rows == self.end
+            targets[ends] = NOTHING  # what follows is another document
             place = np.arange(rows.shape[1])
             begins = np.zeros_like(rows)
             begins[:, 1:] = np.where(ends[:, :-1], place[1:], 0)
@@ -84,7 +89,7 @@ class Task:
         kind = chance.random(len(row))
         shown = np.where(chosen & (kind < 0.8), self.mask, row)
         shown = np.where(chosen & (kind >= 0.9), chance.integers(self.vocabulary, size=len(row)), shown)
-        return shown, np.where(chosen, row, _NOTHING)
+        return shown, np.where(chosen, row, NOTHING)
 
 
 def task(config: Config, words: Any, end: int) -> Task:  # noqa: ANN401  a tokenizer
@@ -98,6 +103,7 @@ def task(config: Config, words: Any, end: int) -> Task:  # noqa: ANN401  a token
         mask=words.mask_token_id if config.objective == "masked" else -1,
         vocabulary=len(words),
         special=tuple(words.all_special_ids),
+        marked=config.objective == "answers",
     )
 
 
@@ -112,10 +118,13 @@ class Objective(torch.nn.Module):
     def forward(
         self, rows: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of all targets; in evaluation also how many were foretold rightly."""
+        """The sum of the losses of all targets; in evaluation also how many were foretold rightly, and in how many rows
+        all were."""
         places = {} if positions is None else {"position_ids": positions}
         logits = self.network(input_ids=rows, **places, **self._uncached).logits.flatten(0, 1)
         wanted = targets.flatten()
-        loss = functional.cross_entropy(logits.float(), wanted, reduction="sum", ignore_index=_NOTHING)
-        hits = loss.new_zeros(()) if self.network.training else (logits.argmax(1) == wanted).sum()
-        return loss, hits
+        loss = functional.cross_entropy(logits.float(), wanted, reduction="sum", ignore_index=NOTHING)
+        if self.network.training:
+            return loss, loss.new_zeros(2)
+        asked, right = targets != NOTHING, logits.argmax(1).view_as(targets) == targets
+        return loss, torch.stack([right.sum(), (asked.any(1) & (right | ~asked).all(1)).sum()])

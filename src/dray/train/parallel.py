@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dray.train import dropout
+from dray.train import dropout, lora
 from dray.train.config import Config
 from dray.train.objective import Batch, Objective
 from dray.train.scaler import Scaler
@@ -40,7 +40,7 @@ class Parallel(Protocol):
     scaler: Scaler | None
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward pass: the sum of the losses, and in evaluation the number of hits."""
+        """One forward pass: the sum of the losses, and in evaluation how many targets were hit, and whole rows."""
 
     def turn(self, *, last: bool) -> Any:  # noqa: ANN401  a context manager
         """Around one forward and backward pass; gradients are summed over ranks in a step's last one alone."""
@@ -216,6 +216,8 @@ class Torch:
 
     def _tensors(self) -> State:
         named = dict(self._named())
+        if lora.on(self.network):  # the others are the model's own, and stay so
+            named = {name: weight for name, weight in named.items() if weight.requires_grad}
         state = {"weights": {name: weight.detach() for name, weight in named.items()}}
         for moment in MOMENTS:
             state[moment] = {

@@ -10,16 +10,20 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from dray.train import hub
 
+_SPLITS = {"text": "train", "validation": "validation", "test": "test"}
+
 
 def main(said: str) -> None:
     """Each thing once, with its size."""
     disable_progress_bars()  # a log is no terminal
     recipe = json.loads(said)
     data, model = recipe["data"], recipe["model"]
-    for key, split in (("text", "train"), ("validation", "validation"), ("test", "test")):
-        if data[key].startswith("hub:"):
-            print(f"data.{key} = {data[key]}", flush=True)
-            _told(hub.dataset(data[key], split))
+    texts = [(f"data.{key}", data[key], split) for key, split in _SPLITS.items()]
+    texts += [(f"evaluate.{name}.text", one["text"], "test") for name, one in recipe["evaluate"].items()]
+    for key, text, split in texts:
+        if text.startswith("hub:"):
+            print(f"{key} = {text}", flush=True)
+            _told(hub.dataset(text, split))
     for key in ("name", "tokenizer"):
         if model[key] and not model[key].startswith(("/", ".")):
             print(f"model.{key} = {model[key]}", flush=True)

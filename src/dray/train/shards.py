@@ -24,6 +24,10 @@ from numpy.typing import NDArray
 
 from dray.train.stop import EXIT_FAILED, stop
 
+WANTED, LAST = 1 << 31, 1 << 30
+"""Marks beside a token: only what is so marked is to be foretold; here a document ends."""
+IDS = LAST - 1
+
 _VERSION = 2
 _BATCH = 1024
 _WAIT = 0.1
@@ -68,9 +72,10 @@ def made(
     *,
     end: int,
     vocabulary: int,
+    marked: bool = False,
     say: Callable[[str], None],
 ) -> Tokens:
-    """The tokens of that fingerprint, made now if nobody has made them."""
+    """The tokens of that fingerprint, made now if nobody has made them; `marked` ones end where LAST is."""
     folder = cache / name
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{name}.lock").open("a") as lock:
@@ -81,7 +86,7 @@ def made(
                 shutil.rmtree(left, ignore_errors=True)
             part = cache / f"{name}.part-{_HOST}-{os.getpid()}"
             try:
-                _make(part, documents(), encode, end=end, vocabulary=vocabulary, say=say)
+                _make(part, documents(), encode, end=end, vocabulary=vocabulary, marked=marked, say=say)
                 part.rename(folder)
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
@@ -130,29 +135,33 @@ def _make(
     *,
     end: int,
     vocabulary: int,
+    marked: bool,
     say: Callable[[str], None],
 ) -> None:
     part.mkdir()
-    kind = np.uint16 if vocabulary <= 1 << 16 else np.uint32
+    kind = np.uint16 if vocabulary <= 1 << 16 and not marked else np.uint32
     total, began, told = 0, time.monotonic(), time.monotonic()
-    with (part / "ids").open("wb") as ids, (part / "starts").open("wb") as starts:
+    with (part / "ids").open("wb") as file_of_ids, (part / "starts").open("wb") as starts:
         starts.write(np.zeros(1, np.uint64).tobytes())
         for batch in _batches(documents):
             array = np.asarray(encode(batch), dtype=np.int64)
-            if array.size and int(array.max()) >= vocabulary:
+            ids = array & IDS
+            if array.size and int(ids.max()) >= vocabulary:
                 stop(
                     "the tokenizer gives a token that the model has not",
                     wanted=f"ids below {vocabulary}",
-                    found=str(int(array.max())),
+                    found=str(int(ids.max())),
                     fix="take the tokenizer that belongs to the model",
                 )
-            ids.write(array.astype(kind).tobytes())
-            starts.write((np.flatnonzero(array == end) + total + 1).astype(np.uint64).tobytes())
+            file_of_ids.write(array.astype(kind).tobytes())
+            starts.write(
+                (np.flatnonzero(array & LAST if marked else array == end) + total + 1).astype(np.uint64).tobytes()
+            )
             total += len(array)
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 say(f"{total:,} tokens made, {total / (told - began):,.0f} a second")
-        for file in (ids, starts):
+        for file in (file_of_ids, starts):
             file.flush()
             os.fsync(file.fileno())
     (part / "kind").write_text(np.dtype(kind).name, encoding="ascii")

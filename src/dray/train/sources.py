@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dray.train import corpus, hub
+from dray.train import chat, corpus, hub
 from dray.train.stop import stop
 
 _PIECE = 1 << 24  # bytes of a file of lines
@@ -27,6 +27,19 @@ _LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
 _BUILTIN = "builtin"
 _LINES, _ARROW = (".txt", ".text", ".md", ".jsonl", ".ndjson"), (".parquet", ".arrow")
 _KNOWN = (*_LINES, ".json", ".csv", ".tsv", *_ARROW)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What makes a document of a row."""
+
+    column: str
+    least: int = 0
+    """Shorter ones are left out."""
+    chats: bool = False
+    """Whether a document is a conversation: its messages, as JSON."""
+    answer: str = ""
+    """The column of the answers, where `column` is that of the questions."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +98,24 @@ def pieces(names: tuple[str, ...]) -> list[Piece]:
     return found
 
 
-def documents(piece: Piece, column: str, least: int = 0) -> Iterator[str]:
-    """The piece's documents of at least so many characters; what is empty or blank is none."""
+def documents(piece: Piece, reading: Reading) -> Iterator[str]:
+    """The piece's documents; what is empty or blank is none."""
+    rows = _texts(piece, reading.column)
+    if reading.answer:
+        pairs = zip(rows, _texts(piece, reading.answer), strict=True)
+        rows = (chat.exchange(question, answer) if question and answer else "" for question, answer in pairs)
+    elif reading.chats:
+        rows = (chat.conversation(row, piece.path, reading.column) for row in _rows(piece, reading.column))
+    for found in rows:
+        if found and len(found) >= reading.least and not found.isspace():
+            yield found
+
+
+def _texts(piece: Piece, column: str) -> Iterator[str]:
     for found in _rows(piece, column):
         if found is not None and not isinstance(found, str):
             _not_text(piece.path, column, found)
-        if found and len(found) >= least and not found.isspace():
-            yield found
+        yield found or ""
 
 
 def _rows(piece: Piece, column: str) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dray.train import sources
 from dray.train.order import permuted
-from dray.train.sources import Piece
+from dray.train.sources import Piece, Reading
 from dray.train.stop import stop
 
 _AT_ONCE = 16  # documents
@@ -67,22 +67,21 @@ class Stream:
     def __init__(
         self,
         pieces: list[Piece],
-        column: str,
+        reading: Reading,
         encode: Callable[[list[str]], list[int]],
         *,
-        least: int = 0,
         lanes: int,
         block: int,
         seed: int,
     ) -> None:
         if not pieces:
             stop("the training text is empty", wanted="documents", found="none", fix="check data.text")
-        self.pieces, self.column, self.encode, self.least = pieces, column, encode, least
+        self.pieces, self.reading, self.encode = pieces, reading, encode
         self.count, self.block, self.seed = lanes, block, seed
         # Where pieces are fewer than lanes, several lanes read one, and each takes its share of the documents.
         self.sharers = -(-lanes // len(pieces))
         self.parts = len(pieces) * self.sharers
-        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr((pieces, least)).encode()):08x}"
+        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr((pieces, reading)).encode()):08x}"
         self._lanes: dict[int, Lane] = {}
         self._states: dict[int, list[Any]] = {}
 
@@ -90,7 +89,7 @@ class Stream:
         """What is left of a part, in the row of all passes' parts: each pass has all of them, in another order."""
         turn, place = divmod(part, self.parts)
         number, share = divmod(permuted(place, self.parts, self.seed + turn), self.sharers)
-        mine = islice(sources.documents(self.pieces[number], self.column, self.least), share, None, self.sharers)
+        mine = islice(sources.documents(self.pieces[number], self.reading), share, None, self.sharers)
         return islice(mine, taken, None)
 
     def rows(self, samples: range) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from typing import NoReturn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dray.train import hub
+from dray.train import chat, hub
 from dray.train.config import Config
 from dray.train.stop import stop
 
@@ -22,7 +22,7 @@ def tokenizer(config: Config) -> PreTrainedTokenizerFast:
     said = config.model
     name = said.tokenizer or said.name
     if not name:
-        return _of_bytes(masked=config.objective == "masked")
+        return _of_bytes(masked=config.objective == "masked", chats=config.objective == "answers")
     folder = hub.model(name, said.revision if name == said.name else "main", weights=False, code=said.trust_remote_code)
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=said.trust_remote_code)
@@ -44,6 +44,8 @@ def tokenizer(config: Config) -> PreTrainedTokenizerFast:
     found.backend_tokenizer.no_padding()
     if found.pad_token is None:
         found.pad_token = found.eos_token or found.sep_token
+    if config.objective == "answers":
+        chat.teach(found)
     return found
 
 
@@ -52,9 +54,9 @@ def ended(tokens: PreTrainedTokenizerFast) -> int:
     return int(tokens.sep_token_id if tokens.eos_token_id is None else tokens.eos_token_id)
 
 
-def encoder(tokens: PreTrainedTokenizerFast) -> Callable[[list[str]], list[int]]:
+def encoder(tokens: PreTrainedTokenizerFast, end: int) -> Callable[[list[str]], list[int]]:
     """Documents as one row of tokens, each with its end."""
-    end, fast = ended(tokens), tokens.backend_tokenizer
+    fast = tokens.backend_tokenizer
     mark = tokens.convert_ids_to_tokens(end) if _joins(fast, end) else None
 
     def encode(documents: list[str]) -> list[int]:
@@ -104,7 +106,7 @@ def _lacks(folder: str, wanted: str) -> NoReturn:
     stop("the tokenizer does not do", wanted=wanted, found=f"none in {folder}", fix="set model.tokenizer to another")
 
 
-def _of_bytes(*, masked: bool) -> PreTrainedTokenizerFast:
+def _of_bytes(*, masked: bool, chats: bool) -> PreTrainedTokenizerFast:
     """One token a byte and one for the end of a text: nothing to download, nothing it cannot spell."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     extra = [END, MASK, PAD] if masked else [END]
@@ -115,4 +117,6 @@ def _of_bytes(*, masked: bool) -> PreTrainedTokenizerFast:
     found = PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token=END, pad_token=END, bos_token=END)
     if masked:
         found.mask_token, found.pad_token = MASK, PAD  # what pads has no embedding that learns
+    if chats:
+        chat.teach(found)
     return found

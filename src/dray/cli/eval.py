@@ -1,0 +1,31 @@
+"""`dray eval`: a run's model on the texts of its recipe, or on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli.run import Engine, image_of
+from dray.runs import desk, write
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, whose checkpoints/final is taken.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.text=some.txt."),
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = Engine.bare,
+) -> None:
+    """Print how well the model of a run that has ended foretells its texts, on this machine's CPUs."""
+    plan, final = desk.ended(run)
+    recipe = write.over(plan.recipe, overrides or [])
+    words = [str(final), plan.model_copy(update={"recipe": recipe}).model_dump_json()]
+    raise typer.Exit(
+        desk.once(
+            recipe, "dray.train.score", words, engine=engine.value, image=image_of(engine, recipe), where=final,
+            sees=("data", "evaluate"),
+        )
+    )  # fmt: skip

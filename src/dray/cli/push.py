@@ -1,0 +1,41 @@
+"""`dray push`: a run's model to the hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli.prefetch import NETWORK
+from dray.cli.run import Engine, image_of
+from dray.errors import ConfigError
+from dray.runs import desk
+
+
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, whose checkpoints/final is taken.")],
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Its name on the hub; made if it is not there.")],
+    public: Annotated[bool, typer.Option("--public", help="For all to see; else for those whom you let.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="What LoRA learnt alone, without the model.")] = False,
+    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = Engine.bare,
+) -> None:
+    """Send the model of a run that has ended to the hub, with its card, as whoever HF_TOKEN is."""
+    plan, folder = desk.ended(run)
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
+    if adapter:
+        folder = folder.with_name("adapter")
+        if not folder.is_dir():
+            raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter: the model is whole")
+    passed = tuple(variable for variable in NETWORK if variable in os.environ)
+    recipe = plan.recipe.model_copy(update={"pass_env": passed})
+    words = [str(folder), name, str(not public)]
+    image = image_of(engine, recipe)
+    raise typer.Exit(
+        desk.once(
+            recipe, "dray.train.push", words, engine=engine.value, image=image, where=folder,
+            env={"HF_HUB_OFFLINE": "0"},
+        )
+    )  # fmt: skip

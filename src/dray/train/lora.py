@@ -1,0 +1,95 @@
+"""LoRA: small matrices beside the model's layers are trained, by peft, and are added to the model's own at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers.pytorch_utils import Conv1D
+
+from dray.train.config import Config
+from dray.train.stop import stop
+
+_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers model
+    """In place. All else of the model is frozen."""
+    from peft import LoraConfig  # noqa: PLC0415  seconds, and only here
+
+    assert config.lora
+    said = config.lora
+    head = network.get_output_embeddings()
+    linear = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+    ]
+    unknown = [name for name in said["targets"] if not any(_ends(one, name) for one in linear)]
+    if unknown or not linear:
+        stop(
+            "lora.targets names what the model has not" if linear else "the model has no linear layers for LoRA",
+            wanted=f"ends of names such as {', '.join(sorted({name.split('.')[-1] for name in linear}))}",
+            found=", ".join(unknown) or type(network).__name__,
+            fix="correct lora.targets, or leave it out: all linear layers but the head",
+        )
+    torch.manual_seed(config.seed)
+    network.add_adapter(
+        LoraConfig(
+            r=said["rank"],
+            lora_alpha=said["alpha"],
+            lora_dropout=said["dropout"],
+            target_modules=[name for name in linear if not said["targets"] or _is_target(name, said["targets"])],
+            fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
+            base_model_name_or_path=config.model.name or None,
+            task_type="CAUSAL_LM",
+        )
+    )
+    for weight in network.parameters():
+        if weight.requires_grad:  # small changes are lost in 16 bits
+            weight.data = weight.data.float()
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _is_target(name: str, targets: tuple[str, ...]) -> bool:
+    return any(_ends(name, end) for end in targets)
+
+
+def on(network: Any) -> bool:  # noqa: ANN401  a transformers model
+    """Whether it has such matrices."""
+    return bool(getattr(network, "_hf_peft_config_loaded", False))
+
+
+def save_adapter(network: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:  # noqa: ANN401
+    """The small matrices alone, as peft loads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: weight.contiguous() for name, weight in weights.items() if ".lora_" in name}
+    named = {f"base_model.model.{name.replace('.default.', '.')}": weight for name, weight in own.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    network.peft_config["default"].save_pretrained(folder)
+
+
+def merged(network: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """The model's own weights by their own names, with what was learnt added to them."""
+    said = network.peft_config["default"]
+    found = {}
+    for name, weight in weights.items():
+        if ".lora_" in name:
+            continue
+        layer = name.split(_BASE)[0]
+        if name.endswith(f"{_BASE}weight"):
+            change = weights[layer + _UP].float() @ weights[layer + _DOWN].float() * (said.lora_alpha / said.r)
+            weight = (weight.float() + (change.T if said.fan_in_fan_out else change)).to(weight.dtype)  # noqa: PLW2901
+        found[name.replace(_BASE, ".")] = weight
+    return found
+
+
+def plain(network: Any) -> Any:  # noqa: ANN401
+    """The same model without them and without memory, which knows how it is saved."""
+    with torch.device("meta"):
+        return type(network)(network.config)

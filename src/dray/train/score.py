@@ -1,0 +1,39 @@
+"""`python -m dray.train.score FOLDER PLAN`: a saved model on all that its recipe evaluates."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from transformers.utils import logging
+
+from dray.train import data, model, objective, parallel, words
+from dray.train.config import of_plan
+from dray.train.evaluate import Evaluator
+from dray.train.metrics import Metrics
+
+
+def main(folder: str, plan: str) -> None:
+    """A line for each text."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = of_plan(plan)
+    saved = replace(config.model, name=folder, weights=True, tokenizer="", config={}, dtype="auto")
+    config = replace(config, model=saved, variant="cpu", strategy="ddp", compile=False, lora=None)
+    device, _ = parallel.begin(config)
+    tokenizer = words.tokenizer(config)
+    shared = parallel.make(model.build(config, tokenizer, filled=True), config, device)
+    task = objective.task(config, tokenizer, words.ended(tokenizer))
+    evaluator = Evaluator(config, tokenizer, shared, task, Metrics(config, writes=False))
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    evaluator.all(config.steps, data.validation(config, tokenizer, say))
+    test = data.test(config, tokenizer, say)
+    if test is not None:
+        evaluator.text("test", config.steps, test)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
