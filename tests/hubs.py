@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,34 @@ class _Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(said)
+
+    def do_POST(self) -> None:
+        """Who may write makes repositories, and puts files into them."""
+        said = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        code, answer = 401, {"error": "Invalid username or password."}
+        if self.headers.get("Authorization") == "Bearer hf_may_write":
+            code, answer = 200, self._written(self.path, [json.loads(line) for line in said.splitlines()])
+        body = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _written(self, path: str, said: list[dict]) -> dict:
+        if path == "/api/repos/create":
+            name = f"{said[0]['organization']}/{said[0]['name']}"
+            self.repositories.setdefault(f"models/{name}", {})["visibility"] = said[0]["visibility"].encode()
+            return {"url": f"http://{self.headers['Host']}/{name}", "id": name}
+        repository, _, _ = path.removeprefix("/api/").partition("/preupload/")
+        if repository != path.removeprefix("/api/"):
+            return {"files": [{**file, "uploadMode": "regular", "shouldIgnore": False} for file in said[0]["files"]]}
+        repository = path.removeprefix("/api/").partition("/commit/")[0]
+        for line in said:
+            if line["key"] == "file":
+                value = line["value"]
+                self.repositories[repository][value["path"]] = base64.b64decode(value["content"])
+        name = repository.removeprefix("models/")
+        return {"commitUrl": f"http://{self.headers['Host']}/{name}/commit/{'a' * 40}", "commitOid": "a" * 40}
 
     def _answer(self, path: str) -> tuple[int, bytes, dict[str, str]]:
         if "gated" in path:

@@ -1,0 +1,176 @@
+"""After a run: its model is scored again, its checkpoints become models, and who asks for it sends one to the hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from hubs import Repositories, serving  # noqa: E402
+from trainings import ROOT, Forks, Run  # noqa: E402
+
+pytestmark = pytest.mark.torch
+TEXT = f"{ROOT}/recipes/tiny/validation.jsonl"
+WORDS = (f"evaluate.words.text={TEXT}", "evaluate.words.last_word=true", f"data.test={TEXT}")
+
+
+def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+    argv = [sys.executable, "-m", "dray", *words]
+    return subprocess.run(argv, cwd="/", env={**base, **env}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
+    folder, forks = tmp_path_factory.mktemp("my runs"), Forks()
+    yield {
+        "ended": Run(forks, folder / "ended", 2, *WORDS, "checkpoint.every=10", "train.strategy=fsdp").end(),
+        "other": Run(forks, folder / "other", 1, steps="steps=2").end(),
+        "unfinished": Run(forks, folder / "unfinished", 1),
+    }
+    forks.close()
+
+
+def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
+    ended = dray("eval", runs["ended"].folder)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    figures = [runs["ended"].events(event)[-1] for event in ("eval", "eval-words", "test")]
+    names = ("evaluation", "evaluation words", "test")
+    for line, name, was in zip(ended.stdout.splitlines(), names, figures, strict=True):
+        assert line == f"{name} loss {was['loss']:.4f}, perplexity {was['perplexity']:.3f}"
+
+
+def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("one: the tug pulls the red box against the tide.\n" * 9)
+    words = (f"evaluate.mine.text={tmp_path}/mine.txt", "evaluate.mine.stride=8", "data.test=")
+    ended = dray("eval", runs["ended"].folder, *words)
+    assert [line.split(" loss")[0] for line in ended.stdout.splitlines()] == [
+        "evaluation", "evaluation words", "evaluation mine",
+    ]  # fmt: skip
+    wrong = dray("eval", runs["ended"].folder, "evaluate.mine.txt=x")
+    assert (wrong.returncode, "unknown key: did you mean" in wrong.stderr) == (78, True)
+    lost = dray("eval", runs["ended"].folder, "evaluate.mine.text=/not/there.txt")
+    assert (lost.returncode, "there is no text" in lost.stdout + lost.stderr) == (78, True)
+
+
+def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> None:
+    run = runs["ended"]
+    ended = dray("export", run.folder)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    made = run.folder / "exports" / "step-20"
+    assert ended.stdout.startswith(f"{made}: 0.1 MB of fp32 weights")
+    whole, final = load_file(made / "model.safetensors"), run.weights()
+    assert whole.keys() == final.keys()
+    assert all(torch.equal(whole[name], final[name]) for name in final)
+    again = dray("export", run.folder)
+    assert (again.returncode, "there is something already" in again.stderr) == (78, True)
+    parts = tmp_path / "in parts"
+    assert dray("export", run.folder, "--to", parts, "--shard-gb", "0.00005", "--dtype", "bf16").returncode == 0
+    files = sorted(path.name for path in parts.glob("*.safetensors"))
+    assert len(files) > 1
+    assert files[-1] == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    network = AutoModelForCausalLM.from_pretrained(parts)
+    assert network.dtype == torch.bfloat16
+    for name, weight in network.named_parameters():
+        assert torch.equal(weight, final[name].bfloat16()), name
+    assert len(AutoTokenizer.from_pretrained(parts)) == 257
+
+
+def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
+    forks = Forks()
+    wide = (
+        "model.config.n_layer=8",
+        "model.config.n_embd=1024",
+        "model.config.n_head=4",
+        "model.config.n_positions=32",
+    )
+    run = Run(forks, tmp_path / "run", 1, "checkpoint.every=2", "train.lr=1e-5", model=wide, steps="steps=2")
+    run.end()
+    forks.close()
+    weights = (run.folder / "checkpoints" / "final" / "model.safetensors").stat().st_size
+    assert weights > 400e6
+
+    def peak(gigabytes: str) -> int:
+        code = "import resource,sys; from dray.train import export; sys.argv = sys.argv[2:]; from pathlib import Path\n"
+        code += "p, t, g, plan = sys.argv; export.main(Path(p), Path(t), float(g), 'fp32', export.of_plan(plan))\n"
+        code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        checkpoint, plan = run.folder / "checkpoints" / "step-2", (run.folder / "plan.json").read_text()
+        argv = [sys.executable, "-c", code, "x", checkpoint, tmp_path / gigabytes, gigabytes, plan]
+        return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1024
+
+    assert peak("0.05") < peak("4") - 0.6 * weights
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "said"),
+    [
+        ("ended", ("--step", "11"), "found:  steps 10, 20"),
+        ("other", (), "there is no checkpoint"),
+        ("unfinished", (), "there is no checkpoint"),
+        ("nowhere", (), "this is not a run folder"),
+    ],
+)
+def test_what_cannot_be_exported(runs, tmp_path: Path, run: str, words: tuple[str, ...], said: str) -> None:
+    folder = runs[run].folder if run in runs else tmp_path
+    ended = dray("export", folder, *words)
+    assert (ended.returncode, said in ended.stderr) == (78, True), ended.stderr
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path) -> None:
+    file = next((runs["ended"].folder / "checkpoints" / "step-10").glob("*.distcp"))
+    kept = file.read_bytes()
+    for damage, said in ((kept[:-1] + b"x", "is not what was written"), (None, "there is no such file")):
+        file.unlink()
+        if damage:
+            file.write_bytes(damage)
+        ended = dray("export", runs["ended"].folder, "--step", "10", "--to", tmp_path / "model")
+        assert (ended.returncode, said in ended.stdout, (tmp_path / "model").exists()) == (1, True, False)
+        file.write_bytes(kept)
+
+
+def test_a_card_says_what_it_is(runs) -> None:
+    card = (runs["ended"].folder / "checkpoints" / "final" / "README.md").read_text()
+    run = runs["ended"]
+    assert card.startswith('---\nlibrary_name: "transformers"\npipeline_tag: "text-generation"\n---\n\n# tiny\n')
+    assert "20 steps of 8 samples of 32 tokens, on 2 ranks." in card
+    for event, name in (("eval", "validation"), ("eval-words", "words"), ("test", "test")):
+        was = run.events(event)[-1]
+        assert f"| {name} | {was['loss']:.4f} | {was['perplexity']:.3f} | {was['accuracy']:.4f} |" in card
+    assert 'data.test = "validation.jsonl"' in card
+    assert str(run.folder.parent) not in card  # whose folders these are is nobody's business
+    assert str(ROOT) not in card
+
+
+def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> None:
+    folder, hub = runs["ended"].folder, Repositories()
+    with serving(hub) as address:
+        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_may_write"}
+        ended = dray("push", folder, "me/mine", **env)
+        assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", f"{address}/me/mine\n")
+        final = folder / "checkpoints" / "final"
+        files = {path.name: path.read_bytes() for path in final.iterdir()}
+        assert hub == {"models/me/mine": {"visibility": b"private", **files}}
+        assert dray("push", folder, "me/open", "--public", **env).returncode == 0
+        assert hub["models/me/open"]["visibility"] == b"public"
+        wrong = dray("push", folder, "me/mine", **{**env, "HF_TOKEN": "hf_may_read"})
+        assert (wrong.returncode, "take a token that may write" in wrong.stdout) == (78, True)
+        assert "hf_may" not in wrong.stdout + wrong.stderr
+        nobody = dray("push", folder, "me/mine", HF_ENDPOINT=address, HF_HOME=str(tmp_path))
+        assert (nobody.returncode, "export HF_TOKEN" in nobody.stdout) == (78, True)
+        for words, said in (
+            (("mine",), "OWNER/NAME"),
+            (("me/mine", "--adapter"), "the run trained no LoRA"),
+        ):
+            refused = dray("push", folder, *words, **env)
+            assert (refused.returncode, said in refused.stderr) == (78, True)
+    gone = dray("push", folder, "me/mine", **env)
+    assert (gone.returncode, "look at the name and at the network" in gone.stdout) == (1, True)
