@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from httpx2 import TransportError
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -26,7 +27,7 @@ def main(folder: str, name: str, *, private: bool) -> None:
         hub = HfApi()
         hub.create_repo(name, private=private, exist_ok=True)
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="A model trained with dray")
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
+    except (HFValidationError, HfHubHTTPError, TransportError, OSError) as error:
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
         stop(
             f"the model cannot be pushed to {name}",
