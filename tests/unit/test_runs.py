@@ -12,6 +12,7 @@ import pytest
 
 from dray.errors import ConfigError
 from dray.facts import Facts
+from dray.images import place
 from dray.images import record as records
 from dray.runs import write as writing
 from dray.runs.finish import finish, summary
@@ -159,6 +160,52 @@ def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Pat
     paths = begun(root, tmp_path)
     record(paths, "rank-3", 10.0)
     assert finish(paths, code=0).cause is None
+
+
+@pytest.mark.parametrize("given", [("--sbatch=--account=p1",), ("--sbatch=-Ap1",), ("SBATCH_ACCOUNT",)])
+def test_a_cluster_that_wants_an_account_is_told_one(root: Path, tmp_path: Path, given: tuple[str, ...]) -> None:
+    env = {**os.environ, "DRAY_HOME": str(root), "HOME": "/nonexistent"}
+    words = ["recipes/smoke-cpu.toml", "--site", "lumi", "--dry-run", "--runs", tmp_path, "batch.global_size=16"]
+
+    def submitted(*more: str, **account: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "dray", "submit", *words, *more],
+            cwd=root, env={**env, "DRAY_IMAGE": str(root / "Makefile"), **account}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+
+    said = {given[0]: "p1"} if given[0].isupper() else {}
+    assert submitted(*(() if said else given), **said).returncode == 0
+    refused = submitted()
+    assert refused.returncode == 78
+    assert refused.stderr == (
+        "dray: this cluster wants to know which project pays\n"
+        "  where:  site lumi\n"
+        "  wanted: an account such as project_465000000\n"
+        "  found:  no --account, and SBATCH_ACCOUNT is not set\n"
+        "  fix:    dray submit --sbatch --account=project_465000000, or export SBATCH_ACCOUNT\n"
+    )
+
+
+def test_an_image_of_another_variant_is_not_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.sif"
+    file.write_text("")
+    monkeypatch.setenv("DRAY_IMAGE", str(file))
+    digest = "0" * 64
+    known = records.Record(
+        variant="rocm", dray="0", base="x", inputs=digest, epoch=0, tools={}, sif=records.File(sha256=digest, size=0)
+    )
+    records.path_for(file).write_text(known.model_dump_json())
+    assert place.required(tmp_path, "rocm") == file
+    with pytest.raises(ConfigError) as refused:
+        place.required(tmp_path, "cuda")
+    assert "wanted: cuda\n  found:  rocm\n  fix:    set image=rocm, or start the cuda image" in str(refused.value)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    place.require_variant("cuda")  # no image at all
+    (tmp_path / "image.json").write_text('{"variant": "cpu"}')
+    place.require_variant("cpu")
+    with pytest.raises(ConfigError):
+        place.require_variant("cuda")
 
 
 def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ Overrides = Annotated[
 ]
 Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes, in place of the recipe's.")]
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node, a rank for each.")]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="GB", help="Memory of one GPU, in place of the site's; 0: any model fits."),
+]
 Site = Annotated[
     str,
     typer.Option(envvar="DRAY_SITE", help="A site's name or file; else the one whose file names this cluster."),

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from dray import checkout, facts, lint, render, sites
-from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
+from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.images import place
+from dray.runs import sizes, write
 from dray.runs import submit as queue
-from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 from dray.spec.recipe import Recipe
 
@@ -43,6 +43,7 @@ def plan(
     form: Annotated[
         Format, typer.Option("--format", help="text to read, json (plan.json), bash (node.sh).")
     ] = Format.text,
+    gpu_memory: GpuMemory = None,
     site: Site = "",
     runs: Runs = None,
     save: Annotated[
@@ -61,6 +62,8 @@ def plan(
             fix="leave these out, or --facts",
         )
     folder = (runs or default_runs()).absolute()
+    if facts_file:
+        place.require_variant(settings.image)
     if save:
         written = write.write(settings, seen, runs=folder, run=run)
         print(lint.aloud(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
@@ -73,9 +76,12 @@ def plan(
     elif form is Format.bash:
         print(render.node_script(decided), end="")
     else:
+        estimate = "" if facts_file else sizes.words(decided, sites.choose(seen)[0], gpu_memory)
         if not facts_file:
             print(f"{ASSUMED}\n")
         print(render.text(decided), end="")
+        if estimate:
+            print(f"\n{estimate}", end="")
 
 
 def _read(name: str) -> Facts:

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from dray import checkout, lint, render, sites
-from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
+from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.plan import ASSUMED, assumed
 from dray.errors import ConfigError
 from dray.images import place
+from dray.runs import sizes, write
 from dray.runs import submit as queue
-from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 
 
@@ -26,6 +26,7 @@ def submit(
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
+    gpu_memory: GpuMemory = None,
     site: Site = "",
     runs: Runs = None,
     sbatch: Annotated[
@@ -49,7 +50,9 @@ def submit(
     facts = assumed(settings, nodes, gpus_per_node, site)
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
     chosen_site, _ = sites.choose(facts)
+    queue.require_account(chosen_site, sbatch or [])
     plan = write.decide(settings, facts, run=folder.name, folder=folder)
+    estimate = sizes.words(plan, chosen_site, gpu_memory)
     options = [
         *render.sbatch_options(settings, chosen_site, facts.gpus_per_node),
         *([f"--nodes={nodes}"] if nodes else []),
@@ -66,6 +69,7 @@ def submit(
     )
     print(lint.aloud(plan, os.environ), end="", file=sys.stderr)
     if dry_run:
-        print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}", end="")
+        print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}\n{estimate}", end="")
         return
+    print(estimate, end="", file=sys.stderr)
     print(f"job {queue.submit(argv, folder)} is in the queue\nrun folder: {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import closing
@@ -11,7 +12,7 @@ from typing import Literal
 
 from dray import dockerd, process
 from dray.errors import ConfigError, UnfitError
-from dray.images import verify
+from dray.images import record, verify
 
 
 def docker_tag(variant: str) -> str:
@@ -64,6 +65,26 @@ def to_run(checkout: Path, variant: str) -> Path:
     return Path(os.environ.get("DRAY_IMAGE") or sif(checkout, variant))
 
 
+def require_variant(variant: str) -> None:
+    """Inside an image: that it is the recipe's. Only who starts it can choose another."""
+    try:
+        said = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # no image at all; what is damaged, its own checks say
+    _same(said.get("variant", variant), variant, sys.prefix)
+
+
+def _same(found: str, variant: str, where: object) -> None:
+    if found != variant:
+        raise ConfigError(
+            "the image is of another variant than the recipe's",
+            where=where,
+            wanted=variant,
+            found=found,
+            fix=f"set image={found}, or start the {variant} image: unset DRAY_IMAGE, or name its file there",
+        )
+
+
 def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
     """The same, and before anything is queued it must be there, and be the one that the recipe wants."""
     file = to_run(checkout, variant)
@@ -73,6 +94,9 @@ def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
             wanted=f"{file} (the recipe's image is {variant})",
             fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
         )
+    known = record.read(file)
+    if known:
+        _same(known.variant, variant, file)
     if digest:
         verify.require(file, digest, "the recipe's image_digest")
     return file

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dray import process
-from dray.errors import DrayError
+from dray.errors import ConfigError, DrayError
 from dray.runs.paths import create
+from dray.spec.site import Site
 
 
 def sbatch(
@@ -27,6 +28,21 @@ def sbatch(
     decided = [f"--run={folder}", f"--image={image}", f"--site={site}"]
     said = [*words, *(["--", *command] if command else [])]
     return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *said]
+
+
+def require_account(site: Site, options: Sequence[str]) -> None:
+    """Where a cluster wants to know who pays, it refuses the job in words of its own, or lets it wait for ever."""
+    given = [*site.sbatch, *options]
+    if not site.account or any(option.startswith(("-A", "--account")) for option in given):
+        return
+    if not any(os.environ.get(name) for name in ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")):
+        raise ConfigError(
+            "this cluster wants to know which project pays",
+            where=f"site {site.name}",
+            wanted=f"an account such as {site.account}",
+            found="no --account, and SBATCH_ACCOUNT is not set",
+            fix=f"dray submit --sbatch --account={site.account}, or export SBATCH_ACCOUNT",
+        )
 
 
 def cluster() -> str:

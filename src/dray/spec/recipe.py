@@ -120,6 +120,8 @@ class Recipe(Spec):
         train = self.train
         if self.analog and self.analog.on and train and train.strategy == "fsdp":
             raise ValueError("[analog] goes with ddp and zero1 to zero3; train.strategy is fsdp")
+        if self.analog and self.analog.on and self.image in ("cuda12", "rocm"):
+            raise ValueError(f"[analog] wants the cpu or the cuda image; aihwkit-lightning has none for {self.image}")
         if self.analog and self.analog.on and self.lora and self.lora.on:
             raise ValueError("[analog] and [lora] both put other layers in the place of the model's; take one")
         if self.lora and self.lora.on and train and train.strategy == "fsdp" and self.model.dtype != "fp32":

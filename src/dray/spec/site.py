@@ -87,6 +87,10 @@ class Site(Spec):
     """GPUs on a node, which a job asks for where its user names no number."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """How sbatch is asked for them: --gpus-per-node=N or --gres=gpu:N."""
+    gpu_memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Memory of one GPU, the smaller one where there are two kinds; `dray submit` refuses what will not fit."""
+    account: str = ""
+    """What its projects' accounts look like, where sbatch must be told one; `dray submit` asks for it."""
     cpus_per_node: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a node."""
     sbatch: tuple[str, ...] = ()

@@ -1,0 +1,190 @@
+"""What a training run will hold in memory, from the model's configuration and the recipe: an estimate beforehand.
+
+Weights, gradients and optimizer are counted. Activations are the usual count for transformers whose attention keeps no
+matrix of scores (34 bytes a token, layer and hidden unit in 16 bits), and the logits, which small models forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from dray import batch
+from dray.errors import ConfigError
+from dray.spec.recipe import Recipe
+
+_GB = 1e9
+_REST = 1.5 * _GB  # CUDA's own, the libraries' kernels, communication buffers
+# What transformers takes where a configuration does not say.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+    "gpt_neo": {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50257},
+    "opt": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
+            "vocab_size": 50272},
+    "bert": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 512,
+             "intermediate_size": 3072, "vocab_size": 30522},
+    "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+              "vocab_size": 32000, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+}  # fmt: skip
+_LEARNED = {"gpt2": 1024, "gpt_neo": 2048, "opt": 2048, "bert": 512}  # positions that are weights
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a configuration says of a model's size."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    vocabulary: int
+    linear: int
+    """Inputs and outputs of all linear layers of one block together, which is what LoRA grows with."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on each GPU, and on each node's host; for a run without GPUs all is the host's."""
+
+    parameters: int
+    gpu: dict[str, float]
+    host: dict[str, float]
+
+    @property
+    def on_gpu(self) -> float:
+        return sum(self.gpu.values())
+
+    def lines(self) -> Iterator[str]:
+        """For a reader."""
+        where = [("on each GPU", self.gpu), ("on each node's host", self.host)]
+        for name, parts in where:
+            if any(parts.values()):
+                shown = ", ".join(f"{part} {size / _GB:.2f}" for part, size in parts.items() if size)
+                yield f"{sum(parts.values()) / _GB:.1f} GB {name}: {shown}"
+
+
+def shape(said: Mapping[str, Any]) -> Shape | None:
+    """From what config.json says; None where the model is of a kind that is not understood."""
+    kind = said.get("model_type", "")
+    known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in said.items() if value is not None}}
+
+    def one(*names: str, other: int = 0) -> int:
+        return next((int(known[name]) for name in names if name in known), other)
+
+    hidden, layers = one("hidden_size", "n_embd", "d_model"), one("num_hidden_layers", "n_layer", "num_layers")
+    heads = one("num_attention_heads", "n_head", "num_heads")
+    if not (hidden and layers and heads and "vocab_size" in known):
+        return None
+    each = one("head_dim", other=hidden // heads)
+    width, shared = heads * each, one("num_key_value_heads", other=heads) * each
+    inner = one("intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
+    gated = "rms_norm_eps" in known
+    experts = max(1, one("num_local_experts", "num_experts"))
+    block = 2 * hidden * (width + shared) + (3 if gated else 2) * hidden * inner * experts
+    block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
+    positions = one("max_position_embeddings", "n_positions", other=_LEARNED.get(kind, 0)) if kind in _LEARNED else 0
+    tables = 1 if known.get("tie_word_embeddings", not gated) else 2
+    total = known["vocab_size"] * hidden * tables + positions * hidden + layers * block + hidden
+    linear = 4 * hidden + 2 * (width + shared) + (3 if gated else 2) * (hidden + inner)
+    return Shape(total, hidden, layers, known["vocab_size"], linear)
+
+
+def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:
+    """With the recipe on so many ranks."""
+    train = recipe.train
+    assert train is not None
+    assert recipe.batch is not None
+    lora = recipe.lora if recipe.lora and recipe.lora.on else None
+    moved = lora.rank * model.linear * model.layers if lora else model.parameters
+    half = 2 if train.precision != "fp32" else 4
+    kept = 2 if recipe.model.dtype == "bf16" else 4
+    stage = {"ddp": 0, "fsdp": 3, "zero1": 1, "zero2": 2, "zero3": 3}[train.strategy]
+    zero = train.strategy.startswith("zero")
+    weights = (half if zero else kept) * model.parameters / (ranks if stage == 3 else 1)
+    whole = model.parameters / model.layers if stage == 3 else model.parameters if half == 2 and not zero else 0
+    gradients = 4 * moved / (ranks if stage >= 2 else 1)
+    optimizer = (12 if zero else 8) * moved / (ranks if stage >= 1 else 1)
+    parts = {
+        "weights": weights,
+        "their 16-bit copies" if half == 2 and not zero and stage < 3 else "layers at work": half * whole,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": _activations(recipe, model, ranks, half),
+        "the rest": _REST if recipe.image != "cpu" else 0.0,
+    }
+    away = {"": (), "optimizer": ("optimizer", "gradients"), "all": ("weights", "optimizer", "gradients")}[
+        train.offload
+    ]
+    host = {part: size * ranks_per_node for part, size in parts.items() if part in away or recipe.image == "cpu"}
+    gpu = {part: size for part, size in parts.items() if part not in host}
+    return Estimate(model.parameters, gpu, host)
+
+
+def _activations(recipe: Recipe, model: Shape, ranks: int, half: int) -> float:
+    assert recipe.train is not None
+    assert recipe.batch is not None
+    tokens = batch.divide(recipe.batch, world_size=ranks).per_device * recipe.data.block
+    layer = 17 * half * tokens * model.hidden
+    layers = layer * model.layers
+    if recipe.train.recompute:
+        layers = half * tokens * model.hidden * model.layers + layer
+    logits = 12 if half == 4 else 16  # with their logarithms and gradients, in 32 bits
+    return float(layers + tokens * model.vocabulary * logits)
+
+
+Change = tuple[str, Callable[[Recipe], Recipe]]
+
+
+def _train(**values: Any) -> Callable[[Recipe], Recipe]:  # noqa: ANN401  whatever a key takes
+    def changed(recipe: Recipe) -> Recipe:
+        assert recipe.train is not None
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+
+    return changed
+
+
+def _one_sample(recipe: Recipe) -> Recipe:
+    assert recipe.batch is not None
+    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"per_device": 1, "accumulation": None})})
+
+
+_CHANGES: tuple[Change, ...] = (
+    ("batch.per_device=1", _one_sample),
+    ("train.recompute=true", _train(recompute=True)),
+    ("train.strategy=zero2", _train(strategy="zero2", offload="")),
+    ("train.strategy=zero3", _train(strategy="zero3", offload="")),
+    ("train.strategy=zero3 train.offload=optimizer", _train(strategy="zero3", offload="optimizer")),
+    ("train.strategy=zero3 train.offload=all", _train(strategy="zero3", offload="all")),
+)
+
+
+def refuse(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, gigabytes: float, why: str) -> None:
+    """A run that does not fit is not worth its wait in the queue."""
+    found = estimate(recipe, model, ranks=ranks, ranks_per_node=ranks_per_node)
+    if not gigabytes or found.on_gpu <= gigabytes * _GB:
+        return
+    raise ConfigError(
+        f"the model does not fit: {model.parameters:,} parameters",
+        wanted=f"at most {gigabytes:g} GB on each GPU ({why})",
+        found="\n".join(found.lines()),
+        fix=_fitting(recipe, model, ranks=ranks, ranks_per_node=ranks_per_node, most=gigabytes * _GB)
+        or "more nodes, a smaller model or [lora]; if this estimate is wrong for it, say --gpu-memory 0",
+    )
+
+
+def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, most: float) -> str:
+    """The least change with which it fits: one of the list, or the first few together."""
+    together = accumulate(_CHANGES, lambda one, two: (_joined(one[0], two[0]), lambda r: two[1](one[1](r))))
+    for words, change in (*_CHANGES, *together):
+        found = estimate(change(recipe), model, ranks=ranks, ranks_per_node=ranks_per_node)
+        if found.on_gpu <= most:
+            file = "train.deepspeed= " if recipe.train and recipe.train.deepspeed and "strategy" in words else ""
+            return f"with {file}{words}: {next(found.lines())}"
+    return ""
+
+
+def _joined(one: str, two: str) -> str:
+    """What the second says anew is left out of the first."""
+    keys = {word.partition("=")[0] for word in two.split()}
+    return " ".join([*(word for word in one.split() if word.partition("=")[0] not in keys), two])

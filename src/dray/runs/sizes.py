@@ -1,0 +1,63 @@
+"""How large a recipe's model is, as far as this machine can know, and whether it fits."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dray import memory
+from dray.plan import Plan
+from dray.spec.recipe import Recipe
+from dray.spec.site import Site
+
+
+def words(plan: Plan, site: Site, gigabytes: float | None) -> str:
+    """What the run will hold in memory, for a reader. A run that cannot fit is refused."""
+    recipe = plan.recipe
+    if recipe.train is None:
+        return ""
+    said = _configuration(recipe)
+    shape = memory.shape(said) if said else None
+    if shape is None:
+        model = recipe.model.name or recipe.model.type
+        why = f"no such kind is known: {model}" if said else f"{model} is not here yet; dray prefetch brings it"
+        return f"memory: not estimated, {why}\n"
+    world = plan.world
+    known = site.gpu_memory_gb if gigabytes is None else gigabytes
+    memory.refuse(
+        recipe,
+        shape,
+        ranks=world.size,
+        ranks_per_node=world.ranks_per_node,
+        gigabytes=known,
+        why=f"site {site.name}" if gigabytes is None else "--gpu-memory",
+    )
+    found = memory.estimate(recipe, shape, ranks=world.size, ranks_per_node=world.ranks_per_node)
+    of = f" of {known:g}" if known and found.gpu else ""
+    head = f"memory: an estimate for {shape.parameters:,} parameters{of and f', on GPUs{of} GB'}"
+    return "\n".join([head, *(f"  {line}" for line in found.lines())]) + "\n"
+
+
+def _configuration(recipe: Recipe) -> dict[str, Any] | None:
+    """As transformers will have it."""
+    model = recipe.model
+    vocabulary = {} if model.tokenizer or model.name else {"vocab_size": 257}  # one for each byte
+    if not model.name:
+        return {"model_type": model.type, **vocabulary, **model.config}
+    try:
+        return {**json.loads(_file(model.name, model.revision).read_text(encoding="utf-8")), **model.config}
+    except (OSError, ValueError):
+        return None
+
+
+def _file(name: str, revision: str) -> Path:
+    """A folder's own, or that which the hub's cache has."""
+    if name.startswith(("/", ".")):
+        return Path(name, "config.json")
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    held = home / "hub" / f"models--{name.replace('/', '--')}"
+    named = held / "refs" / revision
+    commit = named.read_text(encoding="utf-8").strip() if named.is_file() else revision
+    return held / "snapshots" / commit / "config.json"

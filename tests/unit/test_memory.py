@@ -1,0 +1,141 @@
+"""What a model will hold in memory: known before it is queued, and refused there if it cannot fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray import memory
+from dray.runs.write import read_recipe
+
+ROOT = Path(__file__).parents[2]
+OPT = {
+    "model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "ffn_dim": 16384,
+    "word_embed_proj_dim": 4096, "vocab_size": 50272, "max_position_embeddings": 2048,
+}  # fmt: skip
+LLAMA = {
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
+    argv = [sys.executable, "-m", "dray", *words]
+    return subprocess.run(argv, cwd=ROOT, env={**base, **env}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """As prefetch leaves it."""
+    held = tmp_path / "hub" / "models--facebook--opt-6.7b"
+    (held / "refs").mkdir(parents=True)
+    (held / "refs" / "main").write_text("abc")
+    (held / "snapshots" / "abc").mkdir(parents=True)
+    (held / "snapshots" / "abc" / "config.json").write_text(json.dumps(OPT))
+    return tmp_path
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"n_embd": 1024, "n_head": 16, "n_layer": 48, "n_positions": 102}),
+        ("gpt_neo", {}),
+        ("opt", OPT),
+        ("bert", {}),
+        ("llama", {}),
+        ("llama", LLAMA),
+        ("qwen2", {**LLAMA, "rms_norm_eps": 1e-6}),
+        ("mistral", {**LLAMA, "rms_norm_eps": 1e-6}),
+    ],
+)
+def test_parameters_are_counted_as_transformers_makes_them(kind: str, said: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    settings = {key: value for key, value in said.items() if key != "model_type"}
+    made = AutoConfig.for_model(kind, **settings)
+    with torch.device("meta"):
+        network = (AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM).from_config(made)
+    real = sum(weight.numel() for weight in network.parameters())
+    for known in ({"model_type": kind, **settings}, made.to_dict()):
+        found = memory.shape(known)
+        assert found
+        assert found.parameters == pytest.approx(real, rel=0.006)
+
+
+def gpu(*words: str, ranks: int = 8, model: dict[str, Any] = OPT) -> dict[str, float]:
+    recipe = read_recipe(ROOT / "recipes" / "gpt2-wikitext-ddp.toml", ["batch.global_size=64", *words])
+    found = memory.shape(model)
+    assert found
+    return memory.estimate(recipe, found, ranks=ranks, ranks_per_node=4).gpu
+
+
+def test_who_parts_what_holds_less_of_it() -> None:
+    """In bytes a parameter: 4 for a weight, 4 for a gradient, 8 for two averages; 2 and a master of 4 by DeepSpeed."""
+    count = 6_658_461_696
+    ddp, fsdp = gpu("train.strategy=ddp"), gpu("train.strategy=fsdp")
+    assert [ddp[part] / count for part in ("weights", "their 16-bit copies", "gradients", "optimizer")] == [4, 2, 4, 8]
+    assert [fsdp[part] / count for part in ("weights", "gradients", "optimizer")] == [0.5, 0.5, 1]
+    stages = {stage: gpu(f"train.strategy=zero{stage}") for stage in (1, 2, 3)}
+    for stage, each in {1: (2, 4, 1.5), 2: (2, 0.5, 1.5), 3: (0.25, 0.5, 1.5)}.items():
+        assert tuple(stages[stage][part] / count for part in ("weights", "gradients", "optimizer")) == each
+    away = gpu("train.strategy=zero3", "train.offload=all")
+    assert set(away) == {"layers at work", "activations", "the rest"}
+    assert gpu("batch.per_device=1")["activations"] == pytest.approx(gpu()["activations"] / 8)
+    assert gpu("train.recompute=true")["activations"] < gpu()["activations"] / 4
+    assert gpu("lora.rank=8")["optimizer"] < gpu()["optimizer"] / 100
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
+    plain = ("plan", "recipes/opt-billions-zero3-offload.toml", "train.deepspeed=", "--site", "iris")
+    ended = dray(*plain, "train.strategy=ddp", "batch.per_device=2", HF_HOME=str(home))
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert ended.stderr.splitlines()[:3] == [
+        "dray: the model does not fit: 6,658,461,696 parameters",
+        "  wanted: at most 16 GB on each GPU (site iris)",
+        "  found:  122.6 GB on each GPU: weights 26.63, their 16-bit copies 13.32, gradients 26.63, optimizer 53.27, "
+        "activations 1.23, the rest 1.50",
+    ]
+    fix = "  fix:    with train.strategy=zero3 train.offload=optimizer: 4.8 GB on each GPU: weights 1.66, layers"
+    assert ended.stderr.splitlines()[3].startswith(fix)
+    queued = dray("submit", *plain[1:], "train.strategy=ddp", "--sbatch=-Amine", HF_HOME=str(home))
+    assert (queued.returncode, "the model does not fit" in queued.stderr) == (78, True)
+    for words in (("--gpu-memory", "0"), ("--gpu-memory", "141")):
+        assert dray(*plain, "train.strategy=ddp", *words, HF_HOME=str(home)).returncode == 0
+    # What the fix says does fit.
+    good = dray(*plain, "train.strategy=zero3", "train.offload=all", "batch.per_device=2", HF_HOME=str(home))
+    assert good.returncode == 0
+    assert "memory: an estimate for 6,658,461,696 parameters, on GPUs of 16 GB\n  3.2 GB on each GPU: " in good.stdout
+    assert "GB on each node's host: weights 6.66, gradients 13.32, optimizer 39.95" in good.stdout
+
+
+def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: Path) -> None:
+    words = ("plan", "recipes/opt-billions-zero3-offload.toml", "train.recompute=false", "data.block=2048")
+    ended = dray(*words, "batch.global_size=64", "batch.per_device=8", "--gpus-per-node", "4", "--gpu-memory", "8",
+                 HF_HOME=str(home))  # fmt: skip
+    assert ended.returncode == 78
+    assert "fix:    with batch.per_device=1 train.recompute=true: " in ended.stderr
+    never = dray(*words, "--gpus-per-node", "4", "--gpu-memory", "1", HF_HOME=str(home))
+    assert "fix:    more nodes, a smaller model or [lora]" in never.stderr
+    file = dray("plan", "recipes/gpt2-wikitext-zero2.toml", "model.name=facebook/opt-6.7b", "--gpus-per-node", "4",
+                "--gpu-memory", "16", HF_HOME=str(home))  # fmt: skip
+    words = "train.deepspeed= batch.per_device=1 train.recompute=true train.strategy=zero3 train.offload=optimizer"
+    assert f"fix:    with {words}: 4.8 GB on each GPU" in file.stderr
+
+
+def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
+    gone = dray("plan", "recipes/opt125m-yelp.toml", "--gpus-per-node", "8", HF_HOME=str(home))
+    assert gone.stdout.endswith("\nmemory: not estimated, facebook/opt-125m is not here yet; dray prefetch brings it\n")
+    strange = dray("plan", "recipes/opt125m-yelp.toml", "model.name=", "model.type=mamba", "--gpus-per-node", "8")
+    assert strange.stdout.endswith("\nmemory: not estimated, no such kind is known: mamba\n")
+    command = dray("plan", "--", "true")
+    assert (command.returncode, "memory:" in command.stdout) == (0, False)
