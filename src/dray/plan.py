@@ -110,6 +110,7 @@ def plan(
 ) -> Plan:
     """Decide everything, with the reason of every automatic choice."""
     _refuse_other_gpus(recipe, site)
+    _refuse_parted_checkpoints(recipe, facts)
     hosts = facts.hosts()
     nodes = tuple(Node(name=host, address=facts.address or host) for host in hosts)
     ranks_per_node, ranks_why = _ranks_per_node(recipe, facts)
@@ -212,6 +213,18 @@ def _refuse_other_gpus(recipe: Recipe, site: Site) -> None:
             wanted=f"image={site.image}",
             found=f"image={recipe.image}",
             fix=f"set image={site.image}, or name another site",
+        )
+
+
+def _refuse_parted_checkpoints(recipe: Recipe, facts: Facts) -> None:
+    """Each rank writes its part, and the first gives the whole its name: all must see the folder."""
+    if facts.scheduler == "hosts" and facts.nodes > 1 and recipe.checkpoint.every and not recipe.checkpoint.folder:
+        raise ConfigError(
+            "checkpoints of several machines want a disk that all of them see",
+            where="recipe [checkpoint]",
+            wanted="checkpoint.folder on such a disk",
+            found="checkpoint.every without it: each machine has a run folder of its own",
+            fix="checkpoint.folder=/a/shared/folder, or checkpoint.every=[] to keep the last model alone",
         )
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +61,43 @@ def sbatch(desk):
         return Ended(code, output, desk.shared / found[1] if found else None)
 
     return submit
+
+
+# This machine is no login node of the cluster: the command is handed on to one, and the folder belongs to the user
+# there, as it does where one user submits and runs.
+SBATCH = f"""#!/bin/bash
+[ "$(id -u)" != 0 ] || chown -R "$(stat -c %u:%g "$SHARED/home")" "$SHARED/my runs"
+exec {shlex.quote(sys.executable)} -m dray cluster exec -- sbatch "$@"
+"""
+
+
+@pytest.fixture(scope="session")
+def submit(desk, root: Path, tmp_path_factory: pytest.TempPathFactory):
+    """By `dray submit`: the job once it has ended, and its number."""
+    tool = tmp_path_factory.mktemp("bin") / "sbatch"
+    tool.write_text(SBATCH)
+    tool.chmod(0o755)
+
+    def submitted(*words: str | Path, cwd: Path | None = None) -> tuple[Ended, str]:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dray", "submit", "--runs", desk.shared / "my runs", *words],
+            cwd=cwd or root,
+            env={**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "SHARED": str(desk.shared)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        queued, where = ended.stdout.splitlines()
+        folder = Path(where.removeprefix("run folder: "))
+        job = queued.removeprefix("job ").removesuffix(" is in the queue")
+        deadline = time.monotonic() + 120
+        while not (folder / "result.json").exists():
+            assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("job-*.log")]
+            time.sleep(0.2)
+        return Ended(0, (folder / f"job-{job}.log").read_text(), folder), job
+
+    return submitted
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from docker.types import Mount
 
 from dray import dockerd
 
-SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
+SHORT = ("train.steps=4", "checkpoint.every=4", "train.warmup_steps=0", "train.log_every=1")
 pytestmark = pytest.mark.docker_image
 
 
@@ -55,6 +55,16 @@ def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: di
         assert ended.returncode == 0, ended.stdout + ended.stderr
         (folder,) = (tmp_path / engine).iterdir()
         found[engine] = losses(folder)
+        for words, said in (
+            (("generate", folder, "one: the", "--tokens", "4"), "one: the"),
+            (("eval", folder, f"evaluate.mine.text={root}/recipes/tiny/validation.jsonl"), "evaluation mine loss"),
+            (("export", folder, "--to", tmp_path / engine / "made" / "model"), f"{tmp_path}/{engine}/made/model: "),
+        ):
+            after = subprocess.run(
+                [sys.executable, "-m", "dray", *words, "--engine", engine],
+                cwd=root, env=podman, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert (after.returncode, said in after.stdout) == (0, True), after.stdout + after.stderr
     assert found["podman"] == pytest.approx(found["docker"], rel=1e-6)
     for words in (("ps", "--all"), ("network", "ls")):
         left = subprocess.run(["podman", *words], env=podman, capture_output=True, text=True, check=True).stdout

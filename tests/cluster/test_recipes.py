@@ -14,9 +14,11 @@ ROOT = Path(__file__).parents[2]
 SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tiny]" in path.read_text())
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_a_recipe_is_walked_to_its_end(sbatch, name: str) -> None:
-    ended = sbatch("slurm/multinode.sh", f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
+@pytest.mark.parametrize(("name", "way"), [(name, ("sbatch", "submit")[at % 2]) for at, name in enumerate(SCALED)])
+def test_a_recipe_is_walked_to_its_end(sbatch, submit, name: str, way: str) -> None:
+    """Each in one of the two ways that lead to the same plan."""
+    words = (f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
+    ended = sbatch("slurm/multinode.sh", *words) if way == "sbatch" else submit(*words)[0]
     assert ended.code == 0, ended.output
     assert ended.result()["status"] == "done"
     plan = json.loads((ended.folder / "plan.json").read_text())
@@ -30,5 +32,8 @@ def test_a_recipe_is_walked_to_its_end(sbatch, name: str) -> None:
     if plan["recipe"]["data"]["test"]:
         assert ended.metrics("test")
     assert (ended.folder / "checkpoints" / "final" / "model.safetensors").is_file()
-    if plan["recipe"]["train"]["objective"] == "causal":
+    assert f"# {name}\n" in (ended.folder / "checkpoints" / "final" / "README.md").read_text()
+    for one in plan["recipe"]["evaluate"]:
+        assert len(ended.metrics(f"eval-{one}")) == len(evaluations)
+    if plan["recipe"]["train"]["objective"] != "masked":
         assert ended.result()["sample"]  # the saved model was loaded, and wrote

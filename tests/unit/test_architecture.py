@@ -20,6 +20,7 @@ FLOORS = {
     "spec": 1,
     "sites": 2,
     "batch": 2,
+    "memory": 2,
     "binds": 2,
     "environ": 2,
     "launchers": 2,

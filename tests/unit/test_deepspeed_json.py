@@ -94,6 +94,7 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
         ({"zero_optimization": {"stage": 0}}, (), "nobody names DeepSpeed's stage"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, (), "dray offloads to the host's"),
         ({"optimizer": {"type": "Lamb"}}, (), "dray trains with AdamW"),
+        ({"fp16": {"min_loss_scale": 1e-10}}, (), "DeepSpeed wants a whole number for the least loss scale"),
         ({"scheduler": {"type": "OneCycle"}}, (), "this schedule is not known"),
     ],
 )  # fmt: skip

@@ -56,7 +56,10 @@ def hub(tmp_path_factory):
     pq.write_table(pa.table({"text": [*corpus.documents()]}), folder / "texts.parquet")
     repositories = {
         "models/me/small": {path.name: path.read_bytes() for path in (folder / "model").iterdir()},
-        "datasets/me/texts": {"default/train/0000.parquet": (folder / "texts.parquet").read_bytes()},
+        "datasets/me/texts": {
+            "default/train/0000.parquet": (folder / "texts.parquet").read_bytes(),
+            "default/more/0000.parquet": (folder / "texts.parquet").read_bytes(),
+        },
     }
     with hubs.serving(repositories) as address:
         yield address
@@ -67,6 +70,13 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "my recipe.toml"
     path.write_text(RECIPE)
     return path
+
+
+def test_splits_may_be_one_text(hub: str, recipe: Path, tmp_path: Path) -> None:
+    fetched = dray("prefetch", recipe, "data.text=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    assert "data.text = hub:me/texts:train+more\n  2 files" in fetched.stdout
+    wrong = dray("prefetch", recipe, "data.text=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    assert (wrong.returncode, "wanted: default/none/*.parquet" in wrong.stdout) == (78, True)
 
 
 def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> None:

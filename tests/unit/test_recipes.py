@@ -13,6 +13,7 @@ import pytest
 
 from dray import render, sites
 from dray.batch import divide
+from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.plan import plan
 from dray.runs.write import read_recipe
@@ -99,7 +100,8 @@ def test_what_a_cluster_is_asked_for(where: str) -> None:
 
 
 def test_two_machines_without_a_scheduler() -> None:
-    recipe = read_recipe(ROOT / "recipes" / "gpt2-micro-owt.toml")
+    path = ROOT / "recipes" / "gpt2-micro-owt.toml"
+    recipe = read_recipe(path, ["checkpoint.folder=/shared/micro"])
     seen = Facts(
         scheduler="hosts", nodelist="machine[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda"
     )
@@ -108,6 +110,13 @@ def test_two_machines_without_a_scheduler() -> None:
         folder=PurePosixPath("/runs/20261122-000000-gpt2-micro-owt-abcdef"), dray="0",
     )  # fmt: skip
     golden("seed-hosts-gpt2-micro-owt.txt", render.text(made))
+
+
+def test_checkpoints_of_several_machines_want_one_disk() -> None:
+    seen = Facts(scheduler="hosts", nodelist="m[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda")
+    recipe = read_recipe(ROOT / "recipes" / "gpt2-micro-owt.toml")
+    with pytest.raises(ConfigError, match="want a disk that all of them see"):
+        plan(recipe, sites.find("generic"), seen, run="r", folder=PurePosixPath("/runs/r"), dray="0")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,15 @@ _Said = tuple[str, str, Any]
 
 
 def _of_precision(said: dict[str, Any], path: Path) -> list[_Said]:
+    least = _at(said, "fp16.min_loss_scale")
+    if isinstance(least, float) and not least.is_integer():
+        raise ConfigError(
+            "DeepSpeed wants a whole number for the least loss scale",
+            where=f"{path}: fp16.min_loss_scale",
+            wanted="1 or more",
+            found=json.dumps(least),
+            fix='write "min_loss_scale": 1; a scale below 1 makes what is small smaller',
+        )
     power = _at(said, "fp16.initial_scale_power")
     scale = [("train.loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
     on = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is True]

@@ -29,8 +29,8 @@ class Data(Spec):
 
     text: str = "builtin"
     """What is learnt: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a pattern of
-    txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or `hub:OWNER/NAME[/SUBSET][:SPLIT]`. A
-    relative path starts at the recipe's own folder."""
+    txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or
+    `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. A relative path starts at the recipe's own folder."""
     validation: str = ""
     """What is evaluated, said likewise. Left out: the last documents of the text."""
     test: str = ""

@@ -24,32 +24,33 @@ _PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with th
 
 
 def dataset(said: str, split: str) -> tuple[str, ...]:
-    """The parquet files of `hub:OWNER/NAME[/SUBSET][:SPLIT]`."""
+    """The parquet files of `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`."""
     name, _, chosen = said.removeprefix("hub:").partition(":")
     owner, _, rest = name.partition("/")
     short, _, subset = rest.partition("/")
     if not owner or not short:
         stop(
             "a data set's name is not whole",
-            wanted="hub:OWNER/NAME[/SUBSET][:SPLIT]",
+            wanted="hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]",
             found=said,
             fix="set [data] text",
         )
-    pattern = f"{subset or 'default'}/{chosen or split}/*.parquet"
+    patterns = [f"{subset or 'default'}/{part}/*.parquet" for part in (chosen or split).split("+")]
     folder = fetched(
         f"data set {owner}/{short}",
-        lambda: snapshot_download(f"{owner}/{short}", repo_type="dataset", revision=_PARQUET, allow_patterns=pattern),
+        lambda: snapshot_download(f"{owner}/{short}", repo_type="dataset", revision=_PARQUET, allow_patterns=patterns),
     )
-    found = sorted(map(str, Path(folder).glob(pattern)))
-    if not found:
+    parts = {pattern: sorted(map(str, Path(folder).glob(pattern))) for pattern in patterns}
+    missing = [pattern for pattern, found in parts.items() if not found]
+    if missing:
         has = sorted({str(path.parent.relative_to(folder)) for path in Path(folder).glob("*/*/*.parquet")})
         stop(
             f"data set {owner}/{short} has no such part",
-            wanted=pattern,
+            wanted=", ".join(missing),
             found=", ".join(has) or "none of it here",
             fix=f"name a subset and a split that https://huggingface.co/datasets/{owner}/{short} has",
         )
-    return tuple(found)
+    return tuple(file for found in parts.values() for file in found)
 
 
 def fetched(what: str, fetch: Callable[[], str]) -> str:
