@@ -68,7 +68,9 @@ KINDS = ("txt", "txt.gz", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "ar
 
 
 def read(path: Path, piece_size: int = 1 << 24) -> list[str]:
-    return [text for piece in sources.pieces((str(path),)) for text in sources.documents(piece, "text")]
+    return [
+        text for piece in sources.pieces((str(path),)) for text in sources.documents(piece, sources.Reading("text"))
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +127,7 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
             fast.post_processor = processors.TemplateProcessing("<b> $A <e>", special_tokens=[("<b>", 2), ("<e>", 1)])
         tokens = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<e>")
     end = words.ended(tokens)
-    row = words.encoder(tokens)(TEXTS)
+    row = words.encoder(tokens, words.ended(tokens))(TEXTS)
     each = [tokens(text)["input_ids"] for text in TEXTS]
     assert row == [token for ids in each for token in (ids if ids[-1] == end else [*ids, end])]
     assert words._joins(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
@@ -136,7 +138,7 @@ def test_a_tokenizer_that_was_saved_with_lengths_cuts_and_pads_nothing(tmp_path:
     tokens(["x"], padding="max_length", truncation=True, max_length=8)
     tokens.save_pretrained(tmp_path / "short")
     again = words.tokenizer(config(tmp_path / "b", f"model.tokenizer={tmp_path}/short"))
-    assert words.encoder(again)(["a" * 100, "b"]) == [*[64] * 100, 256, 65, 256]
+    assert words.encoder(again, words.ended(again))(["a" * 100, "b"]) == [*[64] * 100, 256, 65, 256]
 
 
 def test_no_token_is_lost(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ class TestStream:
     def stream(self, folder: Path, kind: str, lanes: int = 8) -> Stream:
         path = folder / f"my texts.{kind}"
         pieces = sources.pieces((str(path if path.exists() else written(folder, kind)),))
-        return Stream(pieces, "text", self.encode, lanes=lanes, block=16, seed=3)
+        return Stream(pieces, sources.Reading("text"), self.encode, lanes=lanes, block=16, seed=3)
 
     @staticmethod
     def encode(documents: list[str]) -> list[int]:

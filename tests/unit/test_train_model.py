@@ -189,7 +189,8 @@ if sys.argv[1] == "model":
     print(hub.model(sys.argv[2], "main", weights=True, code=False))
 else:
     names = hub.dataset(sys.argv[2], "train")
-    print([text for name in names for piece in sources.pieces((name,)) for text in sources.documents(piece, "text")])
+    reading = sources.Reading("text")
+    print([text for name in names for piece in sources.pieces((name,)) for text in sources.documents(piece, reading)])
 """
 
 
