@@ -89,7 +89,12 @@ class _Hub(BaseHTTPRequestHandler):
                 {"type": "file", "path": path, "size": len(said), "oid": "b" * 40} for path, said in files.items()
             ]
             return 200, json.dumps(listed).encode(), {}
-        about = {"id": f"{owner}/{name}", "sha": "a" * 40, "siblings": [{"rfilename": path} for path in files]}
+        about = {
+            "id": f"{owner}/{name}",
+            "sha": "a" * 40,
+            "private": files.get("visibility") == b"private",
+            "siblings": [{"rfilename": path} for path in files],
+        }
         return 200, json.dumps(about).encode(), {}
 
     def log_message(self, *_: object) -> None:

@@ -78,9 +78,10 @@ def shape(said: Mapping[str, Any]) -> Shape | None:
         return None
     each = one("head_dim", other=hidden // heads)
     width, shared = heads * each, one("num_key_value_heads", other=heads) * each
-    inner = one("intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
+    experts = max(1, one("num_local_experts", "num_experts", "n_routed_experts"))
+    of_one = ("moe_intermediate_size",) if experts > 1 else ()
+    inner = one(*of_one, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
     gated = "rms_norm_eps" in known
-    experts = max(1, one("num_local_experts", "num_experts"))
     block = 2 * hidden * (width + shared) + (3 if gated else 2) * hidden * inner * experts
     block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
     positions = one("max_position_embeddings", "n_positions", other=_LEARNED.get(kind, 0)) if kind in _LEARNED else 0
@@ -102,9 +103,10 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     stage = {"ddp": 0, "fsdp": 3, "zero1": 1, "zero2": 2, "zero3": 3}[train.strategy]
     zero = train.strategy.startswith("zero")
     weights = (half if zero else kept) * model.parameters / (ranks if stage == 3 else 1)
-    whole = model.parameters / model.layers if stage == 3 else model.parameters if half == 2 and not zero else 0
-    gradients = 4 * moved / (ranks if stage >= 2 else 1)
-    optimizer = (12 if zero else 8) * moved / (ranks if stage >= 1 else 1)
+    whole = model.parameters / model.layers if stage == 3 else model.parameters if half < kept and not zero else 0
+    moves = 4 if zero or lora else kept  # LoRA's are in 32 bits, and so is what DeepSpeed sums
+    gradients = moves * moved / (ranks if stage >= 2 else 1)
+    optimizer = (12 if zero else 2 * moves) * moved / (ranks if stage >= 1 else 1)
     parts = {
         "weights": weights,
         "their 16-bit copies" if half == 2 and not zero and stage < 3 else "layers at work": half * whole,

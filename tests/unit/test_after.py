@@ -35,6 +35,15 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
     yield {
         "ended": Run(forks, folder / "ended", 2, *WORDS, "checkpoint.every=10", "train.strategy=fsdp").end(),
         "other": Run(forks, folder / "other", 1, steps="steps=2").end(),
+        "streamed": Run(
+            forks,
+            folder / "streamed",
+            1,
+            "data.streaming=true",
+            f"data.text={TEXT}",
+            f"data.validation={TEXT}",
+            steps="steps=2",
+        ).end(),
         "unfinished": Run(forks, folder / "unfinished", 1),
     }
     forks.close()
@@ -47,6 +56,12 @@ def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
     names = ("evaluation", "evaluation words", "test")
     for line, name, was in zip(ended.stdout.splitlines(), names, figures, strict=True):
         assert line == f"{name} loss {was['loss']:.4f}, perplexity {was['perplexity']:.3f}"
+
+
+def test_a_model_that_learnt_from_a_stream_scores_too(runs) -> None:
+    ended = dray("eval", runs["streamed"].folder)
+    was = runs["streamed"].events("eval")[-1]
+    assert ended.stdout == f"evaluation loss {was['loss']:.4f}, perplexity {was['perplexity']:.3f}\n"
 
 
 def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
@@ -101,9 +116,9 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
 
     def peak(gigabytes: str) -> int:
         code = "import resource,sys; from dray.train import export; sys.argv = sys.argv[2:]; from pathlib import Path\n"
-        code += "p, t, g, plan = sys.argv; export.main(Path(p), Path(t), float(g), 'fp32', export.of_plan(plan))\n"
+        code += "p, t, g, plan = sys.argv; export.main(Path(p), Path(t), float(g), 'fp32', export.read(plan))\n"
         code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-        checkpoint, plan = run.folder / "checkpoints" / "step-2", (run.folder / "plan.json").read_text()
+        checkpoint, plan = run.folder / "checkpoints" / "step-2", run.folder / "plan.json"
         argv = [sys.executable, "-c", code, "x", checkpoint, tmp_path / gigabytes, gigabytes, plan]
         return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1024
 
@@ -161,6 +176,8 @@ def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> 
         assert hub == {"models/me/mine": {"visibility": b"private", **files}}
         assert dray("push", folder, "me/open", "--public", **env).returncode == 0
         assert hub["models/me/open"]["visibility"] == b"public"
+        open_to_all = dray("push", folder, "me/open", **env)
+        assert (open_to_all.returncode, "all can see it" in open_to_all.stdout) == (78, True)
         wrong = dray("push", folder, "me/mine", **{**env, "HF_TOKEN": "hf_may_read"})
         assert (wrong.returncode, "take a token that may write" in wrong.stdout) == (78, True)
         assert "hf_may" not in wrong.stdout + wrong.stderr

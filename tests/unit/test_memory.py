@@ -93,6 +93,21 @@ def test_who_parts_what_holds_less_of_it() -> None:
     assert gpu("batch.per_device=1")["activations"] == pytest.approx(gpu()["activations"] / 8)
     assert gpu("train.recompute=true")["activations"] < gpu()["activations"] / 4
     assert gpu("lora.rank=8")["optimizer"] < gpu()["optimizer"] / 100
+    small = gpu("model.dtype=bf16")
+    assert [small.get(part, 0) / count for part in ("weights", "their 16-bit copies", "gradients", "optimizer")] == [
+        2, 0, 2, 4,
+    ]  # fmt: skip
+
+
+def test_of_several_experts_each_has_its_own_size() -> None:
+    qwen = {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = memory.shape(qwen)
+    assert found
+    assert found.parameters == pytest.approx(30.5e9, rel=0.01)
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 import numpy as np  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
 
 from dray.train import chat, objective, sources, words  # noqa: E402
 from dray.train.evaluate import Window, _blocks, _documents  # noqa: E402
@@ -60,6 +61,28 @@ def test_only_what_the_assistant_says_is_learnt() -> None:
     )  # fmt: skip
 
 
+def test_an_answer_that_begins_within_a_token_is_learnt_whole() -> None:
+    """Where a prompt ends in a space, many tokenizers join it to the answer's first word."""
+    tokens = words._of_bytes(masked=False, chats=False)
+    joined = Tokenizer(models.BPE(vocab={**tokens.get_vocab(), "Ġy": 300}, merges=[("Ġ", "y")]))
+    joined.pre_tokenizer = tokens.backend_tokenizer.pre_tokenizer
+    joined.decoder = tokens.backend_tokenizer.decoder
+    fast = type(tokens)(tokenizer_object=joined, eos_token=words.END)
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
+    found = np.array(chat.encoder(fast, words.ended(fast))([json.dumps(said)]))
+    assert fast.decode(found[(found & WANTED) != 0] & IDS) == " yes<|endoftext|>"
+
+
+def test_an_answer_to_nobody_is_read_and_not_learnt() -> None:
+    strict = "{% if not messages %}{{ raise_exception('no message') }}{% endif %}" + CHAT_ML
+    assert learnt(strict, [TURNS[2], *TURNS[1:3]])[0][0] == "The tug é.<|im_end|>"
+    assert chat.conversation(TURNS[2:3], "x", "messages") == ""
+
+
 def test_a_turn_that_is_shown_otherwise_later_is_read_and_not_learnt() -> None:
     assert learnt(THINKS, TURNS)[0] == ["<think></think>Well.", "<|endoftext|>"]
 
@@ -83,7 +106,9 @@ def test_conversations_are_found_under_the_names_that_are_about() -> None:
     assert [said["role"] for said in json.loads(chat.exchange("Who?", "I."))] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize("row", ["text", 5, None, ["text"], [{"role": "user"}], [{"role": "bot", "content": "x"}]])
+@pytest.mark.parametrize(
+    "row", ["text", "[INST] x", 5, None, ["text"], [{"role": "user"}], [{"role": "bot", "content": "x"}]]
+)
 def test_what_is_no_conversation_is_said(row: object, capsys) -> None:
     with pytest.raises(SystemExit, match="78"):
         chat.conversation(row, "my.jsonl", "messages")

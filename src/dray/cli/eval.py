@@ -22,10 +22,10 @@ def evaluate(
     """Print how well the model of a run that has ended foretells its texts, on this machine's CPUs."""
     plan, final = desk.ended(run)
     recipe = write.over(plan.recipe, overrides or [])
-    words = [str(final), plan.model_copy(update={"recipe": recipe}).model_dump_json()]
+    given = plan.model_copy(update={"recipe": recipe}).model_dump_json()
     raise typer.Exit(
         desk.once(
-            recipe, "dray.train.score", words, engine=engine.value, image=image_of(engine, recipe), where=final,
-            sees=("data", "evaluate"),
+            recipe, "dray.train.score", [str(final)], engine=engine.value, image=image_of(engine, recipe), where=final,
+            sees=("data", "evaluate"), given=given,
         )
     )  # fmt: skip

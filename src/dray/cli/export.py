@@ -39,12 +39,12 @@ def export(
     if target.exists():
         raise ConfigError("there is something already", where=target, fix="name another place: --to")
     target.parent.mkdir(parents=True, exist_ok=True)
-    words = [str(folder / f"step-{chosen}"), str(target), str(shard_gb), dtype, plan.model_dump_json()]
+    words = [str(folder / f"step-{chosen}"), str(target), str(shard_gb), dtype]
     held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder)})
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
     raise typer.Exit(
         desk.once(
             recipe, "dray.train.export", words, engine=engine.value, image=image_of(engine, recipe),
-            where=target.parent, sees=("model", "checkpoint"),
+            where=target.parent, sees=("model", "checkpoint"), given=plan.model_dump_json(),
         )
     )  # fmt: skip

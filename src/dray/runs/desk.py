@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from dray.facts import Engine
 from dray.plan import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, existing
+from dray.runs.paths import RunPaths, existing, new_id
 from dray.spec.recipe import Command, Preflight, Recipe
 
 
@@ -42,24 +43,39 @@ def once(
     env: dict[str, str] | None = None,
     home: str | None = None,
     sees: Sequence[str] = (),
+    given: str = "",
 ) -> int:
     """Show what it prints as it comes; its exit code. It is a run of one rank in `where`, of which nothing stays.
 
-    A container sees that folder, and what the recipe's sections named in `sees` name.
+    A container sees that folder, and what the recipe's sections named in `sees` name. What is `given` is in a file,
+    whose path is the last of the words.
     """
+    named = new_id(recipe.name)
+    home = home or os.environ.get("HF_HOME")
+    known = {**recipe.env, **(env or {})}
+    passed = tuple(name for name in recipe.pass_env if name not in known)
     program = Recipe(
         name=recipe.name,
         launcher="python",
         ranks_per_node=1,
-        env={**recipe.env, **(env or {})},
-        pass_env=recipe.pass_env,
+        env=known,
+        pass_env=passed,
         preflight=Preflight(when="never"),
-        command=Command(argv=(image if engine == "bare" else "python3", "-m", module, *words), folder=str(where)),
+        command=Command(argv=("true",), folder=str(where)),
     )  # of the cpu image, whatever is in it: no GPU is wanted
-    program = program.model_copy(update={name: getattr(recipe, name) for name in sees})
+    seen = {name: getattr(recipe, name) for name in sees}
+    if "data" in seen:
+        seen["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was learnt
     facts = local.facts(program, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
     with TemporaryDirectory(prefix="dray-") as folder:
-        plan = write.write(program, facts.model_copy(update={"hf_home": home}), runs=Path(folder))
+        told = Path(folder, named, "given.json")
+        python = image if engine == "bare" else "python3"
+        argv = (python, "-m", module, *words, *([str(told)] if given else []))
+        command = Command(argv=argv, folder=str(where))
+        facts = facts.model_copy(update={"hf_home": home if home and Path(home).is_dir() else None})
+        program = program.model_copy(update={**seen, "command": command})
+        plan = write.write(program, facts, runs=Path(folder), name=named)
+        told.write_text(given, encoding="utf-8")
         paths = RunPaths(Path(plan.folder))
         shown = 0
 

@@ -21,7 +21,7 @@ def words(plan: Plan, site: Site, gigabytes: float | None) -> str:
     said = _configuration(recipe)
     shape = memory.shape(said) if said else None
     if shape is None:
-        model = recipe.model.name or recipe.model.type
+        model = recipe.model.name or (recipe.model.type if said else recipe.model.tokenizer)
         why = f"no such kind is known: {model}" if said else f"{model} is not here yet; dray prefetch brings it"
         return f"memory: not estimated, {why}\n"
     world = plan.world
@@ -43,10 +43,11 @@ def words(plan: Plan, site: Site, gigabytes: float | None) -> str:
 def _configuration(recipe: Recipe) -> dict[str, Any] | None:
     """As transformers will have it."""
     model = recipe.model
-    vocabulary = {} if model.tokenizer or model.name else {"vocab_size": 257}  # one for each byte
-    if not model.name:
-        return {"model_type": model.type, **vocabulary, **model.config}
     try:
+        if not model.name:  # a tokenizer decides how many words a new model has
+            words = json.loads(_file(model.tokenizer, "main").read_text(encoding="utf-8")) if model.tokenizer else {}
+            vocabulary = words.get("vocab_size", 257)  # one for each byte
+            return {"model_type": model.type, "vocab_size": vocabulary, **model.config}
         return {**json.loads(_file(model.name, model.revision).read_text(encoding="utf-8")), **model.config}
     except (OSError, ValueError):
         return None

@@ -35,7 +35,7 @@ def require_account(site: Site, options: Sequence[str]) -> None:
     given = [*site.sbatch, *options]
     if not site.account or any(option.startswith(("-A", "--account")) for option in given):
         return
-    if not any(os.environ.get(name) for name in ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")):
+    if not os.environ.get("SBATCH_ACCOUNT"):
         raise ConfigError(
             "this cluster wants to know which project pays",
             where=f"site {site.name}",

@@ -57,6 +57,7 @@ def main(path: str) -> NoReturn:
     _began(config, metrics, (parameters, trained), texts, first)
 
     evaluator = Evaluator(config, tokenizer, shared, task, metrics)
+    dist.barrier(group=patient)  # its texts became tokens, which may have taken one node long
     began = time.monotonic()
     loop = Loop(config, parallel=shared, feed=texts.training, task=task, metrics=metrics, checkpoints=checkpoints)
     loop.run(lambda step: evaluator.all(step, texts.validation))
@@ -65,7 +66,7 @@ def main(path: str) -> NoReturn:
     if texts.test is not None:
         evaluator.text("test", config.steps, texts.test)
     final = Path(config.folder, "checkpoints", "final")
-    _save(shared, tokenizer, final)
+    _save(shared, tokenizer, final, config.model.name)
     if dist.get_rank() == 0:
         card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - first
@@ -101,14 +102,14 @@ def _began(config: Config, metrics: Metrics, weights: tuple[int, int], texts: da
     )
 
 
-def _save(shared: parallel.Parallel, tokenizer: Any, final: Path) -> None:  # noqa: ANN401  a tokenizer
+def _save(shared: parallel.Parallel, tokenizer: Any, final: Path, base: str) -> None:  # noqa: ANN401  a tokenizer
     """As any user of transformers loads it, whole or not there."""
     network: Any = shared.network
     state = shared.weights()
     if dist.get_rank() == 0:
         part = final.with_name("final.part")
         if lora.on(network):
-            lora.save_adapter(network, state, final.with_name("adapter"))
+            lora.save_adapter(network, state, final.with_name("adapter"), base)
             network, state = lora.plain(network), lora.merged(network, state)
         network.save_pretrained(part, state_dict=state)
         tokenizer.save_pretrained(part)

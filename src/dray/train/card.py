@@ -21,13 +21,13 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
     """The whole card."""
     named = config.model.name if not config.model.name.startswith(("/", ".")) else ""
     texts = {"text": config.data.text, "validation": config.data.validation, "test": config.data.test}
-    texts |= {name: one.text for name, one in config.evaluate.items()}
+    texts |= {f"evaluate.{name}": one.text for name, one in config.evaluate.items()}
     hub = sorted({"/".join(said.removeprefix("hub:").partition(":")[0].split("/")[:2]) for said in texts.values()
                   if said.startswith("hub:")})  # fmt: skip
     head: dict[str, Any] = {"library_name": "transformers"}
     if config.objective != "masked":
         head["pipeline_tag"] = "text-generation"
-    if named:
+    if named and config.model.weights:
         head["base_model"] = named
     if hub:
         head["datasets"] = hub

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -36,7 +37,8 @@ def exchange(question: str, answer: str) -> str:
 def conversation(row: object, path: str, column: str) -> str:
     """The messages of a row, as a document; empty where no assistant says a thing."""
     if isinstance(row, str) and row.lstrip().startswith("["):
-        row = json.loads(row)
+        with suppress(ValueError):
+            row = json.loads(row)
     if not isinstance(row, list) or not all(isinstance(said, dict) for said in row):
         _no(path, column, f"{type(row).__name__}: {str(row)[:60]}")
     messages = [{**said, **_said(said)} for said in row]
@@ -45,7 +47,7 @@ def conversation(row: object, path: str, column: str) -> str:
         _no(path, column, json.dumps(unknown[0], ensure_ascii=False)[:120])
     while messages and messages[-1]["role"] != "assistant":  # what comes after the last answer teaches nothing
         messages.pop()
-    return json.dumps(messages) if messages else ""
+    return json.dumps(messages) if messages[1:] else ""
 
 
 def _said(said: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def encoder(words: PreTrainedTokenizerFast, end: int) -> Callable[[list[str]], l
     def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
         """Where they are: from where a model would go on, to the end of its turn."""
         for number, said in enumerate(messages):
-            if said["role"] != "assistant":
+            if said["role"] != "assistant" or not number:  # what answers nobody is read, not learnt
                 continue
             before, after = render(messages[:number], more=True), render(messages[: number + 1], more=False).rstrip()
             # Some templates show an earlier turn in another way than the model once said it; it is read, not learnt.
@@ -106,8 +108,8 @@ def encoder(words: PreTrainedTokenizerFast, end: int) -> Callable[[list[str]], l
                     fix="take another model.tokenizer",
                 )
             ids = [
-                token | (WANTED if any(begin in span for span in mine) else 0)
-                for token, (begin, _) in zip(tokens.ids, tokens.offsets, strict=True)
+                token | (WANTED if any(begin < span.stop and after > span.start for span in mine) else 0)
+                for token, (begin, after) in zip(tokens.ids, tokens.offsets, strict=True)
             ]
             if end not in tokens.ids[-2:]:  # who never sees an end never learns to stop
                 ids.append(end | WANTED)

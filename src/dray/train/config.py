@@ -113,12 +113,7 @@ class Config:
 
 def read(path: str) -> Config:
     """The plan's part that is about training."""
-    return of_plan(Path(path).read_text(encoding="utf-8"))
-
-
-def of_plan(text: str) -> Config:
-    """The same of a plan's own text."""
-    plan = json.loads(text)
+    plan = json.loads(Path(path).read_text(encoding="utf-8"))
     recipe = plan["recipe"]
     train = dict(recipe["train"])
     train |= {"steps": train["steps"] or 0, "epochs": train["epochs"] or 0.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,8 +138,10 @@ def _way(config: Config) -> tuple[str, Reading]:
 def one_more(config: Config, words: PreTrainedTokenizerFast, say: Say, name: str) -> Tokens:
     """One of the recipe's [evaluate]."""
     said = config.evaluate[name]
-    way = "last word" if said.last_word else "all"
-    reading = Reading(said.column or config.data.column)
+    way, reading = _way(config)
+    if said.last_word or said.stride:  # of plain texts
+        way, reading = "last word" if said.last_word else "all", Reading(config.data.column)
+    reading = replace(reading, column=said.column or reading.column)
     found = tokens_of(sources.files(said.text, "test"), reading, words, cache=_cache(config), say=say, way=way)
     if said.samples:
         found = found.part(0, min(said.samples, len(found.starts) - 1)) if said.last_word else found
@@ -178,11 +180,11 @@ def tokens_of(
         cache,
         fingerprint(
             *sources.identity(names),
-            reading,
-            way,
-            words.chat_template if reading.chats else "",
+            reading.column,
+            reading.least,
             words.backend_tokenizer.to_str(),
             ended(words),
+            *([way, words.chat_template, *reading.of_chats] if way != "all" else []),
         ),
         documents,
         _ENCODERS[way](words, ended(words)),

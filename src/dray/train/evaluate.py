@@ -34,18 +34,19 @@ class Evaluator:
     ) -> None:
         self.config, self.parallel, self.task, self.metrics = config, parallel, task, metrics
         self.found: dict[str, dict[str, float]] = {}  # the last figures by what they are of
-        self._more: dict[str, tuple[Tokens, list[Window], Task]] = {}
+        self._more: dict[str, tuple[Tokens, list[Window], Task, bool]] = {}
         for name, said in config.evaluate.items():
             tokens = data.one_more(config, words, lambda text: print(text, flush=True), name)
             windows = _documents(tokens, config) if said.last_word else _blocks(tokens, config, said.stride)
-            own = replace(task, marked=said.last_word, apart=task.apart and not said.stride)
-            self._more[name] = tokens, windows, own
+            marked = said.last_word or (task.marked and not said.stride)
+            own = replace(task, marked=marked, apart=task.apart and not said.stride)
+            self._more[name] = tokens, windows, own, said.last_word
 
     def all(self, step: int, validation: Tokens) -> None:
         """The validation text, then each of [evaluate]."""
         self.text("eval", step, validation)
-        for name, (tokens, windows, task) in self._more.items():
-            self._write(f"eval-{name}", step, self._measured(tokens, windows, task, words=task.marked))
+        for name, (tokens, windows, task, words) in self._more.items():
+            self._write(f"eval-{name}", step, self._measured(tokens, windows, task, words=words))
 
     def text(self, event: str, step: int, tokens: Tokens) -> None:
         """One text, block by block."""

@@ -10,6 +10,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers.utils import logging
 
 from dray.train import checkpoint, lora, model, words
-from dray.train.config import Config, of_plan
+from dray.train.config import Config, read
 from dray.train.stop import EXIT_FAILED, stop
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,6 +46,7 @@ def main(path: Path, target: Path, gigabytes: float, dtype: str, config: Config)
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
+    config = replace(config, model=replace(config.model, attention="auto"))
     names = _names(path)
     if config.lora:  # it is beside the model that it was made for, which is whole in memory then
         network: Any = model.build(config, tokenizer, filled=True)
@@ -56,6 +58,8 @@ def main(path: Path, target: Path, gigabytes: float, dtype: str, config: Config)
     _write(part, _shards(tensors, int(gigabytes * 1e9), _TYPES[dtype]))
     shell.config.architectures, shell.config.dtype = [type(shell).__name__], _TYPES[dtype]
     shell.config.save_pretrained(part)
+    if getattr(shell, "generation_config", None):
+        shell.generation_config.save_pretrained(part)
     tokenizer.save_pretrained(part)
     part.rename(target)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
@@ -80,8 +84,8 @@ def _read(path: Path, names: dict[str, Any]) -> Shard:
 def _shards(tensors: Iterator[tuple[str, torch.Tensor]], most: int, dtype: torch.dtype) -> Iterator[Shard]:
     """As many tensors together as fit."""
     some: Shard = {}
-    for name, read in tensors:
-        tensor = read.to(dtype) if read.is_floating_point() else read
+    for name, kept in tensors:
+        tensor = kept.to(dtype) if kept.is_floating_point() else kept
         if some and _bytes(some) + _bytes({name: tensor}) > most:
             yield some
             some = {}
@@ -113,4 +117,4 @@ def _write(part: Path, shards: Iterator[Shard]) -> None:
 
 if __name__ == "__main__":
     source, to, gigabytes, dtype, plan = sys.argv[1:]
-    main(Path(source), Path(to), float(gigabytes), dtype, of_plan(plan))
+    main(Path(source), Path(to), float(gigabytes), dtype, read(plan))

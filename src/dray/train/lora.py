@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
             lora_dropout=said["dropout"],
             target_modules=[name for name in linear if not said["targets"] or _is_target(name, said["targets"])],
             fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
-            base_model_name_or_path=config.model.name or None,
-            task_type="CAUSAL_LM",
+            task_type="CAUSAL_LM" if config.objective != "masked" else None,
         )
     )
     for weight in network.parameters():
@@ -65,13 +65,15 @@ def on(network: Any) -> bool:  # noqa: ANN401  a transformers model
     return bool(getattr(network, "_hf_peft_config_loaded", False))
 
 
-def save_adapter(network: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:  # noqa: ANN401
-    """The small matrices alone, as peft loads them."""
+def save_adapter(network: Any, weights: dict[str, torch.Tensor], folder: Path, base: str) -> None:  # noqa: ANN401
+    """The small matrices alone, as peft loads them. A base that is a folder here is nobody else's, and not named."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: weight.contiguous() for name, weight in weights.items() if ".lora_" in name}
     named = {f"base_model.model.{name.replace('.default.', '.')}": weight for name, weight in own.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    network.peft_config["default"].save_pretrained(folder)
+    said = copy(network.peft_config["default"])
+    said.base_model_name_or_path = None if base.startswith(("/", ".")) else base or None
+    said.save_pretrained(folder)
 
 
 def merged(network: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ANN401
@@ -92,4 +94,7 @@ def merged(network: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def plain(network: Any) -> Any:  # noqa: ANN401
     """The same model without them and without memory, which knows how it is saved."""
     with torch.device("meta"):
-        return type(network)(network.config)
+        found = type(network)(network.config)
+    if getattr(network, "generation_config", None):
+        found.generation_config = network.generation_config
+    return found

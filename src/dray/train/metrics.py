@@ -164,6 +164,7 @@ def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a tr
     tables = 0 if settings.tie_word_embeddings else size(network.get_input_embeddings().weight)
     weights = sum(map(size, network.parameters())) - tables
     still = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
+    still = max(0, still - tables)
     return float(6 * weights - 2 * still + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.block)
 
 

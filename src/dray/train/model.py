@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -83,6 +85,8 @@ def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
         found: PreTrainedModel = _KINDS[config.objective].from_config(
             settings, trust_remote_code=said.trust_remote_code
         )
+    if (Path(folder) / "generation_config.json").is_file() and folder:
+        found.generation_config = GenerationConfig.from_pretrained(folder)
     return found
 
 

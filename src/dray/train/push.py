@@ -26,6 +26,13 @@ def main(folder: str, name: str, *, private: bool) -> None:
     try:
         hub = HfApi()
         hub.create_repo(name, private=private, exist_ok=True)
+        if private and not hub.repo_info(name).private:
+            stop(
+                "the repository is there, and all can see it",
+                wanted=f"a private {name}, or a word that it may be public",
+                found=f"{constants.ENDPOINT}/{name} is public",
+                fix="take another name, make that one private on its page, or say --public",
+            )
         hub.upload_folder(repo_id=name, folder_path=folder, commit_message="A model trained with dray")
     except (HFValidationError, HfHubHTTPError, TransportError, OSError) as error:
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)

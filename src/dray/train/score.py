@@ -8,7 +8,7 @@ from dataclasses import replace
 from transformers.utils import logging
 
 from dray.train import data, model, objective, parallel, words
-from dray.train.config import of_plan
+from dray.train.config import read
 from dray.train.evaluate import Evaluator
 from dray.train.metrics import Metrics
 
@@ -17,9 +17,9 @@ def main(folder: str, plan: str) -> None:
     """A line for each text."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    config = of_plan(plan)
-    saved = replace(config.model, name=folder, weights=True, tokenizer="", config={}, dtype="auto")
-    config = replace(config, model=saved, variant="cpu", strategy="ddp", compile=False, lora=None)
+    config = read(plan)
+    saved = replace(config.model, name=folder, weights=True, tokenizer="", config={}, dtype="auto", attention="auto")
+    config = replace(config, model=saved, variant="cpu", per_device=1, strategy="ddp", compile=False, lora=None)
     device, _ = parallel.begin(config)
     tokenizer = words.tokenizer(config)
     shared = parallel.make(model.build(config, tokenizer, filled=True), config, device)
