@@ -54,7 +54,7 @@ class _Hub(BaseHTTPRequestHandler):
     def _written(self, path: str, said: list[dict]) -> dict:
         if path == "/api/repos/create":
             name = f"{said[0]['organization']}/{said[0]['name']}"
-            self.repositories.setdefault(f"models/{name}", {})["visibility"] = said[0]["visibility"].encode()
+            self.repositories.setdefault(f"models/{name}", {"visibility": said[0]["visibility"].encode()})
             return {"url": f"http://{self.headers['Host']}/{name}", "id": name}
         if path == "/api/validate-yaml":  # a card's head
             return {"errors": [], "warnings": []}
