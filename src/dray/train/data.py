@@ -184,7 +184,7 @@ def tokens_of(
             reading.least,
             words.backend_tokenizer.to_str(),
             ended(words),
-            *([way, words.chat_template, *reading.of_chats] if way != "all" else []),
+            *([way, words.chat_template, reading.answer] if way != "all" else []),
         ),
         documents,
         _ENCODERS[way](words, ended(words)),

@@ -41,11 +41,6 @@ class Reading:
     answer: str = ""
     """The column of the answers, where `column` is that of the questions."""
 
-    @property
-    def of_chats(self) -> tuple[object, ...]:
-        """What tells it from another, beside column and least."""
-        return (self.chats, self.answer) if self.chats else ()
-
 
 @dataclass(frozen=True)
 class Piece:
