@@ -81,7 +81,8 @@ class Stream:
         # Where pieces are fewer than lanes, several lanes read one, and each takes its share of the documents.
         self.sharers = -(-lanes // len(pieces))
         self.parts = len(pieces) * self.sharers
-        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr((pieces, reading.least, *([reading] if reading.chats else []))).encode()):08x}"
+        told = (pieces, reading.least, *([reading] if reading.chats else []))
+        self.text = f"{len(pieces)} pieces, {zlib.crc32(repr(told).encode()):08x}"
         self._lanes: dict[int, Lane] = {}
         self._states: dict[int, list[Any]] = {}
 
