@@ -167,13 +167,12 @@ def main(rounds: int = 3, steps: int = 40, *names: str) -> None:
             for _ in range(rounds):
                 ours = bench.ours(name, steps)
                 pairs.append((bench.theirs(name, steps, ours["final"]), ours))
-            theirs, ours = (
-                {key: [pair[side][key] for pair in pairs] for key in ("seconds", "speed", "first", "evaluation")}
-                for side in (0, 1)
-            )
-            shown = {key: (statistics.median(of), statistics.median(ours[key])) for key, of in theirs.items()}
-            faster = statistics.median(one / two for one, two in zip(theirs["seconds"], ours["seconds"], strict=True))
-            quicker = statistics.median(two / one for one, two in zip(theirs["speed"], ours["speed"], strict=True))
+            shown = {
+                key: tuple(statistics.median(pair[side][key] for pair in pairs) for side in (0, 1))
+                for key in ("seconds", "speed", "first", "evaluation")
+            }
+            faster = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
+            quicker = statistics.median(ours["speed"] / theirs["speed"] for theirs, ours in pairs)
             row = [
                 name, SEEDS[name], "{:.1f}, {:.1f}".format(*shown["seconds"]), f"{faster:.2f}",
                 "{:,.0f}, {:,.0f}".format(*shown["speed"]), f"{quicker:.2f}",
