@@ -46,7 +46,10 @@ LAUNCH = {
         *("-m", "accelerate.commands.launch", "--config_file={config}", "--num_machines=1"),
         f"--num_processes={RANKS}",
     ],
-    "deepspeed": ["-m", "deepspeed.launcher.runner", "--hostfile={hostfile}", "--no_local_rank"],
+    "deepspeed": [
+        *("-m", "deepspeed.launcher.runner", "--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--no_local_rank"),
+        "--master_addr=127.0.0.1",
+    ],
 }
 
 
@@ -162,7 +165,8 @@ def main(rounds: int = 3, steps: int = 40, *names: str) -> None:
         print("| recipe | beside | start to end, s: theirs, ours | ratio | tokens/s: theirs, ours | ratio | "
               "first step, s: theirs, ours | evaluation loss: theirs, ours |")  # fmt: skip
         print("|---|---|---|---|---|---|---|---|", flush=True)
-        for name in names or SEEDS:
+        chosen = {name: SEEDS[name] for name in names} or SEEDS
+        for name, page in chosen.items():
             pairs = []
             for _ in range(rounds):
                 ours = bench.ours(name, steps)
@@ -174,7 +178,7 @@ def main(rounds: int = 3, steps: int = 40, *names: str) -> None:
             faster = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
             quicker = statistics.median(ours["speed"] / theirs["speed"] for theirs, ours in pairs)
             row = [
-                name, SEEDS[name], "{:.1f}, {:.1f}".format(*shown["seconds"]), f"{faster:.2f}",
+                name, page, "{:.1f}, {:.1f}".format(*shown["seconds"]), f"{faster:.2f}",
                 "{:,.0f}, {:,.0f}".format(*shown["speed"]), f"{quicker:.2f}",
                 "{:.1f}, {:.1f}".format(*shown["first"]), "{:.3f}, {:.3f}".format(*shown["evaluation"]),
             ]  # fmt: skip
@@ -189,11 +193,11 @@ def scaling(rounds: int = 3) -> None:
         wide = {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256, "num_hidden_layers": 4,
                 "num_attention_heads": 4, "dropout": 0.0}  # fmt: skip
         for _ in range(rounds):
-            for ranks in seen:
+            for ranks, runs in seen.items():
                 words = [f"model.config.{key}={value}" for key, value in wide.items()]
                 words += [f"ranks_per_node={ranks}", f"batch.per_device={16 // ranks}", "batch.global_size=16"]
                 words += ["data.samples=320", "train.eval_every=20", "train.precision=fp32", "train.log_every=20"]
-                seen[ranks].append(bench.ours("opt125m-yelp", 60, *words))
+                runs.append(bench.ours("opt125m-yelp", 60, *words))
         base = statistics.median(run["lines"][-1]["train_seconds"] for run in seen[1])
         print("| ranks | s | loss of each pass | speed-up | efficiency |\n|---|---|---|---|---|")
         for ranks, runs in seen.items():
