@@ -14,7 +14,7 @@ Repositories = dict[str, dict[str, bytes]]  # by models/OWNER/NAME and datasets/
 
 @contextmanager
 def serving(repositories: Repositories) -> Iterator[str]:
-    """Its address. Whatever has `gated` in its name asks for consent first."""
+    """Its address. What has `gated` in its name asks for consent first, `secret` for a token."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Hub,), {"repositories": repositories}))
     Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -70,6 +70,8 @@ class _Hub(BaseHTTPRequestHandler):
         return {"commitUrl": f"http://{self.headers['Host']}/{name}/commit/{'a' * 40}", "commitOid": "a" * 40}
 
     def _answer(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        if "secret" in path and self.headers.get("Authorization") != "Bearer hf_secret":
+            return 401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found."}
         if "gated" in path:
             return 403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}
         repository, _, rest = path.removeprefix("/api").lstrip("/").partition("/resolve/")

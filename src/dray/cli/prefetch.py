@@ -11,11 +11,8 @@ import typer
 from dray.cli.options import Overrides, RecipeFile
 from dray.cli.run import Engine, image_of
 from dray.errors import ConfigError
-from dray.runs import desk
+from dray.runs import desk, hub
 from dray.runs.write import read_recipe
-
-# How the hub is reached from here, and as whom.
-NETWORK = ("HF_TOKEN", "HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 def prefetch(
@@ -42,8 +39,8 @@ def prefetch(
             fix="export HF_HOME=/a/shared/folder, here and where you submit",
         )
     Path(home).mkdir(parents=True, exist_ok=True)
-    theirs = [name for name in NETWORK if name in os.environ and name not in settings.pass_env]
-    settings = settings.model_copy(update={"pass_env": (*settings.pass_env, *theirs)})
+    mine = tuple(dict.fromkeys((*settings.pass_env, *hub.passed())))
+    settings = settings.model_copy(update={"pass_env": mine})
     code = desk.once(
         settings,
         "dray.train.prefetch",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dray.cli.prefetch import NETWORK
 from dray.cli.run import Engine, image_of
 from dray.errors import ConfigError
-from dray.runs import desk
+from dray.runs import desk, hub
 
 
 def push(
@@ -29,8 +27,7 @@ def push(
         folder = folder.with_name("adapter")
         if not folder.is_dir():
             raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter: the model is whole")
-    passed = tuple(variable for variable in NETWORK if variable in os.environ)
-    recipe = plan.recipe.model_copy(update={"pass_env": passed})
+    recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
     words = [str(folder), name, str(not public)]
     image = image_of(engine, recipe)
     raise typer.Exit(

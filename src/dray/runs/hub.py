@@ -1,0 +1,36 @@
+"""How the hub is reached from here, and as whom: names of variables, whose values go no other way than by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dray.errors import ConfigError
+
+_NETWORK = ("HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+def passed() -> tuple[str, ...]:
+    """Those that are set. A token in a file (HF_TOKEN_PATH) becomes HF_TOKEN, if the file is nobody else's to read."""
+    file = os.environ.get("HF_TOKEN_PATH")
+    if file and not os.environ.get("HF_TOKEN"):
+        os.environ["HF_TOKEN"] = _token(Path(file))
+    return tuple(name for name in ("HF_TOKEN", *_NETWORK) if name in os.environ)
+
+
+def _token(file: Path) -> str:
+    try:
+        mode, said = file.stat().st_mode & 0o777, file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "the file of the hub's token cannot be read", where=f"HF_TOKEN_PATH={file}", found=error
+        ) from error
+    if mode & 0o077 or not said:
+        raise ConfigError(
+            "others can read the hub's token" if said else "the file of the hub's token is empty",
+            where=f"HF_TOKEN_PATH={file}",
+            wanted="mode 600" if said else "a token",
+            found=f"mode {mode:o}" if said else "nothing",
+            fix=f"chmod 600 '{file}'" if said else "write the token into it",
+        )
+    return said
