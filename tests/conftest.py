@@ -125,7 +125,7 @@ def docker_image() -> str:
     return "dray:cpu"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""
     return ROOT
