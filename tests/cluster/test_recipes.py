@@ -17,7 +17,7 @@ SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tin
 @pytest.mark.parametrize(("name", "way"), [(name, ("sbatch", "submit")[at % 2]) for at, name in enumerate(SCALED)])
 def test_a_recipe_is_walked_to_its_end(sbatch, submit, name: str, way: str) -> None:
     """Each in one of the two ways that lead to the same plan."""
-    words = (f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
+    words = (f"recipes/{name}.toml", "scale=tiny", "nodes=2", "preflight.when=never")
     ended = sbatch("slurm/multinode.sh", *words) if way == "sbatch" else submit(*words)[0]
     assert ended.code == 0, ended.output
     assert ended.result()["status"] == "done"
