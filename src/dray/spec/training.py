@@ -43,7 +43,7 @@ class Data(Spec):
     answer: str = ""
     """With train.objective = "answers": the column of the answers, where `column` is that of the questions."""
     min_characters: Annotated[int, Field(ge=0)] = 0
-    """Shorter documents are left out."""
+    """Shorter documents are left out; a conversation counts with the names of its roles."""
     block: Annotated[int, Field(ge=2)] = 128
     """Tokens in one sample. Documents are put in a row and cut into blocks; not one token is left out."""
     apart: bool = False

@@ -35,7 +35,7 @@ class Reading:
 
     column: str
     least: int = 0
-    """Shorter ones are left out."""
+    """Shorter ones are left out; a conversation's length is that of its JSON."""
     chats: bool = False
     """Whether a document is a conversation: its messages, as JSON."""
     answer: str = ""
