@@ -7,7 +7,7 @@ import shlex
 from dray import engines, environ
 from dray.engines import places, pyxis, stage
 from dray.engines.docker import DEVICES
-from dray.engines.words import Each, Filled, OnNode, Word
+from dray.engines.words import OnNode
 from dray.plan import Plan
 from dray.spec.recipe import Recipe
 from dray.spec.site import Site
@@ -96,14 +96,8 @@ def _comment(text: str) -> str:
     return "# " + " ".join(text.split())
 
 
-def _word(word: Word) -> str:
-    if isinstance(word, Filled):
-        return f'"${word.variable}"'
-    if isinstance(word, Each):
-        return f'"${{{word.variable}[@]}}"'
-    if isinstance(word, OnNode):
-        return f'{word.option}="${word.variable}"'
-    return shlex.quote(word)
+def _word(word: str) -> str:
+    return word if isinstance(word, OnNode) else shlex.quote(word)
 
 
 def srun_options(plan: Plan) -> str:
@@ -172,7 +166,7 @@ def text(plan: Plan) -> str:
     return "\n".join(_section(title, entries) for title, entries in rows)
 
 
-def _start(plan: Plan) -> list[Word]:
+def _start(plan: Plan) -> list[str]:
     python = plan.image if plan.engine == "bare" else "python3"
     return engines.of(plan).argv(plan, [python, "-m", "dray.runner", f"{plan.folder}/plan.json"])
 

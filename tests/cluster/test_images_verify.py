@@ -475,7 +475,7 @@ def test_neither_the_tool_nor_an_engine(small, packed, tmp_path, monkeypatch):
 
 def test_no_container_stays(client, packed, small):
     contents.entries(siffile.read(packed(small)))
-    assert [one.name for one in client.containers.list(all=True) if one.name.startswith("dray-tools-")] == []
+    assert [one.name for one in client.containers.list(all=True) if one.name.startswith("dray-builder-")] == []
 
 
 def test_the_container_has_no_network_and_is_the_caller(way):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -104,3 +105,9 @@ def test_only_train_and_checks_import_torch() -> None:
 def test_no_room_is_too_large() -> None:
     long = {str(path): lines for path in modules() if (lines := len(path.read_text().splitlines())) > 300}
     assert not long
+
+
+def test_a_job_s_plan_loads_no_docker() -> None:
+    """It takes a third of a second, which every job would wait."""
+    loaded = "import sys, dray.cli.plan; sys.exit('docker' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

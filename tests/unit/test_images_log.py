@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from dray.errors import DrayError, UnfitError
-from dray.images.log import BuildLog
+from dray.images.log import build_log
 
 # Of another filesystem than any folder of a test.
 OUT = Path("/dev/images/dray-cpu.sif")
@@ -36,7 +36,7 @@ def test_the_full_disk_is_named(error, out, free, full, tmp_path, monkeypatch):
     by_folder = {folders[name]: SimpleNamespace(free=left) for name, left in free.items()}
     monkeypatch.setattr(shutil, "disk_usage", by_folder.__getitem__)
     log_file = tmp_path / "build" / "logs" / "cpu.log"
-    with pytest.raises(UnfitError) as raised, BuildLog(log_file) as log, log.explaining(out=out):
+    with pytest.raises(UnfitError) as raised, build_log(log_file, out=out):
         raise error
     more = f"; {tmp_path}/build may be removed whole: it holds what was fetched and built" if full == "build" else ""
     assert str(raised.value) == (

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dray.errors import ConfigError, DrayError, UnfitError
 from dray.images import base as bases
 from dray.images import build, container, layer, rootfs, squash
 from dray.images.builder import BuildError
-from dray.images.log import BuildLog
+from dray.images.log import build_log
 
 DIGEST = f"sha256:{'a' * 64}"
 EPOCH = 1_700_000_000
@@ -346,13 +347,13 @@ class TestLog:
     """What becomes of a build's errors."""
 
     def _failed(self, path: Path, error: Exception, *lines: str) -> DrayError:
-        with pytest.raises(DrayError) as raised, BuildLog(path) as log, log.explaining():
-            self._fail(log, error, *lines)
+        with pytest.raises(DrayError) as raised, build_log(path) as line:
+            self._fail(line, error, *lines)
         return raised.value
 
-    def _fail(self, log: BuildLog, error: Exception, *lines: str) -> None:
-        for line in lines:
-            log.line(line)
+    def _fail(self, line: Callable[[str], None], error: Exception, *lines: str) -> None:
+        for each in lines:
+            line(each)
         raise error
 
     def test_a_failure_shows_the_last_lines(self, tmp_path, capsys):
@@ -368,16 +369,16 @@ class TestLog:
 
     def test_two_builds_at_once(self, tmp_path):
         path = tmp_path / "cpu.log"
-        with BuildLog(path) as first:
-            first.line("first")
-            with pytest.raises(DrayError) as raised:
-                BuildLog(path)
+        with build_log(path) as first:
+            first("first")
+            with pytest.raises(DrayError) as raised, build_log(path):
+                pass
         assert str(raised.value) == (
             f"another build of this image is running\n  where:  {path}\n  fix:    wait for it, or end it"
         )
         assert path.read_text() == "first\n"
-        with BuildLog(path) as after:
-            after.line("after")
+        with build_log(path) as after:
+            after("after")
         assert path.read_text() == "after\n"
 
     @pytest.mark.parametrize(

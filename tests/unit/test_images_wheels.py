@@ -241,3 +241,5 @@ def test_own_wheel_follows_the_sources(tmp_path, monkeypatch):
     again = wheels.own(checkout=checkout, folder=folder)
     assert list(folder.rglob("*.whl")) == [again]
     assert zipfile.ZipFile(again).read("dray/__init__.py") == b"changed = True\n"
+    module.with_name("rules.toml").write_text("")  # which no module is, and the wheel has all the same
+    assert wheels.own(checkout=checkout, folder=folder) != again

@@ -15,7 +15,7 @@ from dray.cli import image_lock, image_look
 from dray.errors import ConfigError
 from dray.images import build as make
 from dray.images import builder, bundle, inputs, place
-from dray.images.log import BuildLog
+from dray.images.log import build_log
 from dray.images.rootfs import ROOTFS
 
 app = typer.Typer(help="Build the image that a run starts from, and look into it.", no_args_is_help=True)
@@ -84,9 +84,9 @@ def bundle_(
     """Gather all that a build reads in one folder, for a machine without a network."""
     root = checkout.root()
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
-    with BuildLog(root / "build" / "logs" / f"{variant}.log") as log, log.explaining(out=folder):
-        source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=log.line)
-        made = bundle.make(root, source, folder, say=log.line)
+    with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say:
+        source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=say)
+        made = bundle.make(root, source, folder, say=say)
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
     print(f"{made}  {size / 1e6:.0f} MB\nthere: make image-{variant} BUNDLE={made.name}")
 

@@ -12,7 +12,7 @@ from dray.errors import ConfigError
 from dray.images import base as base_files
 from dray.images import debs, inputs
 from dray.images import lock as locks
-from dray.images.log import BuildLog
+from dray.images.log import build_log
 
 
 def lock(
@@ -26,7 +26,9 @@ def lock(
     """Resolve requirements.in to requirements.lock, or debian.in to debian.lock, with the hash of every file."""
     root = checkout.root()
     if variant == "debian":
-        _debian(root, base or inputs.image(root, "cpu").base, check=check)
+        if check:
+            raise ConfigError("--check is for an image's packages", fix="every build says where Debian has moved on")
+        _debian(root, base or inputs.image(root, "cpu").base)
         return
     all_ = sorted(path.parent.name for path in (root / "containers").glob("*/image.toml"))
     for name in [variant] if variant else all_:
@@ -39,17 +41,8 @@ def lock(
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
 
 
-def _debian(root: Path, named: str, *, check: bool) -> None:
-    with BuildLog(root / "build" / "logs" / "debian.log") as log, log.explaining():
-        file = base_files.fetched(root, named, say=log.line)
-        if not check:
-            changes = debs.lock(root, base=file, say=log.line)
-            print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))
-            return
-        folder = debs.fetch(root, base=file, identity=base_files.identity(named, file), say=log.line)
-        differing = debs.differences(folder, root / "containers" / debs.LOCK)
-        if differing:
-            raise ConfigError(
-                "Debian's archive has moved on from the lock", found="\n".join(differing), fix="dray image lock debian"
-            )
-        print("debian: the lock is fresh")
+def _debian(root: Path, named: str) -> None:
+    with build_log(root / "build" / "logs" / "debian.log") as say:
+        file = base_files.fetched(root, named, say=say)
+        changes = debs.lock(root, base=file, say=say)
+        print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))

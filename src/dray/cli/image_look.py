@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -28,22 +27,20 @@ def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="
     """Show what an image is and what takes its space, without starting it."""
     report = look.report(siffile.read(_file(image)))
     if as_json:
-        print(json.dumps(asdict(report), indent=1))
+        print(json.dumps(report, indent=1))
         return
     lines = {
-        "image": f"{report.file} ({report.size / 1e6:.0f} MB, {report.unpacked / 1e6:.0f} MB unpacked)",
-        "digest": report.digest,
-        "signed": f"with {', '.join(report.signed)} (dray image verify checks it)" if report.signed else "no",
-        "variant": f"{report.variant}, {report.architecture}",
-        "base": report.base or "unknown: the image's record is not here",
-        "python": report.python,
-        "dray": report.dray,
-        **report.versions,
+        "image": f"{report['file']} ({report['size'] / 1e6:.0f} MB, {report['unpacked'] / 1e6:.0f} MB unpacked)",
+        "digest": report["digest"],
+        "signed": f"with {', '.join(report['signed'])} (dray image verify checks it)" if report["signed"] else "no",
+        "variant": f"{report['variant']}, {report['architecture']}",
+        **{name: report[name] for name in ("base", "python", "dray")},
+        **report["versions"],
     }
     console, width = Console(highlight=False), max(map(len, lines))
     for name, value in lines.items():
         console.print(f"{name:<{width}}  {value}", markup=False, soft_wrap=True)
-    console.print(_table(report.packages))
+    console.print(_table(report["packages"]))
 
 
 def verify(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dray.engines import apptainer, bare, docker, pyxis
-from dray.engines.words import Word
+from dray.engines import apptainer, docker
 from dray.plan import Plan
 
 
@@ -15,8 +14,13 @@ class Engine:
     """`prefix` before a variable's name in the shell makes the engine hand it in; `argv` starts the container."""
 
     prefix: str
-    argv: Callable[[Plan, Sequence[str]], list[Word]]
-    identify: Callable[[Plan], list[Word]] | None = None
+    argv: Callable[[Plan, Sequence[str]], list[str]]
+    identify: Callable[[Plan], list[str]] | None = None
+
+
+def _inner(_plan: Plan, inner: Sequence[str]) -> list[str]:
+    """There is no container, or Slurm has started it."""
+    return list(inner)
 
 
 _ENGINES = {
@@ -24,8 +28,8 @@ _ENGINES = {
     "singularity": Engine(prefix="SINGULARITYENV_", argv=apptainer.argv, identify=apptainer.identify),
     "docker": Engine(prefix="", argv=docker.argv, identify=docker.identify),
     "podman": Engine(prefix="", argv=docker.argv, identify=docker.identify),
-    "pyxis": Engine(prefix="", argv=pyxis.argv),
-    "bare": Engine(prefix="", argv=bare.argv),
+    "pyxis": Engine(prefix="", argv=_inner),
+    "bare": Engine(prefix="", argv=_inner),
 }
 
 

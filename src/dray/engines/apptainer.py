@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from dray.engines import stage
 from dray.engines.places import MOUNTS
-from dray.engines.words import Each, Filled, Word
+from dray.engines.words import OnNode, each
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
 
 _GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
 
 
-def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
+def argv(plan: Plan, inner: Sequence[str]) -> list[str]:
     """`exec` with nothing of the host inside but what the plan names, /tmp, and what the site's administrators bind."""
     return [
         plan.engine,
@@ -23,13 +23,13 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         "--no-eval",  # else a $(...) in a variable's value is run
         "--no-mount=home,cwd",
         *_GPU[ACCELERATORS[plan.variant]],
-        Each(MOUNTS),
+        each(MOUNTS),
         f"--pwd={plan.where}",
-        Filled(stage.IMAGE) if plan.stage else plan.image,
+        OnNode(f'"${stage.IMAGE}"') if plan.stage else plan.image,
         *inner,
     ]
 
 
-def identify(plan: Plan) -> list[Word]:
+def identify(plan: Plan) -> list[str]:
     """The id in the SIF's header, which dray makes of the image's content: reading it all would take seconds."""
     return ["od", "--address-radix=n", "--format=x1", "--skip-bytes=48", "--read-bytes=16", plan.image]

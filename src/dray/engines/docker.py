@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dray.engines.places import MOUNTS
-from dray.engines.words import Each, OnNode, Word
+from dray.engines.words import OnNode, each
 from dray.plan import Plan
 from dray.spec.image import ACCELERATORS
 
@@ -23,11 +23,11 @@ def network(plan: Plan) -> str:
     return f"dray-{plan.run}"
 
 
-def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
+def argv(plan: Plan, inner: Sequence[str]) -> list[str]:
     """`run` in the foreground; the container ends with its command and leaves nothing."""
     name = plan.world.identity["name"]
     # A hostname alone is not in the network's DNS.
-    private = [f"--network={network(plan)}", OnNode("--hostname", name), OnNode("--network-alias", name)]
+    private = [f"--network={network(plan)}", OnNode(f'--hostname="${name}"'), OnNode(f'--network-alias="${name}"')]
     # Podman without root: the caller's number inside is another one outside, unless it is told to keep it.
     keep = ["--userns=keep-id"] if plan.engine == "podman" and not plan.user.startswith("0:") else []
     return [
@@ -40,16 +40,16 @@ def argv(plan: Plan, inner: Sequence[str]) -> list[Word]:
         f"--user={plan.user}",
         *keep,
         "--shm-size=1g",  # the default of 64 MB ends data workers and NCCL with a bus error
-        Each(DEVICES),  # Apptainer sees the host's; here each must be named
+        each(DEVICES),  # Apptainer sees the host's; here each must be named
         *_GPU[plan.engine][ACCELERATORS[plan.variant]],
         *(f"--env={name}" for name in (*(v.name for v in plan.env), *plan.world.identity.values(), *plan.pass_env)),
-        Each(MOUNTS),
+        each(MOUNTS),
         f"--workdir={plan.where}",
         plan.image,
         *inner,
     ]
 
 
-def identify(plan: Plan) -> list[Word]:
+def identify(plan: Plan) -> list[str]:
     """The program that prints which image this node has."""
     return [plan.engine, "image", "inspect", "--format={{.Id}}", plan.image]

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from dray.engines.words import Word
 from dray.errors import ConfigError
 from dray.plan import Plan
-
-
-def argv(_plan: Plan, inner: Sequence[str]) -> list[Word]:
-    """The inner command itself."""
-    return list(inner)
 
 
 def srun(plan: Plan) -> list[str]:

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+
+class OnNode(str):
+    """Words that only the node knows, written as its own shell expands them; every other word is quoted."""
+
+    __slots__ = ()
 
 
-@dataclass(frozen=True)
-class OnNode:
-    """An option whose value only the node knows: a variable, expanded by the node's own shell."""
-
-    option: str
-    variable: str
-
-
-@dataclass(frozen=True)
-class Each:
+def each(array: str) -> OnNode:
     """All words of an array that the node's own script has filled."""
-
-    variable: str
-
-
-@dataclass(frozen=True)
-class Filled:
-    """One word that the node's own script has found."""
-
-    variable: str
-
-
-Word = str | OnNode | Each | Filled
+    return OnNode(f'"${{{array}[@]}}"')

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,24 +15,11 @@ from dray import __version__
 from dray.errors import ConfigError, DrayError
 from dray.images import builder, bundle, engines, inputs, place, record
 from dray.images.inputs import INPUTS_LABEL, Source
-from dray.images.log import BuildLog
+from dray.images.log import build_log
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.verify import digest
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    """An image that is there."""
-
-    name: str
-    size: int
-    digest: str
-    seconds: float = 0
-
-    def __str__(self) -> str:
-        return f"{self.name}  {self.size / 1e6:.0f} MB  {self.digest}  ({self.seconds:.0f} s)"
 
 
 def build(
@@ -47,54 +33,50 @@ def build(
     bundled: Path | None = None,
     twice: bool = False,
     force: bool = False,
-) -> list[Built]:
-    """Make the image, and put it where a run looks for it. A failure leaves the images of before."""
+) -> list[str]:
+    """Make the image, and put it where a run looks for it: a line a format. A failure leaves the images of before."""
     started = time.monotonic()
     sif = (out or place.sif(checkout, variant)).absolute()
     sif.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        BuildLog(checkout / "build" / "logs" / f"{variant}.log") as log,
-        log.explaining(out=sif.parent),
-        builder.engine(),
-    ):
+    with build_log(checkout / "build" / "logs" / f"{variant}.log", out=sif.parent) as say, builder.engine():
         if bundled:
             source = bundle.opened(checkout, bundled, variant)
         else:
-            source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, say=log.line)
+            source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, say=say)
         made_from = source.digest
         there = [] if twice or force else _there(source, sif, formats, made_from)
         if there:
-            log.line("dray: there already, of the same inputs (--force builds it again)")
+            say("dray: there already, of the same inputs (--force builds it again)")
             return there
-        with _made(checkout, source, near=sif, formats=formats, say=log.line) as scratch:
+        with _made(checkout, source, near=sif, formats=formats, say=say) as scratch:
             if twice:
-                log.line("dray: once more, from nothing")
-                with _made(checkout, source, near=sif, formats=formats, say=log.line) as again:
+                say("dray: once more, from nothing")
+                with _made(checkout, source, near=sif, formats=formats, say=say) as again:
                     _need_same(place.failed(checkout, variant), scratch, again)
             shutil.rmtree(place.failed(checkout, variant), ignore_errors=True)
             for engine in engines.asked(formats):
-                log.line(f"dray: load the image into {engine}")
+                say(f"dray: load the image into {engine}")
                 engines.load(engine, scratch / LAYER, place.docker_tag(variant))
             if "sif" in formats:
                 _deliver(source, scratch, sif, made_from)
             seconds = time.monotonic() - started
-            return [replace(one, seconds=seconds) for one in _there(source, sif, formats, made_from)]
+            return [f"{image}  ({seconds:.0f} s)" for image in _there(source, sif, formats, made_from)]
 
 
-def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) -> list[Built]:
+def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) -> list[str]:
     """The images in all of these formats, if they are there and were made from the same."""
     found = []
     if "sif" in formats:
         known = _known(sif)
         if known is None or known.inputs != made_from or f"sha256:{known.sif.sha256}" != digest(sif):
             return []
-        found.append(Built(name=str(sif), size=known.sif.size, digest=f"sha256:{known.sif.sha256}"))
+        found.append(f"{sif}  {known.sif.size / 1e6:.0f} MB  sha256:{known.sif.sha256}")
     for engine in engines.asked(formats):
         tag = place.docker_tag(source.image.variant)
         known_there = engines.look(engine, tag)
         if not known_there or known_there.labels.get(INPUTS_LABEL) != made_from:
             return []
-        found.append(Built(name=f"{tag} in {engine}", size=known_there.size, digest=known_there.id))
+        found.append(f"{tag} in {engine}  {known_there.size / 1e6:.0f} MB  {known_there.id}")
     return found
 
 

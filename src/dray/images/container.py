@@ -45,12 +45,12 @@ def started(
         # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
         host_config={**host, "MaskedPaths": [], "ReadonlyPaths": []},
     )
-    running = client.containers.get(made["Id"])
     try:
+        running = client.containers.get(made["Id"])
         running.start()
         yield running
     finally:
-        running.remove(force=True)
+        client.api.remove_container(made["Id"], force=True)
 
 
 def bind(path: Path, *, read_only: bool = True) -> Mount:

@@ -7,10 +7,9 @@ import fcntl
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from dray import process
 from dray.errors import DrayError, UnfitError
@@ -20,54 +19,41 @@ _SHOWN = ("dray: ", "Downloading ")
 _FULL = "no space left on device"  # programs write No, Docker no
 
 
-class BuildLog:
-    """Takes a build's lines one at a time."""
+@contextmanager
+def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str], None]]:
+    """What takes a build's lines. An error that says nothing of its cause gets the last, and the place of all of them.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("a", encoding="utf-8")
+    `out` is the folder that is written besides the build's own.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    build = path.parent.parent
+    last: deque[str] = deque(maxlen=15)
+    with path.open("a", encoding="utf-8") as file:
         try:
             # Two builds of one image would pull the folder of inputs from under each other.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.close()
             raise DrayError(
                 "another build of this image is running", where=path, fix="wait for it, or end it"
             ) from None
-        self._file.truncate(0)
-        self._last: deque[str] = deque(maxlen=15)
+        file.truncate(0)
 
-    def __enter__(self) -> BuildLog:
-        return self
+        def line(text: str) -> None:
+            print(text, file=file, flush=True)
+            last.append(text)
+            if text.startswith(_SHOWN):
+                print(text, file=sys.stderr, flush=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
-
-    def line(self, text: str) -> None:
-        """One line of output, without its line end."""
-        print(text, file=self._file, flush=True)
-        self._last.append(text)
-        if text.startswith(_SHOWN):
-            print(text, file=sys.stderr, flush=True)
-
-    @contextmanager
-    def explaining(self, *, out: Path | None = None) -> Iterator[None]:
-        """An error that says nothing of its cause gets the last lines, and the place of all of them.
-
-        `out` is the folder that is written besides the build's own.
-        """
-        build = self.path.parent.parent
         try:
             with process.stoppable():
-                yield
+                yield line
         except DrayError as error:
-            said = "\n".join(self._last)
+            said = "\n".join(last)
             if _FULL in f"{said}\n{error.details.get('found')}".lower():
                 raise _disk_full(build, [build, out or build]) from error
             # What dray itself says needs no log; what a program said is in it.
             if said and isinstance(error, BuildError):
-                error.details |= {"where": str(self.path), "found": said}
+                error.details |= {"where": str(path), "found": said}
             raise
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -69,7 +69,7 @@ def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[
 
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines.
         if process.follow(argv, on_line=on_line, env={"PYTHONPATH": path, "TMPDIR": made}) != 0:
-            raise _failed(pins, image, folder, _said(lines))
+            raise _failed(pins, image, _said(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
 
 
@@ -84,14 +84,13 @@ def _indexes(pins: Sequence[Pin], image: Image) -> list[str]:
     return list(dict.fromkeys(vendor.index for vendor in image.vendor if vendor.name in names))
 
 
-def _failed(pins: Sequence[Pin], image: Image, folder: Path, said: str) -> DrayError:
+def _failed(pins: Sequence[Pin], image: Image, said: str) -> DrayError:
     """Why pip has not fetched everything, and what to do."""
     if "DO NOT MATCH THE HASHES" in said:
         fix = "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
         return DrayError("a fetched file is not the one that is locked", found=said.partition("\n")[2], fix=fix)
     if "No matching distribution" not in said:
-        room = f"make room in {folder}" if "No space left" in said else None
-        return DrayError("pip cannot fetch the locked files", found=said, fix=room)
+        return DrayError("pip cannot fetch the locked files", found=said)
     indexes = _indexes(pins, image)
     if indexes:
         cp = "cp" + image.python.replace(".", "")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from dray import dockerd, process
 from dray.errors import ConfigError, UnfitError
 from dray.images import record, verify
 
@@ -22,14 +20,10 @@ def docker_tag(variant: str) -> str:
 
 def in_engine(engine: Literal["docker", "podman"], variant: str) -> str:
     """The image of Docker or Podman, which must be there: they would look on a registry, where it never was."""
-    if engine == "docker":
-        tag = docker_tag(variant)
-        with closing(dockerd.client()) as client:
-            there = bool(client.images.list(tag))
-    else:
-        tag = f"localhost/{docker_tag(variant)}"
-        there = process.run(["podman", "image", "exists", tag], check=False).code == 0
-    if not there:
+    from dray.images import engines  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
+
+    tag = docker_tag(variant) if engine == "docker" else f"localhost/{docker_tag(variant)}"
+    if not engines.look(engine, docker_tag(variant)):
         raise ConfigError(
             "the image is not there",
             wanted=f"{tag} in {engine.capitalize()}",

@@ -70,10 +70,3 @@ def write(sif: Path, record: Record) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     part.replace(path)
-
-
-def updated(path: Path, record: Record, /, **changes: object) -> Record:
-    """Write the record with what has come since."""
-    changed = record.model_copy(update=changes)
-    write(path, changed)
-    return changed

@@ -127,10 +127,10 @@ def main() -> None:
     words.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")
     said = words.parse_args()
     binds = {Path(path): target for path, target in said.bind}
+    os.umask(0o022)
     if said.sif:
         squash.require()
-    os.umask(0o022)
-    (said.scratch / TOOLS).write_text(json.dumps(_versions()))
+        (said.scratch / TOOLS).write_text(json.dumps(_versions()))
     rootfs = make(definition=said.definition, binds=binds, base=said.base, scratch=said.scratch, epoch=said.epoch)
     if said.sif or said.docker:
         _label(rootfs, said.definition.parent)

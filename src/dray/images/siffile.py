@@ -54,8 +54,6 @@ class Part:
 
     id: int
     kind: str
-    group: int
-    link: int
     offset: int
     size: int
     name: str
@@ -82,7 +80,7 @@ class Sif:
     def content(self, kind: str) -> bytes:
         """All parts of one kind; for small ones."""
         with self.path.open("rb") as file:
-            return b"".join(_piece(file, part) for part in self.parts if part.kind == kind)
+            return b"".join(_at(file, part.offset, part.size) for part in self.parts if part.kind == kind)
 
 
 def write(squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"") -> None:
@@ -191,13 +189,11 @@ def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: 
 
 def _parts(table: bytes) -> Iterator[Part]:
     for described in _DESCRIPTOR.iter_unpack(table):
-        kind, used, number, group, link, offset, size, *_, name, extra = described
+        kind, used, number, _, _, offset, size, *_, name, extra = described
         if used:
             yield Part(
                 id=number,
                 kind=KINDS.get(kind, f"part of kind {kind:#x}"),
-                group=group,
-                link=link,
                 offset=offset,
                 size=size,
                 name=name.rstrip(b"\0").decode(errors="replace"),
@@ -224,10 +220,6 @@ def _here() -> str:
 def _at(file: IO[bytes], offset: int, size: int) -> bytes:
     file.seek(offset)
     return file.read(size)
-
-
-def _piece(file: IO[bytes], part: Part) -> bytes:
-    return _at(file, part.offset, part.size)
 
 
 def _text(path: Path) -> str:

@@ -79,7 +79,7 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
         made = record.File(sha256=digest.removeprefix("sha256:"), size=copy.stat().st_size)
         copy.replace(sif.path)
         if known:
-            record.updated(sif.path, known, sif=made, signed=signers[0])
+            record.write(sif.path, known.model_copy(update={"sif": made, "signed": signers[0]}))
     return digest, signers[0]
 
 

@@ -51,7 +51,8 @@ def fetch(
 def own(*, checkout: Path, folder: Path) -> Path:
     """dray's own wheel, made again when its sources are others."""
     names = (checkout / name for name in ("pyproject.toml", "README.md", ".gitignore"))
-    sources = [path for path in (*names, *sorted((checkout / "src").rglob("*.py"))) if path.exists()]
+    packaged = (path for path in (checkout / "src").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    sources = [path for path in (*names, *sorted(packaged)) if path.exists()]
     lines = "".join(f"{_digest(path)} {path.relative_to(checkout)}\n" for path in sources)
     made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
     if not any(made.glob("*.whl")):
