@@ -51,7 +51,6 @@ job=$SLURM_JOB_ID
 nodelist=$SLURM_JOB_NODELIST
 nodes=$SLURM_JOB_NUM_NODES
 gpus_per_node=${gpus##*:}
-cpus_per_node=${SLURM_CPUS_ON_NODE:-1}
 hf_home=$hf_home
 environment=$(probe::environment)
 port=$port

@@ -30,8 +30,6 @@ class Facts(BaseModel):
     """Address of every node, where the names do not resolve (loopback)."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     """GPUs that the scheduler gave on a node."""
-    cpus_per_node: Annotated[int, Field(ge=1)] = 1
-    """CPUs that the scheduler gave on a node."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A port that was free on the master when probed."""
     engine: Engine

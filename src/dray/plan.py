@@ -276,7 +276,8 @@ def _port(recipe: Recipe, facts: Facts) -> tuple[int, str]:
     if recipe.port:
         return recipe.port, f"{recipe.port}: the recipe says so"
     if facts.port:
-        return facts.port, f"{facts.port}: free on the first node when probed"
+        why = "from the run's name" if facts.scheduler == "hosts" else "free on the first node when probed"
+        return facts.port, f"{facts.port}: {why}"
     port = port_of(facts.job)
     return port, f"{port}: from job number {facts.job}, not probed"
 

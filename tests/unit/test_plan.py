@@ -25,7 +25,6 @@ FACTS = {
     "job": 17,
     "nodelist": "n[1-2]",
     "nodes": 2,
-    "cpus_per_node": 8,
     "port": 20017,
     "engine": "apptainer",
     "image": "/shared/my work/build/dray-cpu.sif",

@@ -85,7 +85,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     written = json.loads(paths.result.read_text())
     assert written.pop("finished").endswith("Z")
     assert written == {
-        "run": paths.id,
+        "run": paths.folder.name,
         "status": "done",
         "exit_code": 0,
         "world_size": 4,
@@ -148,7 +148,7 @@ def test_a_requeued_job_does_not_answer_for_the_attempt_before(root: Path, tmp_p
     record(paths, "rank-3", 10.0)
     paths.metrics.write_text('{"event": "step", "step": 7, "loss": 1.0}\n')
     (paths.checkpoints / "kept").write_text("")
-    write(recipe(root), FACTS, runs=tmp_path, run=paths.id)
+    write(recipe(root), FACTS, runs=tmp_path, run=paths.folder.name)
     record(paths, "rank-0", 99.0, rank=0, code=9)
     result = finish(paths, code=1)
     assert (result.exit_code, result.steps) == (9, None)
@@ -278,13 +278,12 @@ def probe(root: Path, image: str = "/a b/i.sif", **env: str) -> dict[str, str]:
 
 def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
     own = {"HF_HOME": str(root), "NCCL_DEBUG": "INFO", "MY_NCCL_X": "1", "HF_TOKEN": "secret"}
-    assert probe(root, SLURM_GPUS_ON_NODE="4", SLURM_CPUS_ON_NODE="32", **own) == {
+    assert probe(root, SLURM_GPUS_ON_NODE="4", **own) == {
         "scheduler": "slurm",
         "job": "17",
         "nodelist": "n[1-2]",
         "nodes": "2",
         "gpus_per_node": "4",
-        "cpus_per_node": "32",
         "port": "20017",
         "hf_home": str(root),
         "environment": "HF_HOME HF_TOKEN NCCL_DEBUG ",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.run import Engine, image_of
+from dray.cli.run import Engine
 from dray.runs import desk, write
 
 
@@ -17,15 +17,11 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.text=some.txt."),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = Engine.bare,
+    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
 ) -> None:
     """Print how well the model of a run that has ended foretells its texts, on this machine's CPUs."""
     plan, final = desk.ended(run)
     recipe = write.over(plan.recipe, overrides or [])
     given = plan.model_copy(update={"recipe": recipe}).model_dump_json()
-    raise typer.Exit(
-        desk.once(
-            recipe, "dray.train.score", [str(final)], engine=engine.value, image=image_of(engine, recipe), where=final,
-            sees=("data", "evaluate"), given=given,
-        )
-    )  # fmt: skip
+    sees, words = ("data", "evaluate"), [str(final)]
+    raise typer.Exit(desk.once(recipe, "dray.train.score", words, engine=engine, where=final, sees=sees, given=given))

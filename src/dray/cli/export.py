@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray.cli.run import Engine, image_of
+from dray.cli.run import Engine
 from dray.errors import ConfigError
 from dray.plan import Plan
 from dray.runs import desk
@@ -20,7 +20,7 @@ def export(
     to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where it goes; else RUN/exports/step-N.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
     shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, and so the memory that it takes.")] = 4.0,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = Engine.bare,
+    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
 ) -> None:
     """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU, whoever made it."""
     paths = existing(run.absolute())
@@ -44,7 +44,7 @@ def export(
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
     raise typer.Exit(
         desk.once(
-            recipe, "dray.train.export", words, engine=engine.value, image=image_of(engine, recipe),
-            where=target.parent, sees=("model", "checkpoint"), given=plan.model_dump_json(),
+            recipe, "dray.train.export", words, engine=engine, where=target.parent, sees=("model", "checkpoint"),
+            given=plan.model_dump_json(),
         )
     )  # fmt: skip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,15 +19,7 @@ from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id
 from dray.spec.recipe import Recipe
 
-ASSUMED = "assumed, since nothing was probed: the nodes' names, the GPUs, one CPU a node, job number 0, Apptainer"
-
-
-class Format(enum.StrEnum):
-    """How a plan is printed."""
-
-    text = "text"
-    json = "json"
-    bash = "bash"
+ASSUMED = "assumed, since nothing was probed: the nodes' names, the GPUs, job number 0, the site's engine or Apptainer"
 
 
 def plan(
@@ -41,8 +32,9 @@ def plan(
         str | None, typer.Option("--facts", metavar="FILE", help="What slurm/probe.sh printed; - is standard input.")
     ] = None,
     form: Annotated[
-        Format, typer.Option("--format", help="text to read, json (plan.json), bash (node.sh).")
-    ] = Format.text,
+        Literal["text", "json", "bash"],
+        typer.Option("--format", help="text to read, json (plan.json), bash (node.sh)."),
+    ] = "text",
     gpu_memory: GpuMemory = None,
     site: Site = "",
     runs: Runs = None,
@@ -71,9 +63,9 @@ def plan(
         return
     name = new_id(settings.name, job=seen.job)
     decided = write.decide(settings, seen, run=name, folder=folder / name)
-    if form is Format.json:
+    if form == "json":
         print(decided.model_dump_json(indent=1))
-    elif form is Format.bash:
+    elif form == "bash":
         print(render.node_script(decided), end="")
     else:
         estimate = "" if facts_file else sizes.words(decided, sites.choose(seen)[0], gpu_memory)
@@ -108,6 +100,6 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         cluster=queue.cluster(),
         login=socket.gethostname(),
     )
-    if gpus or recipe.image == "cpu":
-        return seen
-    return seen.model_copy(update={"gpus_per_node": sites.choose(seen)[0].gpus_per_node})
+    chosen_site, _ = sites.choose(seen)
+    wanted = gpus or (0 if recipe.image == "cpu" else chosen_site.gpus_per_node)
+    return seen.model_copy(update={"gpus_per_node": wanted, "engine": chosen_site.engine or "apptainer"})

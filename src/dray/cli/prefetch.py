@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dray.cli.options import Overrides, RecipeFile
-from dray.cli.run import Engine, image_of
+from dray.cli.run import Engine
 from dray.errors import ConfigError
 from dray.runs import desk, hub
 from dray.runs.write import read_recipe
@@ -18,9 +18,7 @@ from dray.runs.write import read_recipe
 def prefetch(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    engine: Annotated[
-        Engine, typer.Option(help="What starts the image that fetches; bare: this Python.")
-    ] = Engine.bare,
+    engine: Annotated[Engine, typer.Option(help="What starts the image that fetches; bare: this Python.")] = "bare",
 ) -> None:
     """Fetch a recipe's model, tokenizer and texts into HF_HOME, on a machine that reaches the hub; runs are offline."""
     settings = read_recipe(recipe, overrides or [])
@@ -45,10 +43,8 @@ def prefetch(
         settings,
         "dray.train.prefetch",
         [settings.model_dump_json(include={"data", "model", "evaluate"})],
-        engine=engine.value,
-        image=image_of(engine, settings),
+        engine=engine,
         where=Path.cwd(),
         env={"HF_HUB_OFFLINE": "0"},
-        home=home,
     )
     raise typer.Exit(code)

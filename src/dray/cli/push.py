@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.run import Engine, image_of
+from dray.cli.run import Engine
 from dray.errors import ConfigError
 from dray.runs import desk, hub
 
@@ -17,7 +17,7 @@ def push(
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Its name on the hub; made if it is not there.")],
     public: Annotated[bool, typer.Option("--public", help="For all to see; else for those whom you let.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="What LoRA learnt alone, without the model.")] = False,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = Engine.bare,
+    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
 ) -> None:
     """Send the model of a run that has ended to the hub, with its card, as whoever HF_TOKEN is."""
     plan, folder = desk.ended(run)
@@ -29,10 +29,5 @@ def push(
             raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter: the model is whole")
     recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
     words = [str(folder), name, str(not public)]
-    image = image_of(engine, recipe)
-    raise typer.Exit(
-        desk.once(
-            recipe, "dray.train.push", words, engine=engine.value, image=image, where=folder,
-            env={"HF_HUB_OFFLINE": "0"},
-        )
-    )  # fmt: skip
+    online = {"HF_HUB_OFFLINE": "0"}
+    raise typer.Exit(desk.once(recipe, "dray.train.push", words, engine=engine, where=folder, env=online))

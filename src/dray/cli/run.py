@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from dray import checkout
 from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.progress import Progress
 from dray.errors import ConfigError
-from dray.images import place
 from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, default_runs
-from dray.spec.recipe import Recipe
 
-
-class Engine(enum.StrEnum):
-    """What starts the nodes here."""
-
-    bare = "bare"
-    docker = "docker"
-    podman = "podman"
-    apptainer = "apptainer"
-    singularity = "singularity"
+Engine = Literal["bare", "docker", "podman", "apptainer", "singularity"]
 
 
 def run(
@@ -38,7 +26,7 @@ def run(
     gpus_per_node: GpusPerNode = 0,
     engine: Annotated[
         Engine, typer.Option(help="bare: this Python; docker, podman: a container a node; apptainer: with --hostfile.")
-    ] = Engine.bare,
+    ] = "bare",
     site: Site = "",
     runs: Runs = None,
     hostfile: Annotated[
@@ -55,6 +43,12 @@ def run(
     if not hostfile:
         _refuse({"--node": node is not None, "--run": bool(run_id), "--print": show}, "goes with --hostfile")
         _refuse({f"--engine {engine}": engine in ("apptainer", "singularity")}, "goes with --hostfile, or with sbatch")
+    if settings.image_digest and engine not in ("apptainer", "singularity"):
+        raise ConfigError(
+            "a recipe with image_digest wants one SIF, which only Apptainer starts",
+            found=settings.image_digest,
+            fix="sbatch, dray submit or --engine apptainer; to try it here, take the line out of the recipe",
+        )
     folder = (runs or default_runs()).absolute()
     if hostfile:
         _refuse({"--nodes": nodes is not None}, "is not for a hostfile, whose lines are the nodes")
@@ -68,17 +62,13 @@ def run(
             print(machines.commands(again, asked.command), end="")
             return
         only: int | None = machines.here(node)
-        image = image_of(engine, settings)
-        facts = machines.facts(
-            settings, run=name, engine=engine.value, image=image, gpus_per_node=gpus_per_node, site=site
-        )
+        image = local.image_of(engine, settings)
+        facts = machines.facts(settings, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
         plan = write.write(settings, facts, runs=folder, name=name)
     else:
         only = None
-        image = image_of(engine, settings)
-        facts = local.facts(
-            settings, engine=engine.value, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site
-        )
+        image = local.image_of(engine, settings)
+        facts = local.facts(settings, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
         plan = write.write(settings, facts, runs=folder)
     paths = RunPaths(Path(plan.folder))
     with Progress(plan, paths) as progress:
@@ -89,21 +79,6 @@ def run(
     result = finish(paths, code=code, stopped=stopped)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)
-
-
-def image_of(engine: Engine, recipe: Recipe) -> str:
-    """The image that this engine starts for the recipe; for bare, a Python that has the training stack."""
-    if engine in ("apptainer", "singularity"):
-        return str(place.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
-    if recipe.image_digest:
-        raise ConfigError(
-            "a recipe with image_digest wants one SIF, which only Apptainer starts",
-            found=recipe.image_digest,
-            fix="sbatch, dray submit or --engine apptainer; to try it here, take the line out of the recipe",
-        )
-    if engine == Engine.bare:
-        return place.bare_python()
-    return place.in_engine("docker" if engine == Engine.docker else "podman", recipe.image)
 
 
 def _refuse(options: dict[str, bool], why: str) -> None:

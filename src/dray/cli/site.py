@@ -125,7 +125,8 @@ def _table(site: Site, image: str) -> None:
             "neither apptainer nor singularity is here", fix="run this on the cluster, best on a compute node"
         )
     if not file.exists():
-        raise ConfigError("the image is not there", wanted=str(file), fix=f"make image-{image}, or name a file")
+        fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
+        raise ConfigError("the image is not there", wanted=str(file), fix=fix)
     patterns = [*site.fabric.libraries, *([site.fabric.plugin] if site.fabric.plugin else [])]
     if site.fabric.strategy != "host":
         print(

@@ -7,7 +7,6 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from dray.errors import ConfigError, UnfitError
 from dray.images import record, verify
@@ -18,7 +17,7 @@ def docker_tag(variant: str) -> str:
     return f"dray:{variant}"
 
 
-def in_engine(engine: Literal["docker", "podman"], variant: str) -> str:
+def in_engine(engine: str, variant: str) -> str:
     """The image of Docker or Podman, which must be there: they would look on a registry, where it never was."""
     from dray.images import engines  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
 

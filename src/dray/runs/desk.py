@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,10 +37,8 @@ def once(
     words: Sequence[str],
     *,
     engine: Engine,
-    image: str,
     where: Path,
     env: dict[str, str] | None = None,
-    home: str | None = None,
     sees: Sequence[str] = (),
     given: str = "",
 ) -> int:
@@ -51,29 +48,25 @@ def once(
     whose path is the last of the words.
     """
     named = new_id(recipe.name)
-    home = home or os.environ.get("HF_HOME")
     known = {**recipe.env, **(env or {})}
-    passed = tuple(name for name in recipe.pass_env if name not in known)
-    program = Recipe(
-        name=recipe.name,
-        launcher="python",
-        ranks_per_node=1,
-        env=known,
-        pass_env=passed,
-        preflight=Preflight(when="never"),
-        command=Command(argv=("true",), folder=str(where)),
-    )  # of the cpu image, whatever is in it: no GPU is wanted
+    image = local.image_of(engine, recipe)
     seen = {name: getattr(recipe, name) for name in sees}
     if "data" in seen:
         seen["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was learnt
-    facts = local.facts(program, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
+    facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
     with TemporaryDirectory(prefix="dray-") as folder:
         told = Path(folder, named, "given.json")
         python = image if engine == "bare" else "python3"
         argv = (python, "-m", module, *words, *([str(told)] if given else []))
-        command = Command(argv=argv, folder=str(where))
-        facts = facts.model_copy(update={"hf_home": home if home and Path(home).is_dir() else None})
-        program = program.model_copy(update={**seen, "command": command})
+        program = Recipe(
+            name=recipe.name,
+            launcher="python",
+            ranks_per_node=1,
+            env=known,
+            pass_env=tuple(name for name in recipe.pass_env if name not in known),
+            preflight=Preflight(when="never"),
+            command=Command(argv=argv, folder=str(where)),
+        ).model_copy(update=seen)  # of the cpu image, whatever is in it: no GPU is wanted
         plan = write.write(program, facts, runs=Path(folder), name=named)
         told.write_text(given, encoding="utf-8")
         paths = RunPaths(Path(plan.folder))

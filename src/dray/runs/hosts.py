@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dray import sites
 from dray.errors import ConfigError
 from dray.facts import Engine, Facts
 from dray.plan import port_of
+from dray.runs import local
 from dray.spec.recipe import Recipe
 
 _FORM = "a machine a line: its name or address as the others reach it, then slots=N for its ranks where they differ"
@@ -53,20 +52,15 @@ class Hosts:
 
     def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int, site: str) -> Facts:
         """What these machines are to the plan; it must be the same on each of them."""
-        return Facts(
-            scheduler="hosts",
-            nodelist=",".join(self.names),
-            nodes=len(self.names),
-            gpus_per_node=gpus_per_node or self.slots or 0,
-            port=recipe.port or port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
-            engine=engine,
-            image=image,
-            site=site,
-            home=os.environ.get("HOME", ""),
-            variables=sites.variables(site),
-            uid=os.getuid(),
-            gid=os.getgid(),
-        )
+        gpus, count = gpus_per_node or self.slots or 0, len(self.names)
+        here = local.facts(recipe, engine=engine, image=image, nodes=count, gpus_per_node=gpus, site=site)
+        among = {
+            "scheduler": "hosts",
+            "nodelist": ",".join(self.names),
+            "address": None,
+            "port": port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
+        }
+        return here.model_copy(update=among)
 
     def commands(self, argv: Sequence[str], command: Sequence[str]) -> str:
         """What to type on each machine."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-from dray import process, sites
+from dray import checkout, process, sites
+from dray.engines.docker import LABEL, network
 from dray.environ import scratch
 from dray.facts import Engine, Facts
+from dray.images import place
 from dray.plan import Plan
-from dray.runs.network import containers
 from dray.runs.paths import RunPaths
 from dray.spec.recipe import Recipe
 
@@ -30,16 +33,29 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         nodes=count,
         address="127.0.0.1" if on_loopback else None,
         gpus_per_node=gpus_per_node,
-        cpus_per_node=max(1, (os.cpu_count() or 1) // count),
         port=_free_port() if on_loopback else None,  # in a network of its own every port is free
         engine=engine,
         image=image,
         site=site,
         home=os.environ.get("HOME", ""),
+        hf_home=_hf_home(),
         variables=sites.variables(site),
         uid=os.getuid(),
         gid=os.getgid(),
     )
+
+
+def image_of(engine: Engine, recipe: Recipe) -> str:
+    """What this engine starts here for the recipe: an image, or for bare a Python that has the training stack."""
+    if engine in ("apptainer", "singularity"):
+        return str(place.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
+    return place.bare_python() if engine == "bare" else place.in_engine(engine, recipe.image)
+
+
+def _hf_home() -> str | None:
+    """As slurm/probe.sh has it."""
+    named = Path(os.environ.get("HF_HOME", ""))
+    return str(named) if named.is_absolute() and named.is_dir() else None
 
 
 def _free_port() -> int:
@@ -55,7 +71,7 @@ def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | N
         stack.enter_context(process.stoppable())
         stack.callback(shutil.rmtree, scratch(plan.run), ignore_errors=True)
         if plan.engine in ("docker", "podman"):
-            stack.enter_context(containers(plan))
+            stack.enter_context(_containers(plan))
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]
         return _wait(nodes, watch)
 
@@ -71,6 +87,23 @@ def _wait(nodes: list[process.Running], watch: Callable[[], None]) -> int:
         if None not in codes or (deadline and time.monotonic() > deadline):
             return failed or 0
         nodes[codes.index(None)].wait(0.2)
+
+
+@contextmanager
+def _containers(plan: Plan) -> Iterator[None]:
+    """A private network if all nodes are here; no container of the run stays. Docker and Podman take the same words."""
+    tool, label = plan.engine, f"{LABEL}={plan.run}"
+    private = plan.world.one_machine
+    if private:
+        process.run([tool, "network", "create", f"--label={label}", network(plan)])
+    try:
+        yield
+    finally:  # what goes wrong here must not hide how the run ended
+        left = process.run([tool, "ps", "--all", "--quiet", f"--filter=label={label}"], check=False).out.split()
+        if left:
+            process.run([tool, "rm", "--force", *left], check=False)  # one may end by itself at this very moment
+        if private and process.run([tool, "network", "rm", network(plan)], check=False).code:
+            print(f"dray: a network stays: {tool} network rm {network(plan)}", file=sys.stderr)
 
 
 @contextmanager

@@ -26,11 +26,6 @@ class RunPaths:
         self.checkpoints = folder / "checkpoints"
         self.result = folder / "result.json"
 
-    @property
-    def id(self) -> str:
-        """The run's id is its folder's name."""
-        return self.folder.name
-
     def node_log(self, node: int) -> Path:
         """What the launcher on this node said."""
         return self.logs / f"node-{node}.log"
