@@ -47,7 +47,6 @@ class Shape:
 class Estimate:
     """Bytes on each GPU, and on each node's host; for a run without GPUs all is the host's."""
 
-    parameters: int
     gpu: dict[str, float]
     host: dict[str, float]
 
@@ -66,6 +65,7 @@ class Estimate:
 
 def shape(said: Mapping[str, Any]) -> Shape | None:
     """From what config.json says; None where the model is of a kind that is not understood."""
+    said = {**said, **said.get("text_config", {})}  # of a model that also sees or hears
     kind = said.get("model_type", "")
     known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in said.items() if value is not None}}
 
@@ -120,7 +120,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     ]
     host = {part: size * ranks_per_node for part, size in parts.items() if part in away or recipe.image == "cpu"}
     gpu = {part: size for part, size in parts.items() if part not in host}
-    return Estimate(model.parameters, gpu, host)
+    return Estimate(gpu, host)
 
 
 def _activations(recipe: Recipe, model: Shape, ranks: int, half: int) -> float:

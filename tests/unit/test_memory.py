@@ -99,6 +99,12 @@ def test_who_parts_what_holds_less_of_it() -> None:
     ]  # fmt: skip
 
 
+def test_a_model_that_also_sees_has_its_words_in_a_part_of_its_configuration() -> None:
+    words = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words |= {"vocab_size": 100}
+    assert memory.shape({"model_type": "seer", "text_config": words, "vision_config": {}}) == memory.shape(words)
+
+
 def test_of_several_experts_each_has_its_own_size() -> None:
     qwen = {
         "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,

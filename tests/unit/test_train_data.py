@@ -23,6 +23,8 @@ from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
+NOISE = b"".join(hashlib.sha256(bytes([number])).hexdigest().encode() + b"\n" for number in range(200))
+HURT = gzip.compress(NOISE)[:2000] + b"\xff" * 200 + gzip.compress(NOISE)[2200:]
 TEXTS = [f"document {number} é 漢" + " and more" * (number % 7) for number in range(300)]
 
 
@@ -184,6 +186,10 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
         ("bad.parquet", b"PAR1 not at all PAR1", "the text cannot be read"),
         ("bad.arrow", b"ARROW1", "the text cannot be read"),
         ("bad.txt.gz", b"not gzip", "the text cannot be read"),
+        ("cut.txt.gz", gzip.compress(NOISE)[:-20], "the text cannot be read"),
+        ("cut.json.gz", gzip.compress(b'[{"text": "' + NOISE)[:-20], "the text cannot be read"),
+        ("cut.csv.gz", gzip.compress(b"text\n" + NOISE)[:-20], "the text cannot be read"),
+        ("hurt.txt.gz", HURT, "the text cannot be read"),
     ],
 )
 def test_texts_that_are_not(tmp_path: Path, capsys, name: str, content: bytes | None, said: str) -> None:

@@ -6,13 +6,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from transformers import AutoConfig  # noqa: E402
+
 import hubs  # noqa: E402
-from dray.train import model, parallel, schedule, words  # noqa: E402
+from dray.train import metrics, model, parallel, schedule, words  # noqa: E402
 from dray.train.scaler import Scaler  # noqa: E402
 from dray.train.words import tokenizer  # noqa: E402
 from trainings import config  # noqa: E402
@@ -49,6 +52,40 @@ def saved(folder: Path) -> Path:
 )
 def test_models_that_are_not(tmp_path: Path, capsys, said: str, message: str) -> None:
     assert refused(capsys, config(tmp_path, said)).splitlines()[0] == message
+
+
+def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp_path: Path, capsys) -> None:
+    words_ = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+              "head_dim": 8, "intermediate_size": 16, "vocab_size": 300, "max_position_embeddings": 32}  # fmt: skip
+    sees = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+            "image_size": 28, "patch_size": 14}  # fmt: skip
+    chosen = config(tmp_path)
+    folder = tmp_path / "gemma"
+    AutoConfig.for_model("gemma3", text_config=words_, vision_config=sees).save_pretrained(folder)
+    words.tokenizer(chosen).save_pretrained(folder)
+    named = replace(chosen, model=replace(chosen.model, name=str(folder), weights=False, type="", config={}))
+    network = model.build(named, words.tokenizer(named), filled=True)
+    assert metrics._flops_a_token(network, named) > 0
+    long = replace(named, data=replace(named.data, block=64))
+    assert refused(capsys, long).startswith("a block is longer than the model's positions\n")
+
+
+def test_time_of_an_evaluation_is_no_step_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where a line comes between two evaluations."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics, "_flops_a_token", lambda *_: 1.0)
+    speed = metrics.Speed(config(tmp_path), SimpleNamespace(device=torch.device("cpu"), network=None))
+    speed.begin(0)
+    for step in range(1, 11):
+        now[0] += 2.0
+        if step == 5:
+            with speed.spent("evaluation"):
+                now[0] += 100.0
+        with speed.spent("data_s"):
+            now[0] += 1.0
+    found = speed.measured(10)
+    assert (found["step_s"], found["data_s"], found["checkpoint_s"]) == (3.0, 10.0, 0.0)
 
 
 def test_documents_cannot_be_apart_in_a_model_without_positions(tmp_path: Path, capsys) -> None:

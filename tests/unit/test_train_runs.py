@@ -298,6 +298,11 @@ def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(r
     assert [path.name for path in (other.folder / "checkpoints").iterdir() if path.name[-1].isdigit()] == ["step-1"]
 
 
+def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN) -> None:
+    other = run(2, "train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.log_every=7", "train.eval_every=3")
+    assert "  found:  NaN or Inf at step 2, on rank 0, 1; there is no checkpoint yet\n" in other.end(code=1).said()
+
+
 def test_fp16_leaves_out_steps_that_overflow(run: BEGUN) -> None:
     other = run(2, "train.precision=fp16", f"train.loss_scale={2.0**24}", "train.steps=30").end()
     skipped = [event["skipped_steps"] for event in other.events("step")]

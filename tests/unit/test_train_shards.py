@@ -133,8 +133,9 @@ def test_a_file_that_lost_its_end_is_not_trusted(tmp_path: Path, capsys) -> None
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_on_a_disk_without_locks_the_first_ones_stay(tmp_path: Path, monkeypatch, error: int) -> None:
-    """As on some shared disks: another node, which no lock shows, is at work and ready first."""
+@pytest.mark.parametrize("host", ["other", shards._HOST])
+def test_on_a_disk_without_locks_the_first_ones_stay(tmp_path: Path, monkeypatch, error: int, host: str) -> None:
+    """As on some shared disks: another process, which no lock shows, is at work and ready first."""
 
     def none(*_: object) -> None:
         raise OSError(error, os.strerror(error))
@@ -142,7 +143,7 @@ def test_on_a_disk_without_locks_the_first_ones_stay(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shards.fcntl, "flock", none)
 
     def meanwhile(batch: list[str]) -> list[int]:
-        monkeypatch.setattr(shards, "_HOST", "other")
+        monkeypatch.setattr(shards, "_HOST", host)
         monkeypatch.setattr(shards.os, "getpid", lambda: 7)
         made(tmp_path)
         return encode(batch)

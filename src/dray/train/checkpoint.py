@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,9 +54,8 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self.newest = 0  # the step of the newest that is whole
 
-    def save(self, step: int, place: Any) -> float:  # noqa: ANN401  any JSON value
-        """All ranks together. It is there after `settle`; training was held up for so many seconds."""
-        began = time.monotonic()
+    def save(self, step: int, place: Any) -> None:  # noqa: ANN401  any JSON value
+        """All ranks together. It is there after `settle`."""
         self.settle()
         part = self.folder / f"step-{step}.part-{self.about['run']}"
         if self.rank == 0:
@@ -69,7 +69,6 @@ class Checkpoints:
         own = {"feed": place, "scaler": scaler.state() if scaler else None}
         updates = step - (scaler.skipped if scaler else 0)
         self._pending = self._writer.submit(self._write, part, self.parallel.state(), step, updates, own)
-        return time.monotonic() - began
 
     def settle(self) -> None:
         """Wait until what was begun is there."""
@@ -171,16 +170,7 @@ class Checkpoints:
 
     def _troubles(self, path: Path, files: dict[str, Any]) -> list[str]:
         """What is not as the manifest says; each rank looks at its part of the files."""
-        mine = {}
-        for name in sorted(files)[self.rank :: self.world]:
-            try:
-                found = _described(path / name)
-            except OSError as error:
-                mine[name] = f"{name}: {error.strerror}"
-            else:
-                if found != files[name]:
-                    mine[name] = f"{name} is not what was written"
-        return list(self._gathered(mine).values())
+        return list(self._gathered(_wrong(path, files, slice(self.rank, None, self.world))).values())
 
     def _gathered(self, mine: dict[str, Any]) -> dict[str, Any]:
         parts: list[Any] = [None] * self.world
@@ -192,8 +182,9 @@ class Checkpoints:
         for old in _steps(self.folder)[: -self.keep]:
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
         for part in self.folder.glob("step-*.part-*"):
-            if part.name.endswith(f".part-{self.about['run']}") or time.time() - part.stat().st_mtime > _OLD:
-                shutil.rmtree(part, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another run, whose folder it is too, has just named it
+                if part.name.endswith(f".part-{self.about['run']}") or time.time() - part.stat().st_mtime > _OLD:
+                    shutil.rmtree(part, ignore_errors=True)
 
 
 def _steps(folder: Path) -> list[int]:
@@ -211,12 +202,18 @@ def _manifest(path: Path) -> dict[str, Any]:
 def troubles(path: Path) -> list[str]:
     """What is not as the manifest says, of all files."""
     said = _manifest(path)
-    if "files" not in said:
-        return [said["trouble"]]
-    lost = [name for name in said["files"] if not (path / name).is_file()]
-    return [f"{name}: there is no such file" for name in lost] or [
-        f"{name} is not what was written" for name, wanted in said["files"].items() if _described(path / name) != wanted
-    ]
+    return list(_wrong(path, said["files"]).values()) if "files" in said else [said["trouble"]]
+
+
+def _wrong(path: Path, files: dict[str, Any], some: slice = slice(None)) -> dict[str, str]:
+    found = {}
+    for name in sorted(files)[some]:
+        try:
+            if _described(path / name) != files[name]:
+                found[name] = f"{name} is not what was written"
+        except OSError as error:
+            found[name] = f"{name}: {error.strerror}"
+    return found
 
 
 def _sealed(path: Path) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Loop:
         self.speed.begin(first)
         ahead = self._reader.submit(self._read, first)
         for step in range(first, config.steps):
-            batches, place = self.speed.waiting(ahead.result)
+            with self.speed.spent("data_s"):
+                batches, place = ahead.result()
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
             with self._analog.step() if self._analog else nullcontext():
@@ -73,10 +74,12 @@ class Loop:
                 self._log(taken, norm, batches[-1])
             if due(taken, config.every):
                 self._check(taken)
-                self.speed.stalled(self.checkpoints.save(taken, place))
+                with self.speed.spent("checkpoint_s"):
+                    self.checkpoints.save(taken, place)
             if config.eval_every and taken % config.eval_every == 0 and taken < config.steps:
-                evaluate(taken)
-                self.speed.pause()
+                self._check(taken)
+                with self.speed.spent("evaluation"):
+                    evaluate(taken)
         self._reader.shutdown()
         self.checkpoints.settle()
 
@@ -135,7 +138,7 @@ class Loop:
     def _check(self, taken: int) -> float:
         """The loss of all ranks since the last line.
 
-        Stops if it or a gradient was not finite: before a line that would hide it, and before a checkpoint of it.
+        Stops if it or a gradient was not finite: before a line that would hide it, a checkpoint or an evaluation of it.
         """
         sums = self._sums.clone()
         dist.all_reduce(sums)

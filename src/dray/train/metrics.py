@@ -7,17 +7,16 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from dray.train.config import Config
 from dray.train.parallel import Parallel
 from dray.train.stop import stop
-
-_T = TypeVar("_T")
 
 # Dense 16-bit matrix products a second, by the name that torch gives the device (one GCD of an MI250X).
 _PEAKS = {
@@ -48,6 +47,9 @@ class Metrics:
         print(shown, flush=True)
         if self._file is None:
             return
+        for name, value in fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[name] = None  # for which JSON has no number
         line = {"event": event, "time": round(time.time(), 3), **fields}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
@@ -109,7 +111,7 @@ class Speed:
     def __init__(self, config: Config, parallel: Parallel) -> None:
         self.config, self.device = config, parallel.device
         self._flops, self._peak = _flops_a_token(parallel.network, config), _peak(parallel.device)
-        self._waited = self._stalled = 0.0
+        self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
         self._first = self._since = 0
         self._began = self._last = 0.0
 
@@ -118,50 +120,42 @@ class Speed:
         self._first = self._since = first
         self._began = self._last = time.monotonic()
 
-    def waiting(self, get: Callable[[], _T]) -> _T:
-        """The data that is waited for."""
-        began = time.perf_counter()
-        found = get()
-        self._waited += time.perf_counter() - began
-        return found
+    @contextmanager
+    def spent(self, on: str) -> Iterator[None]:
+        """What is done in it is told apart: data_s and checkpoint_s; an evaluation is no training at all."""
+        began = time.monotonic()
+        yield
+        self._spent[on] += time.monotonic() - began
 
     def measured(self, taken: int) -> dict[str, Any]:
         """Since the last time."""
         now, config = time.monotonic(), self.config
-        steps, seconds = taken - self._since, now - self._last
+        steps, seconds = taken - self._since, now - self._last - self._spent["evaluation"]
         each = (now - self._began) / (taken - self._first)
         tokens = steps * config.step_tokens / seconds
         found = {
             "tokens_per_s": round(tokens, 1),
             "samples_per_s": round(steps * config.global_size / seconds, 2),
             "step_s": round(seconds / steps, 5),
-            "data_s": round(self._waited, 4),
-            "checkpoint_s": round(self._stalled, 4),
+            "data_s": round(self._spent["data_s"], 4),
+            "checkpoint_s": round(self._spent["checkpoint_s"], 4),
             "memory_gb": round(_memory(self.device) / 1e9, 3),
             "seconds_left": round(each * (config.steps - taken), 1),
         }
         if self._peak:
             found["mfu"] = round(tokens / torch.distributed.get_world_size() * self._flops / self._peak, 4)
-        self._since, self._last, self._waited, self._stalled = taken, now, 0.0, 0.0
+        self._since, self._last, self._spent = taken, now, dict.fromkeys(self._spent, 0.0)
         return found
-
-    def stalled(self, seconds: float) -> None:
-        """A checkpoint was begun."""
-        self._stalled += seconds
-
-    def pause(self) -> None:
-        """What happened since the last line is not training."""
-        self._last = time.monotonic()
 
 
 def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
     """Six for each weight that is multiplied, four if it stays as it is, and attention's own."""
-    settings = network.config
+    settings = network.config.get_text_config()
 
     def size(weight: Any) -> int:  # noqa: ANN401  a weight, or DeepSpeed's part of one
         return int(getattr(weight, "ds_numel", weight.numel()))
 
-    tables = 0 if settings.tie_word_embeddings else size(network.get_input_embeddings().weight)
+    tables = 0 if network.config.tie_word_embeddings else size(network.get_input_embeddings().weight)
     weights = sum(map(size, network.parameters())) - tables
     still = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
     still = max(0, still - tables)

@@ -157,6 +157,7 @@ def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> P
 
 
 def _check_sizes(config: Config, made: PreTrainedConfig, tokens: PreTrainedTokenizerFast) -> None:
+    made = made.get_text_config()
     positions = getattr(made, "max_position_embeddings", None)
     if positions is not None and positions < config.data.block:
         stop(

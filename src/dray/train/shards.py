@@ -15,6 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -79,10 +80,10 @@ def made(
     folder = cache / name
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{name}.lock").open("a") as lock:
-        _hold(lock.fileno(), folder, say)
+        held = _hold(lock.fileno(), folder, say)
         if not folder.is_dir():
             # Of one that was killed here: where a disk is shared, another node may be at work, unseen by the lock.
-            for left in cache.glob(f"{name}.part-{_HOST}-*"):
+            for left in cache.glob(f"{name}.part-{_HOST}-*") if held else ():
                 shutil.rmtree(left, ignore_errors=True)
             part = cache / f"{name}.part-{_HOST}-{os.getpid()}"
             try:
@@ -108,7 +109,8 @@ def made(
     return _open(folder)
 
 
-def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> None:
+def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> bool:
+    """False on a disk without locks, where each makes its own, and the first one's stays."""
     told = 0.0
     while True:
         try:
@@ -116,16 +118,17 @@ def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> None:
         except BlockingIOError:
             now = time.monotonic()
             if now - told > 10:
-                sizes = [path.stat().st_size for path in folder.parent.glob(f"{folder.name}.part-*/ids")]
-                say(f"waiting for another process that makes the tokens ({sum(sizes) / 1e6:.0f} MB so far)")
+                with suppress(FileNotFoundError):  # it is ready at this very moment
+                    sizes = [path.stat().st_size for path in folder.parent.glob(f"{folder.name}.part-*/ids")]
+                    say(f"waiting for another process that makes the tokens ({sum(sizes) / 1e6:.0f} MB so far)")
                 told = now
             time.sleep(_WAIT)
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 raise
-            return  # a disk without locks: each makes its own, and the first one's stays
+            return False
         else:
-            return
+            return True
 
 
 def _make(

@@ -11,7 +11,9 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
@@ -76,10 +78,8 @@ def identity(names: tuple[str, ...]) -> tuple[object, ...]:
 def _seen(name: str) -> tuple[int, ...]:
     if name == _BUILTIN:
         return ()
-    try:
+    with _readable(name):
         seen = os.stat(name)  # noqa: PTH116  a string, as all here
-    except OSError as error:
-        unreadable(name, error)
     return (seen.st_size, seen.st_mtime_ns)
 
 
@@ -92,7 +92,8 @@ def pieces(names: tuple[str, ...]) -> list[Piece]:
             size = _seen(name)[0]
             found += [Piece(name, begin, min(begin + _PIECE, size)) for begin in range(0, size, _PIECE)]
         elif kind == ".parquet":
-            found += [Piece(name, group, group + 1) for group in range(_parquet(name).num_row_groups)]
+            with _readable(name):
+                found += [Piece(name, group, group + 1) for group in range(pq.ParquetFile(name).num_row_groups)]
         else:
             found.append(Piece(name))
     return found
@@ -106,9 +107,10 @@ def documents(piece: Piece, reading: Reading) -> Iterator[str]:
         rows = (chat.exchange(question, answer) if question and answer else "" for question, answer in pairs)
     elif reading.chats:
         rows = (chat.conversation(row, piece.path, reading.column) for row in _rows(piece, reading.column))
-    for found in rows:
-        if found and len(found) >= reading.least and not found.isspace():
-            yield found
+    with _readable(piece.path):
+        for found in rows:
+            if found and len(found) >= reading.least and not found.isspace():
+                yield found
 
 
 def _texts(piece: Piece, column: str) -> Iterator[str]:
@@ -121,16 +123,17 @@ def _texts(piece: Piece, column: str) -> Iterator[str]:
 def _rows(piece: Piece, column: str) -> Iterator[Any]:
     kind = _kind(piece.path)
     if piece.path == _BUILTIN:
-        return corpus.documents()
-    if kind in _ARROW:
-        return _arrow_rows(piece, column)
-    if kind in (".csv", ".tsv"):
-        return _csv_rows(piece, column, "\t" if kind == ".tsv" else ",")
-    if kind == ".json" and _begins_with_list(piece.path):
-        return _list_rows(piece, column)
-    if kind in (".json", ".jsonl", ".ndjson"):
-        return _json_rows(piece, column)
-    return (line.decode().rstrip("\r\n") for _, line in _lines(piece))
+        yield from corpus.documents()
+    elif kind in _ARROW:
+        yield from _arrow_rows(piece, column)
+    elif kind in (".csv", ".tsv"):
+        yield from _csv_rows(piece, column, "\t" if kind == ".tsv" else ",")
+    elif kind == ".json" and _begins_with_list(piece.path):
+        yield from _list_rows(piece, column)
+    elif kind in (".json", ".jsonl", ".ndjson"):
+        yield from _json_rows(piece, column)
+    else:
+        yield from (line.decode().rstrip("\r\n") for _, line in _lines(piece))
 
 
 def _kind(name: str) -> str:
@@ -138,10 +141,7 @@ def _kind(name: str) -> str:
 
 
 def _opened(path: str) -> BinaryIO:
-    try:
-        return cast(BinaryIO, gzip.open(path)) if path.endswith(".gz") else Path(path).open("rb")
-    except OSError as error:
-        unreadable(path, error)
+    return cast(BinaryIO, gzip.open(path)) if path.endswith(".gz") else Path(path).open("rb")
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
@@ -151,23 +151,20 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
         if place:  # the line that is under way here began in the piece before
             file.seek(place - 1)
             place += len(file.readline(_LONGEST)) - 1
-        try:
-            while not piece.end or place < piece.end:
-                line = file.readline(_LONGEST)
-                if not line:
-                    return
-                if len(line) == _LONGEST:
-                    stop(
-                        "a line is too long to be a document",
-                        wanted=f"lines of less than {_LONGEST >> 20} MiB",
-                        found=f"a longer one at byte {place} of {piece.path}",
-                        fix="put line ends between documents, or write parquet",
-                    )
-                _check_utf8(line, place, piece.path)
-                yield place, line
-                place += len(line)
-        except (OSError, EOFError) as error:
-            unreadable(piece.path, error)
+        while not piece.end or place < piece.end:
+            line = file.readline(_LONGEST)
+            if not line:
+                return
+            if len(line) == _LONGEST:
+                stop(
+                    "a line is too long to be a document",
+                    wanted=f"lines of less than {_LONGEST >> 20} MiB",
+                    found=f"a longer one at byte {place} of {piece.path}",
+                    fix="put line ends between documents, or write parquet",
+                )
+            _check_utf8(line, place, piece.path)
+            yield place, line
+            place += len(line)
 
 
 def _check_utf8(line: bytes, place: int, path: str) -> None:
@@ -238,21 +235,17 @@ def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
 
 def _arrow_rows(piece: Piece, column: str) -> Iterator[Any]:
     if _kind(piece.path) == ".parquet":
-        file = _parquet(piece.path)
+        file = pq.ParquetFile(piece.path)
         if column not in file.schema_arrow.names:
             _no_column(piece.path, column, file.schema_arrow.names)
         batches = file.iter_batches(row_groups=range(piece.begin, piece.end), columns=[column])
     else:
-        table = _of_arrow(piece.path, lambda: _mapped(piece.path))
+        table = _mapped(piece.path)
         if column not in table.schema.names:
             _no_column(piece.path, column, table.schema.names)
-        batches = iter(table.to_batches())
-    while (batch := _of_arrow(piece.path, lambda: next(batches, None))) is not None:
+        batches = table.to_batches()
+    for batch in batches:
         yield from batch.column(column).to_pylist()
-
-
-def _parquet(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
-    return _of_arrow(path, lambda: pq.ParquetFile(path))
 
 
 def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
@@ -263,10 +256,12 @@ def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
         return pa.ipc.open_stream(pa.memory_map(path)).read_all()
 
 
-def _of_arrow(path: str, read: Callable[[], Any]) -> Any:  # noqa: ANN401  pyarrow has no types
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """What every reader of files may find: none, no leave, or one that is cut or damaged."""
     try:
-        return read()
-    except (pa.ArrowException, OSError) as error:
+        yield
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         unreadable(path, error)
 
 
@@ -294,6 +289,6 @@ def unreadable(path: str, error: Exception) -> NoReturn:
     stop(
         "the text cannot be read",
         wanted=f"a whole {_kind(path).removeprefix('.') or 'text'} file at {path}",
-        found=(error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]),
+        found=(error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]),
         fix="check [data] in the recipe" if gone else "fetch or write that file again",
     )
