@@ -24,7 +24,7 @@ lib::engine() { # the site's, or what is on this node
   local engine file="$site"
   [[ "$file" == *.toml ]] || file="$DRAY_HOME/slurm/sites/$site.toml"
   [[ ! -f "$own_sites/$site.toml" ]] || file="$own_sites/$site.toml"
-  engine="$(sed -n -E 's/^engine *= *"(.+)".*/\1/p' "$file" 2>/dev/null || true)"
+  engine="$(lib::said engine "$file" 2>/dev/null || true)"
   [[ -z "$engine" ]] || { echo "$engine"; return; }
   for engine in apptainer singularity; do
     command -v "$engine" >/dev/null && { echo "$engine"; return; }

@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,18 +36,8 @@ class Item:
 
 def look(site: Site | None, why: str) -> list[Item]:
     """Everything; with a site, also what it says of its nodes."""
-    parts: Sequence[Callable[[], Iterator[Item]]] = (
-        _machine,
-        _engines,
-        _slurm,
-        _gpus,
-        _fabric,
-        _room,
-        _caches,
-        _images,
-        lambda: _site(site, why),
-    )
-    return [item for part in parts for item in part()]
+    of_machine = [*_machine(), *_engines(), *_slurm(), *_gpus(), *_fabric(), *_room(), *_caches(), *_images()]
+    return [*of_machine, *_site(site, why)]
 
 
 def _machine() -> Iterator[Item]:

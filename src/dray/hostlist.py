@@ -1,10 +1,8 @@
-"""Slurm's compressed host lists, such as `n[1-3,07-10]-ib[0-1],login1`, to names and back."""
+"""Slurm's compressed host lists, such as `n[1-3,07-10]-ib[0-1],login1`, to names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import groupby
 from math import prod
 
 from dray.errors import ConfigError
@@ -34,33 +32,6 @@ def expand(text: str) -> list[str]:
             break
         position = gap.end()
     raise _unexpected(text, position, end)
-
-
-def compress(names: Sequence[str]) -> str:
-    """The short form of these names; `expand` gives the same names in the same order."""
-    words: list[str] = []
-    for (prefix, numbered), pairs in groupby(map(_split, names), key=lambda pair: (pair[0], pair[1] != "")):
-        numbers = [number for _, number in pairs]
-        words += [prefix + _fold(numbers)] if numbered else [prefix] * len(numbers)
-    return ",".join(words)
-
-
-def _split(name: str) -> tuple[str, str]:
-    prefix = name.rstrip("0123456789")
-    number = name[len(prefix) :]
-    return (prefix, number) if len(number) <= _DIGITS else (name, "")
-
-
-def _fold(numbers: list[str]) -> str:
-    ranges: list[tuple[str, str]] = []
-    for number in numbers:
-        low, high = ranges[-1] if ranges else ("", "")
-        if high and number == f"{int(high) + 1:0{len(low)}}":
-            ranges[-1] = (low, number)
-        else:
-            ranges.append((number, number))
-    words = [low if low == high else f"{low}-{high}" for low, high in ranges]
-    return numbers[0] if len(numbers) == 1 else f"[{','.join(words)}]"
 
 
 def _hosts(text: str, name: re.Match[str], room: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -35,7 +35,6 @@ class Finding:
 class Rules:
     """environment.toml, ready to be asked."""
 
-    prefixes: tuple[str, ...]
     names: frozenset[str]
     near: Mapping[str, str]
     """Every known name with one letter less, so that a slip of one letter is found without comparing with all."""
@@ -51,7 +50,7 @@ def rules() -> Rules:
     by_name: dict[str, list[dict[str, Any]]] = {}
     for rule in said["rules"]:
         by_name.setdefault(rule["name"], []).append(rule)
-    return Rules(tuple(said["prefixes"]), frozenset(names) | by_name.keys(), near, by_name)
+    return Rules(frozenset(names) | by_name.keys(), near, by_name)
 
 
 def _shorter(name: str) -> list[str]:
@@ -60,26 +59,23 @@ def _shorter(name: str) -> list[str]:
 
 def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> list[Finding]:
     """The environment that this plan's ranks get, and what of the shell's stays outside or is beaten."""
-    known, accelerator = rules(), ACCELERATORS[plan.variant]
+    known = rules()
     inside = {name: (value, "image") for name, value in image.items()}
     inside |= {variable.name: (variable.value, variable.source) for variable in plan.env}
     inside |= {name: (shell[name], f"{_SHELL}, by pass_env") for name in plan.pass_env if name in shell}
     found: list[Finding] = []
-    nodes = "several" if len(plan.world.nodes) > 1 else "one"
     for name, (value, set_by) in inside.items():
-        found += _of_rules(name, value, set_by, _Around(accelerator, nodes, frozenset(inside), plan.sbatch))
+        found += _of_rules(plan, inside.keys(), name, value, set_by)
         found += _misspelt(name, value, set_by, "error")
     for variable in plan.env:
         found += _shadowed(variable, shell)
     passes = plan.engine in ("bare", "pyxis")
     for name, value in shell.items():
-        if name in inside or not (name.startswith(known.prefixes) or name in known.names or _slip(name)):
+        if name in inside:
             continue
         found += _misspelt(name, value, _SHELL, "warning")
         if passes:
-            found += _of_rules(
-                name, value, _SHELL, _Around(accelerator, nodes, frozenset({*inside, *shell}), plan.sbatch)
-            )
+            found += _of_rules(plan, {*inside, *shell}, name, value, _SHELL)
         elif name in known.names:
             says = f"stays outside: {plan.engine} hands in only what the plan names"
             fix = f'env.{name}=... in the recipe, or pass_env=["{name}"]'
@@ -90,33 +86,25 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
     return sorted(shown, key=lambda one: (order.index(one.verdict), one.name))
 
 
-@dataclass(frozen=True)
-class _Around:
-    """What a rule may ask of: whose GPUs, one node or several, what else is set, and sbatch's options."""
-
-    accelerator: str
-    nodes: str
-    names: frozenset[str]
-    options: tuple[str, ...]
-
-
 def aloud(plan: Plan, shell: Mapping[str, str]) -> str:
     """What a user must hear before the run, a line each; notes are for those who ask."""
     urgent = [one for one in check(plan, shell, {}) if one.verdict != "note"]
     return "".join(f"dray: {one.verdict}: {one.name}={one.value} ({one.set_by}): {one.says}\n" for one in urgent)
 
 
-def _of_rules(name: str, value: str, set_by: str, around: _Around) -> Iterator[Finding]:
+def _of_rules(plan: Plan, names: Collection[str], name: str, value: str, set_by: str) -> Iterator[Finding]:
+    """What is known of it beside these other names, on this plan's GPUs and nodes, with its sbatch options."""
+    accelerator, nodes = ACCELERATORS[plan.variant], "several" if len(plan.world.nodes) > 1 else "one"
     for rule in rules().rules.get(name, ()):
         if not re.fullmatch(rule.get("value", ".*"), value, re.IGNORECASE | re.DOTALL):
             continue
-        if rule.get("accelerator", around.accelerator) != around.accelerator:
+        if rule.get("accelerator", accelerator) != accelerator:
             continue
-        if rule.get("nodes", around.nodes) != around.nodes:
+        if rule.get("nodes", nodes) != nodes:
             continue
-        if rule.get("unless_option") in around.options:
+        if rule.get("unless_option") in plan.sbatch:
             continue
-        if ("also" in rule and rule["also"] not in around.names) or rule.get("unless") in around.names:
+        if ("also" in rule and rule["also"] not in names) or rule.get("unless") in names:
             continue
         source = f"{rule['source']}, {rule['date']}"
         yield Finding(

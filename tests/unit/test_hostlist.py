@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dray.errors import EXIT_CONFIG, ConfigError
-from dray.hostlist import LIMIT, compress, expand
+from dray.hostlist import LIMIT, expand
 
 # What `scontrol show hostnames` of Slurm 24.11.5 prints.
 SCONTROL = {
@@ -78,36 +78,6 @@ def host_lists(draw: st.DrawFn) -> str:
 @given(host_lists())
 def test_expand_names_the_hosts_that_clustershell_names(text: str) -> None:
     assert set(expand(text)) == set(NodeSet(text))
-
-
-@settings(deadline=None)  # a shared machine stalls now and then
-@given(host_lists())
-def test_compress_and_expand_are_inverse(text: str) -> None:
-    names = expand(text)
-    assert expand(compress(names)) == names
-
-
-@settings(deadline=None)  # a shared machine stalls now and then
-@given(st.lists(st.from_regex(r"[an]{0,2}[0-9]{0,20}", fullmatch=True).filter(bool)))
-def test_compress_keeps_every_name_order_and_duplicate(names: list[str]) -> None:
-    assert (expand(compress(names)) if names else []) == names
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        ([], ""),
-        (["n1"], "n1"),
-        (["n1", "n2", "n3", "n5", "login"], "n[1-3,5],login"),
-        (["n08", "n09", "n10", "n11"], "n[08-11]"),
-        (["n8", "n9", "n10", "n011"], "n[8-10,011]"),
-        (["n2", "n1", "n1"], "n[2,1,1]"),
-        (["n", "n", "n1"], "n,n,n1"),
-        (["9" * 18, "1" + "0" * 18], f"{'9' * 18},1{'0' * 18}"),
-    ],
-)
-def test_compress_is_short(names: list[str], text: str) -> None:
-    assert compress(names) == text
 
 
 RANGES = "write ranges as [7] or [07-10,12]"

@@ -84,8 +84,8 @@ def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
     assert [row["bytes"] for row in report["sweep"]] == [16384, 262144]
     assert all(row["bus_gb_s"] > 0 for row in report["sweep"])
     assert report["ranks"] == [
-        {"node": "n1", "wire": "gloo over TCP", "loaded": []},
-        {"node": "n2", "wire": "gloo over TCP", "loaded": []},
+        {"node": "n1", "wire": "gloo over TCP"},
+        {"node": "n2", "wire": "gloo over TCP"},
     ]
 
 
@@ -325,17 +325,6 @@ def test_the_wire_is_read_from_the_librarys_own_words(log: str, name: str | None
     if wire:
         assert wire.fix.startswith(advice)
         assert bool(wire.fix) == bool(advice)
-
-
-def test_the_loaded_parts_of_the_fabric() -> None:
-    maps = [
-        "7f00-7f01 r-xp 00000000 00:1d 12345   /opt/cray/libfabric/1.22.0/lib64/libfabric.so.1",
-        "7f02-7f03 r-xp 00000000 00:1d 12346   /my libs/librccl-net.so",
-        "7f02-7f03 r--p 00000000 00:1d 12346   /my libs/librccl-net.so",
-        "7f04-7f05 rw-p 00000000 00:00 0",
-        "7f06-7f07 r-xp 00000000 00:1d 12347   /usr/lib/libc.so.6",
-    ]
-    assert transport.loaded(maps) == ["/my libs/librccl-net.so", "/opt/cray/libfabric/1.22.0/lib64/libfabric.so.1"]
 
 
 class TestTheSitesExpectation:

@@ -119,6 +119,15 @@ def test_the_order_in_which_nodes_come_does_not_matter(start: Start, tmp_path: P
     assert [ended(start(0, 2, "node1"))[0], ended(late)[0]] == [0, 0]
 
 
+def test_two_nodes_of_one_number_are_both_told(plan: dict[str, Any], start: Start) -> None:
+    """As when `--node 1` is typed on two machines: neither waits until its time is over."""
+    plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
+    nodes = [start(0, 3, "node1"), start(1, 3, "node2"), start(1, 3, "node2")]
+    for node in nodes:
+        code, said = ended(node)
+        assert (code, "two nodes believe that they are node 1" in said) == (78, True), said
+
+
 REFUSALS = {
     "no number": (
         (None, "2", "node1"),

@@ -281,6 +281,13 @@ class TestNew:
         again = dray(root, "site", "new", **env)
         assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: the site file cannot be written")
 
+    @pytest.mark.parametrize("name", ["LUMI", "my site", "../x"])
+    def test_a_name_that_no_site_can_have_leaves_no_file(self, root: Path, tmp_path: Path, name: str) -> None:
+        ended = dray(root, "site", "new", name, DRAY_SITES=str(tmp_path / "own"))
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert ended.stderr.startswith("dray: the site file")
+        assert not list(tmp_path.iterdir())
+
     def test_the_fabric_is_seen_in_sys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         for name in ("hsn0", "hsn1", "eth0"):

@@ -36,7 +36,7 @@ def read(path: Path) -> Library:
         raise NotElfError(f"{path} is not an ELF file of 64 bits, little-endian")
     try:
         return _Reader(data).library(path)
-    except (struct.error, IndexError, StopIteration, ValueError, OverflowError) as error:
+    except (struct.error, IndexError, StopIteration, RuntimeError, ValueError, OverflowError) as error:
         raise NotElfError(f"{path} is no whole shared library") from error
 
 

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import metadata
 
 from dray.checks import declared
 
-
-@dataclass(frozen=True)
-class Package:
-    """A distribution under all its names, and the module whose import shows that it works."""
-
-    module: str
-    names: tuple[str, ...]
-
-
-# In this order an import's time is what the package adds to those before it.
-STACK = (
-    Package("torch", ("torch",)),
-    Package("triton", ("triton", "pytorch-triton-rocm", "triton-rocm")),
-    Package("safetensors.torch", ("safetensors",)),
-    Package("tokenizers", ("tokenizers",)),
-    Package("transformers.trainer", ("transformers",)),  # `import transformers` alone imports next to nothing
-    Package("accelerate", ("accelerate",)),
-    Package("deepspeed", ("deepspeed",)),
-    Package("datasets", ("datasets",)),
-    Package("aihwkit_lightning", ("aihwkit-lightning",)),
-    Package("torch.utils.tensorboard", ("tensorboard",)),
-    Package("dray", ("dray",)),
-)
+# The module whose import shows that it works, and the distribution under all its names. In this order an
+# import's time is what the package adds to those before it.
+STACK = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
+    "safetensors.torch": ("safetensors",),
+    "tokenizers": ("tokenizers",),
+    "transformers.trainer": ("transformers",),  # `import transformers` alone imports next to nothing
+    "accelerate": ("accelerate",),
+    "deepspeed": ("deepspeed",),
+    "datasets": ("datasets",),
+    "peft": ("peft",),
+    "aihwkit_lightning": ("aihwkit-lightning",),
+    "torch.utils.tensorboard": ("tensorboard",),
+    "dray": ("dray",),
+}
 
 
 def absent(module: str) -> bool:
     """Whether this package of the stack is simply not here, and was never said to be."""
-    names = next((package.names for package in STACK if package.module == module), None)
+    names = STACK.get(module)
     return names is not None and not declared.read().lists(*names) and version(names) is None
 
 

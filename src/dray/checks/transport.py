@@ -1,4 +1,4 @@
-"""Which wire NCCL or RCCL really used, from its own words; the parts of it that a process has loaded."""
+"""Which wire NCCL or RCCL really used, from its own words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ _TROUBLE = (
         "the plugin is there and does not start: dray site show --image says what it lacks",
     ),
 )
-_PARTS = re.compile(r"/lib(nccl|rccl|nccl-net|rccl-net|fabric|cxi|ibverbs|mlx5|ucp|efa)[^/]*\.so[^/]*$")
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,3 @@ def used(lines: Iterable[str]) -> Wire | None:
                 break
     chosen = provider if network is None or (provider and _CARRIERS.match(network.name)) else network
     return chosen and Wire(chosen.name, chosen.line, trouble, fix)
-
-
-def loaded(maps: Iterable[str]) -> list[str]:
-    """The fabric's libraries among the files that /proc/self/maps names."""
-    return sorted({path for line in maps if (path := line.split(maxsplit=5)[-1].strip()) and _PARTS.search(path)})

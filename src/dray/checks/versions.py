@@ -17,8 +17,8 @@ def results() -> Iterator[Result]:
     """The image, its Python, then each package."""
     yield attempt("image", _image)
     yield Result(check="python", state="ok", found=f"{platform.python_version()}, {sys.executable}")
-    for package in stack.STACK:
-        yield attempt(package.names[0], partial(_imported, package))
+    for module, names in stack.STACK.items():
+        yield attempt(names[0], partial(_imported, module, names))
 
 
 def _image() -> str:
@@ -29,17 +29,17 @@ def _image() -> str:
     return f"{image.variant}, for {' '.join([image.accelerator or 'cpu', *image.architectures])}{driver}"
 
 
-def _imported(package: stack.Package) -> str:
+def _imported(name: str, distributions: tuple[str, ...]) -> str:
     try:
-        importlib.import_module(package.module)
+        importlib.import_module(name)
     except ModuleNotFoundError:
-        if stack.absent(package.module):
+        if stack.absent(name):
             raise Skip("not in this image" if declared.read().packages else "not installed") from None
         raise
-    module = sys.modules[package.module.partition(".")[0]]
+    module = sys.modules[name.partition(".")[0]]
     _is_the_images_own(str(module.__file__))
-    version = stack.version(package.names) or str(getattr(module, "__version__", "unknown"))
-    return version + _built_for(module) if package.module == "torch" else version
+    version = stack.version(distributions) or str(getattr(module, "__version__", "unknown"))
+    return version + _built_for(module) if name == "torch" else version
 
 
 def _is_the_images_own(file: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from dray import checkout, process, sitefile, sites
 from dray.errors import ConfigError, DrayError, UnfitError
 from dray.images import place
 from dray.runs import submit
+from dray.spec import model
 from dray.spec.image import ACCELERATORS
 from dray.spec.site import Site
 
@@ -94,6 +96,7 @@ def new(
     if show_only:
         print(written, end="")
         return
+    model.check(Site, tomllib.loads(written), what="the site file")  # before it is where all verbs read it
     try:
         path = sitefile.place(sites.own(), wanted, written)
     except OSError as error:
@@ -103,7 +106,6 @@ def new(
             found="it is there already" if isinstance(error, FileExistsError) else error.strerror,
             fix="give another name, or remove it; --print shows what would be in it",
         ) from error
-    sites.find(wanted)
     print(f"{path}\n{written}", end="")
 
 

@@ -65,6 +65,7 @@ def address(world: Mapping[str, Any]) -> str:
 def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) -> str:
     nodes, hosts, master = world["nodes"], {mine["host"]: mine["name"]}, address(world)
     guests: dict[int, socket.socket] = {}
+    waiting: list[socket.socket] = []  # also one that says another's number, which is told so
     refusal = None
     with _listen(world) as door:
         while refusal is None and len(guests) < len(nodes) - 1:
@@ -82,10 +83,11 @@ def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
             refusal = _odd(hello, {**mine, "time": time.time()}, guests, twin)
             hosts[hello["host"]] = hello["name"]
             guests[hello["node"]] = guest
+            waiting.append(guest)
     answer = {"go": True, "master": master}
     if refusal is not None:
         answer = {"go": False, "code": refusal.code, "why": str(refusal)}
-    for guest in guests.values():
+    for guest in waiting:
         with guest:
             guest.sendall(json.dumps(answer).encode() + b"\n")
     if refusal is not None:
