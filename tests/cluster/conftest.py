@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,41 @@ def submit(desk, root: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def full_run(sbatch) -> Ended:
-    """The smoke recipe as the README submits it, on both nodes."""
-    return sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml")
+def full_run(desk, root: Path) -> Ended:
+    """The smoke recipe on both nodes, by the README's own line."""
+    (line,) = re.findall(r"^\S+ cluster exec -- sbatch .*$", (root / "README.md").read_text(), re.MULTILINE)
+    ended = subprocess.run(["bash", "-c", line], cwd=root, capture_output=True, text=True, check=False)
+    log = desk.shared / "home" / "smoke.log"
+    output = log.read_text() if log.exists() else ended.stdout + ended.stderr
+    found = re.search(r"^run folder: /shared/(.*)$", output, re.MULTILINE)
+    return Ended(ended.returncode, output, desk.shared / found[1] if found else None)
+
+
+SHORT = (
+    "train.steps=6", "train.warmup_steps=2", "train.log_every=1", "train.schedule=constant",
+    "preflight.when=never", "model.config.n_layer=2", "data.validation_samples=8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def short() -> tuple[str, ...]:
+    """Six steps of a small model, each with its loss."""
+    return SHORT
+
+
+def losses(ended: Ended) -> list[float]:
+    """Of each step of four ranks, and of the first evaluation."""
+    assert ended.code == 0, ended.output
+    assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
+    return [step["loss"] for step in ended.metrics("step")] + [ended.metrics("eval")[0]["loss"]]
+
+
+@pytest.fixture(scope="session")
+def losses_of() -> Callable[[Ended], list[float]]:
+    return losses
+
+
+@pytest.fixture(scope="session")
+def plain(sbatch) -> list[float]:
+    """By torchrun and DDP; tests/unit/test_train_runs.py holds it against a loop of forty lines."""
+    return losses(sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT))

@@ -23,10 +23,17 @@ def up_again(desk):
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def healed(desk):
-    """The desk is well before and after, whatever happens between."""
+    """The desk is well before and after."""
     yield up_again(desk)
+    up_again(desk)
+
+
+@pytest.fixture
+def broken(desk, healed):
+    """Whatever a test does to it, it is well for the next."""
+    yield
     up_again(desk)
 
 
@@ -90,7 +97,7 @@ def test_a_batch_job_fails_with_its_own_code(desk, healed):
     assert (code, out.split()[:3], err) == (75, ["Submitted", "batch", "job"], "")
 
 
-def test_a_killed_slurmd_is_seen_and_healed(desk, healed):
+def test_a_killed_slurmd_is_seen_and_healed(desk, broken):
     node = desk.part("n2")
     node.exec_run(["pkill", "-KILL", "slurmd"], detach=True)
     node.wait(timeout=20)
@@ -103,7 +110,7 @@ def test_a_killed_slurmd_is_seen_and_healed(desk, healed):
     assert sorted(desk.exec(["srun", "--nodes=2", "hostname"]).out.split()) == ["n1", "n2"]
 
 
-def test_a_drained_node_is_seen_and_healed(desk, healed):
+def test_a_drained_node_is_seen_and_healed(desk, broken):
     drain = ["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=a test"]
     assert desk.exec(drain, user="root") == (0, "", "")
     assert desk.look().troubles == ("n2: Slurm calls it drained (a test)",)

@@ -17,11 +17,19 @@ SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tin
 @pytest.mark.parametrize(("name", "way"), [(name, ("sbatch", "submit")[at % 2]) for at, name in enumerate(SCALED)])
 def test_a_recipe_is_walked_to_its_end(sbatch, submit, name: str, way: str) -> None:
     """Each in one of the two ways that lead to the same plan."""
-    words = (f"recipes/{name}.toml", "scale=tiny", "nodes=2", "preflight.when=never")
-    ended = sbatch("slurm/multinode.sh", *words) if way == "sbatch" else submit(*words)[0]
+    words = (f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
+    if way == "sbatch":
+        ended = sbatch("slurm/multinode.sh", *words)
+    else:
+        ended, _ = submit(*words, "--nodes", "2", "--sbatch=--export=NONE")
     assert ended.code == 0, ended.output
-    assert ended.result()["status"] == "done"
-    plan = json.loads((ended.folder / "plan.json").read_text())
+    plan, result = (json.loads((ended.folder / name).read_text()) for name in ("plan.json", "result.json"))
+    assert (result["run"], result["status"], result["hosts"]) == (ended.folder.name, "done", ["n1", "n2"])
+    assert plan["run"] == ended.folder.name
+    assert (
+        f"run folder: {'/shared/runs' if way == 'sbatch' else ended.folder.parent}/{ended.folder.name}\n"
+        in ended.output
+    )
     (start,) = ended.metrics("start")
     assert (start["world_size"], plan["recipe"]["scale"]) == (4, "tiny")
     losses = [step["loss"] for step in ended.metrics("step")]

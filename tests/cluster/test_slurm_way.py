@@ -50,25 +50,13 @@ def test_rank_0_is_seen_in_the_jobs_own_output(full_run) -> None:
 
 
 def test_one_node_by_sbatchs_option_learns_the_same(sbatch, full_run) -> None:
-    alone = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", "train.steps=20")
+    alone = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     assert alone.code == 0, alone.output
     (start,) = alone.metrics("start")
     assert (start["world_size"], start["hosts"]) == (2, ["n1", "n1"])
     # Half the ranks, twice the accumulation, the same samples: the same first loss.
     first, first_of_two = (run.metrics("step")[0]["loss"] for run in (alone, full_run))
     assert first == pytest.approx(first_of_two, abs=1e-4)
-
-
-def test_the_single_node_script(sbatch) -> None:
-    ended = sbatch("slurm/singlenode.sh", "recipes/smoke-cpu.toml", *SHORT)
-    assert ended.code == 0, ended.output
-    assert ended.result()["hosts"] == ["n1"]
-
-
-def test_ranks_follow_the_gpus_that_sbatch_asks_for(sbatch) -> None:
-    ended = sbatch("--gpus-per-node=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
-    assert ended.code == 0, ended.output
-    assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]
 
 
 def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, desk, root: Path, sif: Path) -> None:
@@ -78,8 +66,10 @@ def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, de
         shutil.copytree(root / folder, checkout / folder)
     (checkout / "build").mkdir()
     os.link(sif, checkout / "build" / sif.name)
-    ended = sbatch("/shared/my work/slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT, workdir="/tmp")
+    script = "/shared/my work/slurm/multinode.sh"
+    ended = sbatch("--gpus-per-node=1", script, "recipes/smoke-cpu.toml", *SHORT, workdir="/tmp")
     assert ended.code == 0, ended.output
+    assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]  # as many ranks as GPUs were asked for
     assert '"image": "/shared/my work/build/dray-cpu.sif"' in (ended.folder / "plan.json").read_text()
     shutil.rmtree(checkout)
 
@@ -91,6 +81,7 @@ def test_runs_go_beside_the_submission_when_nothing_else_is_said(sbatch, desk, r
     )  # fmt: skip
     assert ended.code == 0, ended.output
     assert ended.folder.parent == desk.shared / "home" / "runs"
+    assert ended.result()["hosts"] == ["n1"]
 
 
 def test_the_saved_model_loads_and_writes(full_run) -> None:

@@ -1,4 +1,4 @@
-"""`dray submit` to the real Slurm: the run folder is there before the job is, and the job fills it."""
+"""`dray submit` of a command to the real Slurm; test_recipes.py submits recipes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ import json
 import pytest
 
 pytestmark = pytest.mark.cluster
-
-SHORT = ("train.steps=4", "train.warmup_steps=0", "preflight.when=never")
-
-
-def test_a_submitted_recipe_trains_in_its_folder(submit) -> None:
-    words = ["--nodes", "2", "--sbatch=--export=NONE", *SHORT]
-    ended, job = submit("recipes/smoke-cpu.toml", *words)
-    folder = ended.folder
-    result = json.loads((folder / "result.json").read_text())
-    assert (result["run"], result["status"], result["hosts"]) == (folder.name, "done", ["n1", "n2"])
-    assert f"run folder: {folder}\n" in (folder / f"job-{job}.log").read_text()
-    assert json.loads((folder / "plan.json").read_text())["run"] == folder.name
 
 
 def test_a_submitted_command_is_every_rank(submit) -> None:

@@ -9,24 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-SHORT = (
-    "train.steps=6", "train.warmup_steps=2", "train.log_every=1", "train.schedule=constant",
-    "preflight.when=never", "model.config.n_layer=2",
-    "data.validation_samples=8",
-)  # fmt: skip
-
-
-def losses(ended) -> list[float]:
-    assert ended.code == 0, ended.output
-    assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
-    return [step["loss"] for step in ended.metrics("step")] + [ended.metrics("eval")[0]["loss"]]
-
-
-@pytest.fixture(scope="module")
-def plain(sbatch) -> list[float]:
-    """DDP; tests/unit/test_train_runs.py holds it against a loop of forty lines."""
-    return losses(sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT))
-
 
 @pytest.mark.parametrize(
     ("launcher", "words"),
@@ -38,16 +20,16 @@ def plain(sbatch) -> list[float]:
         ("deepspeed", ("train.deepspeed=deepspeed/zero3-offload.json",)),
     ],
 )
-def test_every_strategy_is_the_same_training(sbatch, plain: list[float], launcher: str, words: tuple[str, ...]) -> None:
-    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *SHORT, *words)
-    assert losses(ended) == pytest.approx(plain, rel=2e-5)
+def test_every_strategy_is_the_same_training(sbatch, plain, losses_of, short, launcher: str, words) -> None:
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *short, *words)
+    assert losses_of(ended) == pytest.approx(plain, rel=2e-5)
 
 
-def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain: list[float], desk) -> None:
+def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain, short, desk) -> None:
     """From the newest checkpoint that is whole, in a run folder of its own, by other ranks of another strategy."""
     kept = desk.shared / "home" / "my checkpoints"
     shutil.rmtree(kept, ignore_errors=True)
-    words = (*SHORT, "checkpoint.every=[[0, 2]]", "checkpoint.folder=/shared/home/my checkpoints")
+    words = (*short, "checkpoint.every=[[0, 2]]", "checkpoint.folder=/shared/home/my checkpoints")
     first = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *words, "train.steps=5")
     assert first.code == 0, first.output
     assert sorted(path.name for path in kept.iterdir()) == ["step-2", "step-4"]

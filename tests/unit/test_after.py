@@ -105,7 +105,7 @@ def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> N
 def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
     forks = Forks()
     wide = (
-        "model.config.n_layer=8",
+        "model.config.n_layer=4",
         "model.config.n_embd=1024",
         "model.config.n_head=4",
         "model.config.n_positions=32",
@@ -114,7 +114,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
     run.end()
     forks.close()
     weights = (run.folder / "checkpoints" / "final" / "model.safetensors").stat().st_size
-    assert weights > 400e6
+    assert weights > 200e6
 
     def peak(gigabytes: str) -> int:
         code = "import resource,sys; from dray.train import export; sys.argv = sys.argv[2:]; from pathlib import Path\n"
@@ -124,7 +124,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
         argv = [sys.executable, "-c", code, "x", checkpoint, tmp_path / gigabytes, gigabytes, plan]
         return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1024
 
-    assert peak("0.05") < peak("4") - 0.6 * weights
+    assert peak("0.025") < peak("4") - 0.6 * weights
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_cannot_be_exported(runs, tmp_path: Path, run: str, words: tuple[st
 def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path) -> None:
     file = next((runs["ended"].folder / "checkpoints" / "step-10").glob("*.distcp"))
     kept = file.read_bytes()
-    for damage, said in ((kept[:-1] + b"x", "is not what was written"), (None, "there is no such file")):
+    for damage, said in ((kept[:-1] + b"x", "is not what was written"), (None, "No such file or directory")):
         file.unlink()
         if damage:
             file.write_bytes(damage)

@@ -38,6 +38,7 @@ NODE = """
 import json, os, sys
 from dray.runner import preflight
 from dray.runner.record import Refusal
+preflight._GRACE = preflight._OTHERS = 3.0
 plan = json.load(open(sys.argv[1]))
 try:
     preflight.check(plan, int(sys.argv[2]), "127.0.0.1", dict(os.environ))
