@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dray.errors import ConfigError
 from dray.spec.training import Batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shares:
-    """The batch as one rank sees it."""
-
-    per_device: int
-    accumulation: int
-
-
-def divide(batch: Batch, *, world_size: int) -> Shares:
-    """Spread the global size over the ranks, exactly."""
+def divide(batch: Batch, *, world_size: int) -> Batch:
+    """Spread the global size over the ranks, exactly: with what the recipe left open."""
     size, per_device, accumulation = batch.global_size, batch.per_device, batch.accumulation
     fixed = world_size * (per_device or 1) * (accumulation or 1)
     rest, left_over = divmod(size, fixed)
@@ -30,9 +20,8 @@ def divide(batch: Batch, *, world_size: int) -> Shares:
             found=_product(batch, world_size),
             fix=f"set batch.global_size to {_nearest(size, fixed, only=both_given)}, or change the others or the ranks",
         )
-    if per_device is None:
-        return Shares(per_device=rest, accumulation=accumulation or 1)
-    return Shares(per_device=per_device, accumulation=accumulation or rest)
+    accumulation = accumulation or (1 if per_device is None else rest)
+    return batch.model_copy(update={"per_device": per_device or rest, "accumulation": accumulation})
 
 
 def _product(batch: Batch, world_size: int) -> str:

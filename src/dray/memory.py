@@ -6,7 +6,8 @@ matrix of scores (34 bytes a token, layer and hidden unit in 16 bits), and the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -126,7 +127,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
 def _activations(recipe: Recipe, model: Shape, ranks: int, half: int) -> float:
     assert recipe.train is not None
     assert recipe.batch is not None
-    tokens = batch.divide(recipe.batch, world_size=ranks).per_device * recipe.data.block
+    tokens = (batch.divide(recipe.batch, world_size=ranks).per_device or 1) * recipe.data.block
     layer = 17 * half * tokens * model.hidden
     layers = layer * model.layers
     if recipe.train.recompute:
@@ -135,29 +136,13 @@ def _activations(recipe: Recipe, model: Shape, ranks: int, half: int) -> float:
     return float(layers + tokens * model.vocabulary * logits)
 
 
-Change = tuple[str, Callable[[Recipe], Recipe]]
-
-
-def _train(**values: Any) -> Callable[[Recipe], Recipe]:  # noqa: ANN401  whatever a key takes
-    def changed(recipe: Recipe) -> Recipe:
-        assert recipe.train is not None
-        return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
-
-    return changed
-
-
-def _one_sample(recipe: Recipe) -> Recipe:
-    assert recipe.batch is not None
-    return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"per_device": 1, "accumulation": None})})
-
-
-_CHANGES: tuple[Change, ...] = (
-    ("batch.per_device=1", _one_sample),
-    ("train.recompute=true", _train(recompute=True)),
-    ("train.strategy=zero2", _train(strategy="zero2", offload="")),
-    ("train.strategy=zero3", _train(strategy="zero3", offload="")),
-    ("train.strategy=zero3 train.offload=optimizer", _train(strategy="zero3", offload="optimizer")),
-    ("train.strategy=zero3 train.offload=all", _train(strategy="zero3", offload="all")),
+_CHANGES: tuple[dict[str, Any], ...] = (
+    {"batch.per_device": 1, "batch.accumulation": None},
+    {"train.recompute": True},
+    {"train.strategy": "zero2", "train.offload": ""},
+    {"train.strategy": "zero3", "train.offload": ""},
+    {"train.strategy": "zero3", "train.offload": "optimizer"},
+    {"train.strategy": "zero3", "train.offload": "all"},
 )
 
 
@@ -177,16 +162,18 @@ def refuse(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, gig
 
 def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, most: float) -> str:
     """The least change with which it fits: one of the list, or the first few together."""
-    together = accumulate(_CHANGES, lambda one, two: (_joined(one[0], two[0]), lambda r: two[1](one[1](r))))
-    for words, change in (*_CHANGES, *together):
-        found = estimate(change(recipe), model, ranks=ranks, ranks_per_node=ranks_per_node)
+    for change in (*_CHANGES, *accumulate(_CHANGES, operator.or_)):
+        changed = recipe
+        for key, value in change.items():
+            table, _, name = key.partition(".")
+            part = getattr(changed, table).model_copy(update={name: value})
+            changed = changed.model_copy(update={table: part})
+        found = estimate(changed, model, ranks=ranks, ranks_per_node=ranks_per_node)
         if found.on_gpu <= most:
-            file = "train.deepspeed= " if recipe.train and recipe.train.deepspeed and "strategy" in words else ""
-            return f"with {file}{words}: {next(found.lines())}"
+            file = recipe.train and recipe.train.deepspeed and "train.strategy" in change
+            words = [
+                *(["train.deepspeed="] if file else []),
+                *(f"{key}={str(value).lower()}" for key, value in change.items() if value),
+            ]
+            return f"with {' '.join(words)}: {next(found.lines())}"
     return ""
-
-
-def _joined(one: str, two: str) -> str:
-    """What the second says anew is left out of the first."""
-    keys = {word.partition("=")[0] for word in two.split()}
-    return " ".join([*(word for word in one.split() if word.partition("=")[0] not in keys), two])

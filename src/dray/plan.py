@@ -13,6 +13,7 @@ from dray.facts import Engine, Facts
 from dray.spec.image import ACCELERATORS
 from dray.spec.recipe import Preflight, Recipe
 from dray.spec.site import Fabric, Site
+from dray.spec.training import Batch
 
 _Identity = Literal["node", "nodes", "name", "cpus", "image"]
 # Which variable tells a node who it is and what it has, by who started it.
@@ -82,7 +83,7 @@ class Plan(_Model):
     preflight: Preflight | None
     user: str
     world: World
-    batch: dict[Literal["global_size", "per_device", "accumulation"], int] | None
+    batch: Batch | None
     launcher: tuple[str, ...]
     command: tuple[str, ...]
     where: str
@@ -137,20 +138,16 @@ def plan(
         else "each node shares out its own",
         "fabric": site.why.get("fabric", f"site {site.name}"),
     }
-    if recipe.batch and shares:
+    if shares:
         product = f"{shares.per_device} a device x {shares.accumulation} x {size} ranks"
-        reasons["batch"] = f"{recipe.batch.global_size} = {product}"
+        reasons["batch"] = f"{shares.global_size} = {product}"
     if recipe.train:
         reasons["training"] = _training(recipe)
     python = facts.image if facts.engine == "bare" else "python3"
-    job = launchers.Job(
-        python=python,
-        folder=str(folder),
-        hosts=tuple(hosts),
-        ranks_per_node=ranks_per_node,
-        port=port,
+    launcher = launchers.start(
+        recipe.launcher, python=python, folder=str(folder), hosts=hosts, each=ranks_per_node, port=port,
         restarts=recipe.restarts,
-    )
+    )  # fmt: skip
     world = World(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -182,17 +179,11 @@ def plan(
         preflight=_preflight(recipe, facts),
         user=f"{facts.uid}:{facts.gid}",
         world=world,
-        batch={
-            "global_size": recipe.batch.global_size,
-            "per_device": shares.per_device,
-            "accumulation": shares.accumulation,
-        }
-        if recipe.batch and shares
-        else None,
-        launcher=launchers.argv(recipe.launcher, job),
+        batch=shares,
+        launcher=launcher,
         command=_command(recipe, python=python, folder=folder),
         where=recipe.command.folder if recipe.command else str(folder),
-        files=launchers.files(recipe.launcher, job, recipe.accelerate),
+        files=launchers.files(recipe.launcher, hosts=hosts, each=ranks_per_node, accelerate=recipe.accelerate),
         env=env,
         pass_env=passed,
         left_outside=tuple(sorted(set(facts.environment) - {*passed, *(variable.name for variable in env)}))

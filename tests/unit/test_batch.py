@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dray.batch import Shares, divide
+from dray.batch import divide
 from dray.errors import ConfigError
 from dray.spec.training import Batch
 
@@ -21,7 +21,8 @@ from dray.spec.training import Batch
     ],
 )
 def test_it_comes_out(batch: dict[str, int], world: int, shares: tuple[int, int]) -> None:
-    assert divide(Batch(**batch), world_size=world) == Shares(per_device=shares[0], accumulation=shares[1])
+    found = divide(Batch(**batch), world_size=world)
+    assert (found.per_device, found.accumulation) == shares
 
 
 @pytest.mark.parametrize(

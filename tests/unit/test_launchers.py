@@ -6,16 +6,16 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dray import launchers
 from dray.errors import ConfigError
-from dray.launchers import Job
 from dray.runs.write import read_recipe
 
-JOB = Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), ranks_per_node=4, port=20017, restarts=0)
+JOB = {"python": "python3", "folder": "/my runs/r1", "hosts": ("n1", "n2"), "each": 4, "port": 20017, "restarts": 0}
 COMMANDS = {
     "torchrun": """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=static
         --node-rank {node_rank} --master-addr {master} --master-port=20017 --max-restarts=0 --no-python""",
@@ -30,11 +30,11 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_whole_command(name: str) -> None:
-    assert list(launchers.argv(name, JOB)) == shlex.split(COMMANDS[name])
+    assert list(launchers.start(name, **JOB)) == shlex.split(COMMANDS[name])
 
 
 def test_torchrun_that_starts_ranks_again() -> None:
-    words = launchers.argv("torchrun", Job(**{**JOB.__dict__, "restarts": 3}))
+    words = launchers.start("torchrun", **{**JOB, "restarts": 3})
     assert list(words) == shlex.split(
         """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d
         --rdzv-endpoint {endpoint} --rdzv-conf {is_host} --max-restarts=3 --no-python"""
@@ -42,10 +42,11 @@ def test_torchrun_that_starts_ranks_again() -> None:
 
 
 def test_the_files_that_launchers_read() -> None:
-    assert launchers.files("deepspeed", JOB, None) == {"hostfile": "n1 slots=4\nn2 slots=4\n"}
-    assert launchers.files("accelerate", JOB, None) == {"accelerate.yaml": launchers.ACCELERATE}
-    assert launchers.files("accelerate", JOB, "mine: 1\n") == {"accelerate.yaml": "mine: 1\n"}
-    assert launchers.files("torchrun", JOB, None) == launchers.files("python", JOB, None) == {}
+    files = partial(launchers.files, hosts=("n1", "n2"), each=4)
+    assert files("deepspeed", accelerate=None) == {"hostfile": "n1 slots=4\nn2 slots=4\n"}
+    assert files("accelerate", accelerate=None) == {"accelerate.yaml": launchers.ACCELERATE}
+    assert files("accelerate", accelerate="mine: 1\n") == {"accelerate.yaml": "mine: 1\n"}
+    assert files("torchrun", accelerate=None) == files("python", accelerate=None) == {}
 
 
 class TestCommands:

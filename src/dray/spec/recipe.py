@@ -147,8 +147,6 @@ class Recipe(Spec):
         both = [name for name in self.pass_env if name in self.env]
         if both:
             raise ValueError(f"{', '.join(both)}: in env and in pass_env; one of the two decides its value")
-        if self.train and (self.train.steps is None) == (self.train.epochs is None):
-            raise ValueError("train: expected one of steps and epochs")
         if self.data.streaming and (self.train is None or self.train.steps is None):
             raise ValueError("data.streaming: nobody knows how long a stream is; set train.steps, not train.epochs")
         if self.data.streaming and not self.data.validation:
