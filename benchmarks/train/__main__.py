@@ -208,7 +208,7 @@ folder = Path(sys.argv[1])
 words = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 shutil.rmtree(folder / "cold", ignore_errors=True)
 names = (str(folder / "text.txt"),)
-made = data.tokens_of(names, sources.Reading("text"), words, cache=folder / "cold", say=print)
+made = data.tokens_of(names, sources.Reading("text"), words, cache=folder / "cold")
 print(json.dumps({"tokens": len(made.ids)}))
 """
 

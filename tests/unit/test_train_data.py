@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], does, *said, code: int = 78) -> 
 
 def texts(folder: Path, *said: str) -> data.Texts:
     chosen = config(folder, *said)
-    return data.texts(chosen, words.tokenizer(chosen), print)
+    return data.texts(chosen, words.tokenizer(chosen))
 
 
 def written(folder: Path, kind: str) -> Path:

@@ -67,7 +67,7 @@ def reference(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
 
     config = read(str(run.folder / "plan.json"))
     tokens = words.tokenizer(config)
-    training = data.texts(config, tokens, print).training
+    training = data.texts(config, tokens).training
     network = model.build(config, tokens, filled=True)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, weight_decay=config.weight_decay)
     losses = []

@@ -23,40 +23,36 @@ def encode(batch: list[str]) -> list[int]:
 
 
 def made(cache: Path, texts=TEXTS, *, vocabulary: int = 257, encode=encode):
-    said: list[str] = []
-    tokens = shards.made(
-        cache, shards.fingerprint("x"), lambda: texts, encode, end=256, vocabulary=vocabulary, say=said.append
-    )
-    return tokens, said
+    return shards.made(cache, shards.fingerprint("x"), lambda: texts, encode, end=256, vocabulary=vocabulary)
 
 
 def test_documents_stand_in_a_row_with_an_end_after_each(tmp_path: Path) -> None:
-    tokens, _ = made(tmp_path / "my cache")
+    tokens = made(tmp_path / "my cache")
     assert tokens.starts.tolist() == [0, 4, 5, 8, 5009]
     assert tokens.ids[:8].tolist() == [97, 98, 99, 256, 256, 100, 101, 256]
     assert tokens.ids.dtype == np.uint16
-    assert made(tmp_path / "big", vocabulary=1 << 17)[0].ids.dtype == np.uint32
+    assert made(tmp_path / "big", vocabulary=1 << 17).ids.dtype == np.uint32
 
 
 def test_a_part_has_its_own_documents(tmp_path: Path) -> None:
-    tokens, _ = made(tmp_path)
+    tokens = made(tmp_path)
     part = tokens.part(2, 4)
     assert (part.ids[:3].tolist(), part.starts.tolist()) == ([100, 101, 256], [0, 3, 5004])
 
 
 def test_a_block_goes_on_from_the_first_token_after_the_last(tmp_path: Path) -> None:
-    tokens = made(tmp_path)[0].part(0, 3)
+    tokens = made(tmp_path).part(0, 3)
     assert tokens.block(6, 4).tolist() == [101, 256, 97, 98]
     assert tokens.block(0, 20).tolist() == [97, 98, 99, 256, 256, 100, 101, 256] * 2 + [97, 98, 99, 256]
 
 
 def test_they_are_made_once(tmp_path: Path) -> None:
-    first, _ = made(tmp_path)
+    first = made(tmp_path)
 
     def never(_: list[str]) -> list[int]:
         raise AssertionError("made again")
 
-    again, _ = made(tmp_path, encode=never)
+    again = made(tmp_path, encode=never)
     assert again.ids.tolist() == first.ids.tolist()
 
 
@@ -92,8 +88,7 @@ def encode(batch):
     print("making", flush=True)
     {then}
     return [token for text in batch for token in (*text.encode(), 256)]
-tokens = shards.made(Path(sys.argv[1]), shards.fingerprint("x"), lambda: ["abc"], encode, end=256, vocabulary=257,
-                     say=lambda text: print(text, flush=True))
+tokens = shards.made(Path(sys.argv[1]), shards.fingerprint("x"), lambda: ["abc"], encode, end=256, vocabulary=257)
 print(tokens.ids.tolist(), flush=True)
 """
 
@@ -148,6 +143,6 @@ def test_on_a_disk_without_locks_the_first_ones_stay(tmp_path: Path, monkeypatch
         made(tmp_path)
         return encode(batch)
 
-    tokens, _ = made(tmp_path, encode=meanwhile)
+    tokens = made(tmp_path, encode=meanwhile)
     assert tokens.ids[:4].tolist() == [97, 98, 99, 256]
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1

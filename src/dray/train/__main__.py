@@ -34,7 +34,7 @@ def main(path: str) -> NoReturn:
     config = read(path)
     device, patient = parallel.begin(config)
     tokenizer = words.tokenizer(config)
-    texts = data.texts(config, tokenizer, _say)
+    texts = data.texts(config, tokenizer)
     config = replace(config, steps=config.steps or max(1, round(config.epochs * texts.total / config.step_tokens)))
     network = model.build(config, tokenizer, filled=model.first())
     parameters = sum(weight.numel() for weight in network.parameters())
@@ -43,15 +43,7 @@ def main(path: str) -> NoReturn:
     metrics = Metrics(config, writes=dist.get_rank() == 0)
     shared = parallel.make(network, config, device)
     task = objective.task(config, tokenizer, words.ended(tokenizer))
-    checkpoints = Checkpoints(
-        Path(config.checkpoints),
-        shared,
-        about=config.about,
-        order={**config.order, "text": texts.training.text},
-        keep=config.keep,
-        group=patient,
-        say=_say,
-    )
+    checkpoints = Checkpoints(config, shared, text=texts.training.text, group=patient)
     texts.training.load(checkpoints.resume())
     first = checkpoints.newest
     _began(config, metrics, (parameters, trained), texts, first)
@@ -76,10 +68,6 @@ def main(path: str) -> NoReturn:
     metrics.close()
     dist.barrier(group=patient)
     _leave(0)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _began(config: Config, metrics: Metrics, weights: tuple[int, int], texts: data.Texts, first: int) -> None:

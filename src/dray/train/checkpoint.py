@@ -24,29 +24,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dray.train.config import Config
 from dray.train.parallel import Parallel, State
-from dray.train.stop import EXIT_FAILED, stop
+from dray.train.stop import EXIT_FAILED, say, stop
 
 _MANIFEST = "manifest.json"
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
 class Checkpoints:
-    """Those of one run: `folder` is on a disk that all ranks see."""
+    """Those of one run: their folder is on a disk that all ranks see. `text` tells what is learnt from others."""
 
-    def __init__(
-        self,
-        folder: Path,
-        parallel: Parallel,
-        *,
-        about: dict[str, Any],
-        order: dict[str, Any],
-        keep: int,
-        group: dist.ProcessGroup,
-        say: Callable[[str], None],
-    ) -> None:
-        self.folder, self.parallel = folder, parallel
-        self.about, self.order, self.keep, self.say = about, order, keep, say
+    def __init__(self, config: Config, parallel: Parallel, *, text: str, group: dist.ProcessGroup) -> None:
+        self.folder, self.parallel = Path(config.checkpoints), parallel
+        self.about, self.keep, data = config.about, config.keep, config.data
+        # What decides which samples a step has.
+        self.order: dict[str, Any] = {"global_size": config.global_size, "block": data.block, "seed": config.seed}
+        self.order |= {"streaming": data.streaming, "text": text}
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         # What is written beside training has its own group: on training's, the messages of both would mix.
         self._group = group
@@ -126,7 +120,7 @@ class Checkpoints:
             said = self._from_first(partial(_manifest, path))
             troubles = self._troubles(path, said["files"]) if "files" in said else [said["trouble"]]
             if troubles:
-                self.say(f"checkpoint {path} is left out: {'; '.join(troubles[:3])}")
+                say(f"checkpoint {path} is left out: {'; '.join(troubles[:3])}")
                 if self.rank == 0:  # its place will be wanted again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
@@ -136,7 +130,7 @@ class Checkpoints:
                 self.parallel.scaler.load(owns[0]["scaler"])
             self._load(path, said["updates"])
             self.newest = step
-            self.say(f"resumed at step {step} from {path}")
+            say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []
 

@@ -100,12 +100,6 @@ class Config:
     recipe: dict[str, Any]  # as it stands in the plan, for who wants to tell of it
 
     @property
-    def order(self) -> dict[str, Any]:
-        """What decides which samples a step has, beside the text."""
-        data = self.data
-        return {"global_size": self.global_size, "block": data.block, "seed": self.seed, "streaming": data.streaming}
-
-    @property
     def step_tokens(self) -> int:
         """Tokens in one optimizer step, over all ranks."""
         return self.global_size * self.data.block

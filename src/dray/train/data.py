@@ -28,7 +28,6 @@ _ENCODERS: dict[str, Callable[[PreTrainedTokenizerFast, int], Callable[[list[str
     "last word": chat.last_words,
 }
 Rows = NDArray[np.int64]
-Say = Callable[[str], None]
 
 
 class Feed(Protocol):
@@ -79,7 +78,7 @@ class Texts:
     test: Tokens | None
 
 
-def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
+def texts(config: Config, words: PreTrainedTokenizerFast) -> Texts:
     """All that the recipe's [data] names."""
     data = config.data
     if data.streaming:
@@ -95,38 +94,38 @@ def texts(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Texts:
         )
         total = 0
     else:
-        training = _read(config, words, say, data.text, "train")
+        training = _read(config, words, data.text, "train")
         if not data.validation:
             training = _parted(training, data.validation_percent)[0]
         training = _enough("training", data.text, training.short(data.samples * data.block), data.block)
         total = len(training.ids)
         feed = Mapped(training, Order(total, data.block, config.seed))
-    return Texts(feed, total, validation(config, words, say), test(config, words, say))
+    return Texts(feed, total, validation(config, words), test(config, words))
 
 
-def validation(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Tokens:
+def validation(config: Config, words: PreTrainedTokenizerFast) -> Tokens:
     """What is evaluated as training goes on."""
     data = config.data
     if data.validation:
-        found = _read(config, words, say, data.validation, "validation")
+        found = _read(config, words, data.validation, "validation")
     else:
-        found = _parted(_read(config, words, say, data.text, "train"), data.validation_percent)[1]
+        found = _parted(_read(config, words, data.text, "train"), data.validation_percent)[1]
     most = data.validation_samples * data.block
     return _enough("validation", data.validation or data.text, found.short(most), 2)
 
 
-def test(config: Config, words: PreTrainedTokenizerFast, say: Say) -> Tokens | None:
+def test(config: Config, words: PreTrainedTokenizerFast) -> Tokens | None:
     """What is evaluated once, if the recipe names it."""
     data = config.data
     if not data.test:
         return None
-    found = _read(config, words, say, data.test, "test")
+    found = _read(config, words, data.test, "test")
     return _enough("test", data.test, found.short(data.validation_samples * data.block), 2)
 
 
-def _read(config: Config, words: PreTrainedTokenizerFast, say: Say, text: str, split: str) -> Tokens:
+def _read(config: Config, words: PreTrainedTokenizerFast, text: str, split: str) -> Tokens:
     way, reading = _way(config)
-    return tokens_of(sources.files(text, split), reading, words, cache=_cache(config), say=say, way=way)
+    return tokens_of(sources.files(text, split), reading, words, cache=_cache(config), way=way)
 
 
 def _way(config: Config) -> tuple[str, Reading]:
@@ -135,14 +134,14 @@ def _way(config: Config) -> tuple[str, Reading]:
     return "answers" if chats else "all", reading
 
 
-def one_more(config: Config, words: PreTrainedTokenizerFast, say: Say, name: str) -> Tokens:
+def one_more(config: Config, words: PreTrainedTokenizerFast, name: str) -> Tokens:
     """One of the recipe's [evaluate]."""
     said = config.evaluate[name]
     way, reading = _way(config)
     if said.last_word or said.stride:  # of plain texts
         way, reading = "last word" if said.last_word else "all", Reading(config.data.column)
     reading = replace(reading, column=said.column or reading.column)
-    found = tokens_of(sources.files(said.text, "test"), reading, words, cache=_cache(config), say=say, way=way)
+    found = tokens_of(sources.files(said.text, "test"), reading, words, cache=_cache(config), way=way)
     if said.samples:
         found = found.part(0, min(said.samples, len(found.starts) - 1)) if said.last_word else found
         found = found if said.last_word else found.short(said.samples * config.data.block)
@@ -159,7 +158,6 @@ def tokens_of(
     words: PreTrainedTokenizerFast,
     *,
     cache: Path,
-    say: Say,
     way: str = "all",
 ) -> Tokens:
     """Those files as tokens on this node's disk, made now if nobody has; `way` says what is marked in them."""
@@ -191,7 +189,6 @@ def tokens_of(
         end=ended(words),
         vocabulary=len(words),
         marked=way != "all",
-        say=say,
     )
 
 

@@ -36,7 +36,7 @@ class Evaluator:
         self.found: dict[str, dict[str, float]] = {}  # the last figures by what they are of
         self._more: dict[str, tuple[Tokens, list[Window], Task, bool]] = {}
         for name, said in config.evaluate.items():
-            tokens = data.one_more(config, words, lambda text: print(text, flush=True), name)
+            tokens = data.one_more(config, words, name)
             windows = _documents(tokens, config) if said.last_word else _blocks(tokens, config, said.stride)
             marked = said.last_word or (task.marked and not said.stride)
             own = replace(task, marked=marked, apart=task.apart and not said.stride)

@@ -26,11 +26,8 @@ def main(folder: str, plan: str) -> None:
     task = objective.task(config, tokenizer, words.ended(tokenizer))
     evaluator = Evaluator(config, tokenizer, shared, task, Metrics(config, writes=False))
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    evaluator.all(config.steps, data.validation(config, tokenizer, say))
-    test = data.test(config, tokenizer, say)
+    evaluator.all(config.steps, data.validation(config, tokenizer))
+    test = data.test(config, tokenizer)
     if test is not None:
         evaluator.text("test", config.steps, test)
 

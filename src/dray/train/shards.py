@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dray.train.stop import EXIT_FAILED, stop
+from dray.train.stop import EXIT_FAILED, say, stop
 
 WANTED, LAST = 1 << 31, 1 << 30
 """Marks beside a token: only what is so marked is to be foretold; here a document ends."""
@@ -74,20 +74,19 @@ def made(
     end: int,
     vocabulary: int,
     marked: bool = False,
-    say: Callable[[str], None],
 ) -> Tokens:
     """The tokens of that fingerprint, made now if nobody has made them; `marked` ones end where LAST is."""
     folder = cache / name
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{name}.lock").open("a") as lock:
-        held = _hold(lock.fileno(), folder, say)
+        held = _hold(lock.fileno(), folder)
         if not folder.is_dir():
             # Of one that was killed here: where a disk is shared, another node may be at work, unseen by the lock.
             for left in cache.glob(f"{name}.part-{_HOST}-*") if held else ():
                 shutil.rmtree(left, ignore_errors=True)
             part = cache / f"{name}.part-{_HOST}-{os.getpid()}"
             try:
-                _make(part, documents(), encode, end=end, vocabulary=vocabulary, marked=marked, say=say)
+                _make(part, documents(), encode, end=end, vocabulary=vocabulary, marked=marked)
                 part.rename(folder)
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
@@ -109,7 +108,7 @@ def made(
     return _open(folder)
 
 
-def _hold(lock: int, folder: Path, say: Callable[[str], None]) -> bool:
+def _hold(lock: int, folder: Path) -> bool:
     """False on a disk without locks, where each makes its own, and the first one's stays."""
     told = 0.0
     while True:
@@ -139,7 +138,6 @@ def _make(
     end: int,
     vocabulary: int,
     marked: bool,
-    say: Callable[[str], None],
 ) -> None:
     part.mkdir()
     kind = np.uint16 if vocabulary <= 1 << 16 and not marked else np.uint32

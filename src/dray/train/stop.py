@@ -1,4 +1,4 @@
-"""How the trainer says no."""
+"""How the trainer speaks of itself, and says no."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import sys
 from typing import NoReturn
 
 EXIT_FAILED, EXIT_CONFIG = 1, 78
+
+
+def say(text: str) -> None:
+    """A line in this rank's log, at once."""
+    print(text, flush=True)
 
 
 def stop(problem: str, *, wanted: object, found: object, fix: str, code: int = EXIT_CONFIG) -> NoReturn:
