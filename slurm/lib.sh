@@ -33,7 +33,7 @@ lib::engine() { # the site's, or what is on this node
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
 }
 
-lib::said() { # KEY RECIPE [key=value ...]: what the recipe and the overrides say of a key above all tables
+lib::said() { # KEY FILE [key=value ...]: what a recipe or site and the overrides say of a key above all tables
   local -r key="$1" recipe="$2" here='/^\[/q; s/^'"$1"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p'
   shift 2
   local value="" tiny="" override

@@ -90,7 +90,8 @@ def parse(text: str, *, where: str) -> Facts:
             "the facts are not usable",
             where=where,
             found="\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong.errors()),
-            fix="slurm/probe.sh writes them; a file of your own needs the same keys",
+            fix="slurm/probe.sh writes them, and is to be of the image's version of dray; a file of your own needs the "
+            "same keys",
         ) from wrong
 
 

@@ -66,7 +66,8 @@ class Estimate:
 
 def shape(said: Mapping[str, Any]) -> Shape | None:
     """From what config.json says; None where the model is of a kind that is not understood."""
-    said = {**said, **said.get("text_config", {})}  # of a model that also sees or hears
+    of_text = said.get("text_config")  # of a model that also sees or hears
+    said = {**said, **of_text} if isinstance(of_text, dict) else said
     kind = said.get("model_type", "")
     known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in said.items() if value is not None}}
 

@@ -107,7 +107,7 @@ def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
 
 
 @pytest.mark.docker_image
-def test_a_stopped_run_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(
         [*DRAY, "run", RECIPE, "--engine", "docker", "--runs", tmp_path / "runs"],
         cwd=root,
@@ -121,7 +121,7 @@ def test_a_stopped_run_leaves_no_container_and_no_network(root: Path, tmp_path: 
         for line in started.stdout:
             if line.startswith("step "):
                 break
-        os.killpg(started.pid, signal.SIGTERM)
+        os.killpg(started.pid, signal.SIGINT)
         out, err = started.communicate(timeout=60)
     finally:
         started.kill()
@@ -132,7 +132,7 @@ def test_a_stopped_run_leaves_no_container_and_no_network(root: Path, tmp_path: 
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: signal.Signals) -> None:
     runs = tmp_path / "runs"
     started = subprocess.Popen(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dray.errors import ConfigError
-from dray.runs import hosts
-from dray.runs.write import read_recipe
+from dray.runs import hosts, local
+from dray.runs.write import decide, read_recipe
 
 
 @pytest.fixture
@@ -86,6 +86,19 @@ def test_all_machines_name_the_run_alike(file, root: Path) -> None:
     facts = found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi")
     assert (facts.hosts(), facts.scheduler, facts.site) == (["a", "b"], "hosts", "lumi")
     assert facts.port == found.facts(recipe, run=name, engine="bare", image="/p", gpus_per_node=0, site="lumi").port
+
+
+@pytest.mark.parametrize(("engine", "seen"), [("bare", False), ("docker", True)])
+def test_a_container_sees_hf_home(file, root: Path, tmp_path: Path, monkeypatch, engine, *, seen: bool) -> None:
+    """A bare machine has its own, which need not be the others'."""
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    facts = hosts.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, image="i", gpus_per_node=0, site="")
+    decided = decide(recipe, facts, run="r", folder=tmp_path / "r")
+    assert (str(tmp_path) in [bind.path for bind in decided.binds]) is seen
+    assert (("HF_HOME", str(tmp_path)) in [(one.name, one.value) for one in decided.env]) is seen
+    monkeypatch.setenv("HF_HOME", "relative")
+    assert local.facts(recipe, engine="docker", image="i", nodes=1, gpus_per_node=0, site="").hf_home is None
 
 
 def test_what_to_type(file, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,6 +77,16 @@ def test_the_plan_for_lumi(root: Path) -> None:
     assert text == path.read_text(encoding="utf-8")
 
 
+def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> None:
+    """Which hands the whole environment in; Apptainer would leave it outside."""
+    (tmp_path / "mine.toml").write_text('name = "mine"\nabout = "a test"\nengine = "pyxis"\n')
+    words = ("recipes/smoke-cpu.toml", "--site", str(tmp_path / "mine.toml"))
+    shown = dray(root, "plan", *words, "--format", "json")
+    assert json.loads(shown.stdout)["engine"] == "pyxis", shown.stderr
+    checked = dray(root, "env", "check", *words, NCCL_DEBUG="INFO")
+    assert "stays outside" not in checked.stdout
+
+
 def test_a_submission_asks_as_the_site_does(root: Path, tmp_path: Path) -> None:
     site = load(Site, root / "slurm/sites/leonardo.toml")
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["image=cuda"])

@@ -303,6 +303,17 @@ def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN) -> None:
     assert "  found:  NaN or Inf at step 2, on rank 0, 1; there is no checkpoint yet\n" in other.end(code=1).said()
 
 
+def test_a_model_that_is_not_finite_in_the_end_is_not_saved(run: BEGUN) -> None:
+    """An evaluation between steps says null; the one after the last step fails the run."""
+    words = ("train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.eval_every=1", "train.log_every=7")
+    last = run(2, *words, steps="steps=1")
+    assert "the model is not finite\n" in last.end(code=1).said()
+    assert not (last.folder / "checkpoints" / "final").exists()
+    between = run(2, *words).end(code=1)
+    assert [one["loss"] for one in between.events("eval")] == [None]
+    assert "NaN or Inf at step 2" in between.said()
+
+
 def test_fp16_leaves_out_steps_that_overflow(run: BEGUN) -> None:
     other = run(2, "train.precision=fp16", f"train.loss_scale={2.0**24}", "train.steps=30").end()
     skipped = [event["skipped_steps"] for event in other.events("step")]

@@ -19,7 +19,7 @@ def lock(
     variant: Annotated[
         str | None, typer.Argument(help="A folder of containers/, such as cpu, or `debian`; else all variants.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only say whether the lock is fresh.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only say if a lock is fresh; not for `debian`.")] = False,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:

@@ -67,7 +67,9 @@ class Progress:
             if not self._console.is_terminal:
                 self._say(f"step {event['step']}  {figures}")
         elif event["event"] == "eval":
-            self._bar.update(self._task, description="saving", figures=f"perplexity {event['perplexity']:.2f}")
+            found = event["perplexity"]
+            figures = "perplexity not finite" if found is None else f"perplexity {found:.2f}"
+            self._bar.update(self._task, description="saving", figures=figures)
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

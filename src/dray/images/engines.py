@@ -62,4 +62,4 @@ def load(engine: str, archive: Path, tag: str) -> None:
 
 def _require_podman() -> None:
     if not process.which("podman"):
-        raise UnfitError("podman is not on this machine", fix="install it, or --format docker or sif")
+        raise UnfitError("podman is not on this machine", fix="install it, or take another engine or format")

@@ -185,7 +185,10 @@ def _odd(
             fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
         )
     for held, fix in (
-        ("plan", "the run folder must be on a disk that all nodes share, or at the same path on every machine"),
+        (
+            "plan",
+            "the run folder must be on a disk that all nodes share, or at the same path on every machine; HF_HOME too",
+        ),
         ("dray", "the same image on every node"),
         ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
     ):

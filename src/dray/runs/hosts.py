@@ -58,6 +58,7 @@ class Hosts:
             "scheduler": "hosts",
             "nodelist": ",".join(self.names),
             "address": None,
+            "hf_home": None if engine == "bare" else here.hf_home,  # a bare one finds each machine's own
             "port": port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
         }
         return here.model_copy(update=among)

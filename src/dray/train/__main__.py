@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ from dray.train.evaluate import Evaluator
 from dray.train.loop import Loop
 from dray.train.metrics import Metrics
 from dray.train.shards import IDS, Tokens
+from dray.train.stop import EXIT_FAILED, stop
 
 _LARGE = 500_000_000  # weights; what is larger is not loaded once more only to be seen
 
@@ -55,6 +57,14 @@ def main(path: str) -> NoReturn:
     loop.run(lambda step: evaluator.all(step, texts.validation))
     seconds = time.monotonic() - began
     evaluator.all(config.steps, texts.validation)
+    if not math.isfinite(evaluator.found["eval"]["loss"]):
+        stop(
+            "the model is not finite",
+            wanted="a loss on the validation text",
+            found=f"NaN or Inf after the last step; {checkpoints.said()}",
+            fix="a smaller train.lr or more train.warmup_steps; train.clip = 1; precision bf16 in place of fp16",
+            code=EXIT_FAILED,
+        )
     if texts.test is not None:
         evaluator.text("test", config.steps, texts.test)
     final = Path(config.folder, "checkpoints", "final")

@@ -52,16 +52,16 @@ def main(path: Path, target: Path, gigabytes: float, dtype: str, config: Config)
         network: Any = model.build(config, tokenizer, filled=True)
         whole = {name: weight.detach() for name, weight in network.named_parameters()} | _read(path, names)
         shell, merged = lora.plain(network), lora.merged(network, whole)
-        tensors = {name: kept.to(_type(kept.dtype, kind)).contiguous() for name, kept in merged.items()}
+        meta = {name: kept.to("meta") for name, kept in merged.items()}
+        sizes = {name: kept.to(_type(kept.dtype, kind)) for name, kept in meta.items()}
     else:
-        shell = model.shell(config, tokenizer)
+        shell, merged = model.shell(config, tokenizer), {}
         with torch.device("meta"):
-            tensors = _empty(names, kind)
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=int(gigabytes * 1e9))
+            sizes = _empty(names, kind)
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(gigabytes * 1e9))
     for file, some in split.filename_to_tensors.items():
-        shard = {name: tensors[name] for name in some}
-        if not config.lora:
-            shard = _read(path, {name: names[name] for name in some}, kind)
+        shard = {name: merged[name].to(sizes[name].dtype).contiguous() for name in some if name in merged}
+        shard = shard or _read(path, {name: names[name] for name in some}, kind)
         save_file(shard, part / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

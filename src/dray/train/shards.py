@@ -85,6 +85,7 @@ def made(
             for left in cache.glob(f"{name}.part-{_HOST}-*") if held else ():
                 shutil.rmtree(left, ignore_errors=True)
             part = cache / f"{name}.part-{_HOST}-{os.getpid()}"
+            shutil.rmtree(part, ignore_errors=True)  # of one before, whose number was the same
             try:
                 _make(part, documents(), encode, end=end, vocabulary=vocabulary, marked=marked)
                 part.rename(folder)
