@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,12 @@ from dray.train.evaluate import Evaluator
 from dray.train.loop import Loop
 from dray.train.metrics import Metrics
 from dray.train.shards import IDS, Tokens
-from dray.train.stop import EXIT_FAILED, stop
+from dray.train.stop import EXIT_FAILED, guarded, stop
 
 _LARGE = 500_000_000  # weights; what is larger is not loaded once more only to be seen
 
 
-def main(path: str) -> NoReturn:
+def main(path: str) -> None:
     """One rank from the first line to the last."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -77,7 +76,6 @@ def main(path: str) -> NoReturn:
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     metrics.close()
     dist.barrier(group=patient)
-    _leave(0)
 
 
 def _began(config: Config, metrics: Metrics, weights: tuple[int, int], texts: data.Texts, first: int) -> None:
@@ -115,17 +113,6 @@ def _save(shared: parallel.Parallel, tokenizer: Any, final: Path, base: str) -> 
         part.rename(final)
 
 
-def _leave(code: int) -> NoReturn:
-    """End without taking anything apart.
-
-    Seen with torch 2.13: the last reference to a gloo group goes while the interpreter's lock is held, its destructor
-    waits for a worker thread, and that thread waits for the lock to drop a tensor. One run in ten never ended.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _reload(final: Path, validation: Tokens, config: Config) -> str:
     """Load what was saved the way any user would, and let it write: a save that cannot be loaded is no save."""
     code = {"trust_remote_code": config.model.trust_remote_code}
@@ -141,16 +128,5 @@ def _reload(final: Path, validation: Tokens, config: Config) -> str:
     return str(tokens.decode(written[0], skip_special_tokens=True))
 
 
-def guarded(path: str) -> NoReturn:
-    """main, which ends as it says, whatever happens."""
-    try:
-        main(path)
-    except SystemExit as stopped:
-        _leave(stopped.code if isinstance(stopped.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
-        _leave(1)
-
-
 if __name__ == "__main__":
-    guarded(sys.argv[1])
+    guarded(main, sys.argv[1])

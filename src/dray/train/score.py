@@ -11,6 +11,7 @@ from dray.train import data, model, objective, parallel, words
 from dray.train.config import read
 from dray.train.evaluate import Evaluator
 from dray.train.metrics import Metrics
+from dray.train.stop import guarded
 
 
 def main(folder: str, plan: str) -> None:
@@ -33,4 +34,4 @@ def main(folder: str, plan: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    guarded(main, *sys.argv[1:])
