@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -68,12 +70,25 @@ class Bench:
             "open(sys.argv[1] + '/validation.jsonl', 'w').writelines(rows[border:])\n"
         )
         self.inside(["python3", "-c", made, str(folder)])
+        self.recipes = folder / "recipes"  # with a number of steps in place of passes over the text
+        shutil.copytree(ROOT / "recipes", self.recipes)
+        for recipe in self.recipes.glob("*.toml"):
+            recipe.write_text(re.sub(r"^epochs = .*\n", "", recipe.read_text(), flags=re.MULTILINE))
 
     def inside(self, argv: list[str]) -> tuple[float, float]:
         """When it began, and how many seconds it took, the container's start included."""
         began = time.time()
         env = {"BEGAN": str(began), "DRAY_HOME": str(ROOT), "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-        seen = ["-v", f"{ROOT}:{ROOT}:ro", "-v", f"{self.folder}:{self.folder}", "--ipc=host", "--network=none"]
+        seen = [
+            "-v",
+            f"{ROOT}:{ROOT}:ro",
+            "-v",
+            f"{self.folder}:{self.folder}",
+            "--ipc=host",
+            "--network=none",
+            "--hostname=bench",
+            "--add-host=bench:127.0.0.1",
+        ]
         said = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
         command = ["docker", "run", "--rm", "--init", *seen, *said, "--workdir", str(ROOT), "dray:cpu", *argv]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own
@@ -94,15 +109,17 @@ class Bench:
         self.count += 1
         runs = self.folder / f"ours-{self.count}"
         cache = f"data.cache={self.folder}/cold-{self.count}"
-        argv = ["python3", "-m", "dray", "run", f"recipes/{name}.toml", *self.words(steps), cache, *more]
+        argv = ["python3", "-m", "dray", "run", f"{self.recipes}/{name}.toml", *self.words(steps), cache, *more]
         began, seconds = self.inside([*argv, "--runs", str(runs)])
         (folder,) = runs.iterdir()
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        taken = [line for line in lines if line["event"] == "step"]
+        between = (taken[-1]["tokens"] - taken[0]["tokens"]) / (taken[-1]["time"] - taken[0]["time"])
         return {
             "seconds": seconds,
             "lines": lines,
-            "speed": next(line["tokens_per_s"] for line in lines if line["event"] == "end"),
-            "first": next(line["time"] - began for line in lines if line["event"] == "step"),
+            "speed": between,  # from the first step's end to the last's, as on the other side
+            "first": taken[0]["time"] - began,
             "final": folder / "checkpoints" / "final",
             "evaluation": [line["loss"] for line in lines if line["event"] == "eval"][-1],
         }
@@ -112,7 +129,7 @@ class Bench:
         self.count += 1
         out = self.folder / f"theirs-{self.count}"
         out.mkdir()
-        recipe = read_recipe(ROOT / "recipes" / f"{name}.toml", self.words(steps))
+        recipe = read_recipe(self.recipes / f"{name}.toml", self.words(steps))
         assert recipe.train is not None
         (out / "settings.json").write_text(json.dumps(self._settings(name, recipe, final, out)))
         places = {"config": f"{self.folder}/accelerate.yaml", "hostfile": f"{self.folder}/hostfile"}
@@ -146,7 +163,7 @@ class Bench:
         return {
             "type": recipe.model.type, "config": {**kept, **recipe.model.config}, "tokenizer": str(final),
             "text": recipe.data.text, "validation": recipe.data.validation, "block": recipe.data.block,
-            "joined": name in JOINED, "per_device": per_device,
+            "joined": name in JOINED, "per_device": per_device, "evaluated": recipe.data.validation_samples,
             "accumulation": batch.global_size // (per_device * RANKS), "steps": train.steps, "lr": train.lr,
             "schedule": train.schedule, "warmup": train.warmup_steps, "log_every": train.log_every,
             "eval_every": train.eval_every,

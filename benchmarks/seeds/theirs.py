@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -97,24 +98,28 @@ def main() -> None:
         eval_strategy="steps" if said["eval_every"] else "no", eval_steps=said["eval_every"] or None,
         save_strategy="steps" if said["save_every"] else "no", save_steps=said["save_every"] or 500,
         save_total_limit=2, gradient_checkpointing=said["recompute"], report_to=said["report_to"],
-        deepspeed=said["deepspeed"], disable_tqdm=True, use_cpu=True, ddp_find_unused_parameters=False,
+        deepspeed=said["deepspeed"], disable_tqdm=True, use_cpu=True, ddp_find_unused_parameters=bool(said["analog"]),
     )  # fmt: skip
+    if said["deepspeed"]:  # which parts a model as it is made, and so must know of all ranks
+        import_module("deepspeed").init_distributed("gloo")
     torch.manual_seed(said["seed"])
     made = AutoConfig.for_model(said["type"], **said["config"])
     model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(made)
     if said["analog"]:
         model = analog(model, said["analog"], clock)
+    evaluated = blocks(said["validation"], tokenizer, said)
     trainer = Trainer(
         model=model, args=arguments, callbacks=[clock], processing_class=tokenizer,
-        train_dataset=blocks(said["text"], tokenizer, said), eval_dataset=blocks(said["validation"], tokenizer, said),
+        train_dataset=blocks(said["text"], tokenizer, said),
+        eval_dataset=evaluated.select(range(min(said["evaluated"], len(evaluated)))),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.15),
     )  # fmt: skip
     trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
+    loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(Path(said["out"], "final")))
     if trainer.is_world_process_zero():
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        found = {"ends": clock.ends, "losses": [float(loss) for loss in losses], "evaluation": float(evaluated)}
+        found = {"ends": clock.ends, "losses": [float(loss) for loss in losses], "evaluation": float(loss)}
         Path(said["out"], "found.json").write_text(json.dumps(found))
 
 
