@@ -16,7 +16,7 @@ from dray.checks.result import Skip, Unfit
 
 _GROUPS = 5
 _ROUNDS = 3
-_PATTERN = 1 << 22  # numbers of all ranks together
+_PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and at most so many of all, which each holds
 _FLOOR_NODES = 8  # beyond, messages of this size wait for one another, and no longer for the wire
 _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's administrators"
 
@@ -36,7 +36,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
             "a sum over all ranks is wrong", wanted=str(sum(range(rank.size))), found=str(total.item()), fix=_SUSPECT
         )
     rank.phase("all-gather")
-    length = max(16, _PATTERN // rank.size)  # all of them are in the memory of each
+    length = min(_PATTERN, _ALL // rank.size)
     mine = _pattern(rank.number, length).to(device)
     pieces = [torch.empty_like(mine) for _ in range(rank.size)]
     dist.all_gather(pieces, mine)
