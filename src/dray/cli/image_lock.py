@@ -27,7 +27,11 @@ def lock(
     root = checkout.root()
     if variant == "debian":
         if check:
-            raise ConfigError("--check is for an image's packages", fix="every build says where Debian has moved on")
+            raise ConfigError(
+                "--check is for the Python packages of an image",
+                found="debian --check",
+                fix="dray image lock --check; where Debian has moved on from its lock, every build says",
+            )
         _debian(root, base or inputs.image(root, "cpu").base)
         return
     all_ = sorted(path.parent.name for path in (root / "containers").glob("*/image.toml"))
