@@ -13,7 +13,7 @@ lib::die() { # CODE LINE...
 
 lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
   local candidate
-  for candidate in "$1" "${SLURM_SUBMIT_DIR:-$PWD}/$1" "$DRAY_HOME/$1"; do
+  for candidate in "$1" "${SLURM_SUBMIT_DIR:-$PWD}/$1" "$DRAY_HOME/$1" "$DRAY_HOME/recipes/$1.toml"; do
     [[ -f "$candidate" ]] && { realpath -- "$candidate"; return; }
   done
   lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \

@@ -35,6 +35,13 @@ _IDENTITY = {"slurm": _SLURM, "local": _LOCAL, "hosts": _LOCAL}
 # By which Slurm says whose GPUs a job has, where nothing else keeps it from the others'. ROCm reads CUDA's name too,
 # and numbers anew what is left: of two such lists the second would name GPUs that are not there.
 _VISIBLE = {"cpu": (), "cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES",)}
+# What to type where the scheduler gave no GPU, or none was asked for before there is a job.
+_MORE_GPUS = {
+    "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
+    "login": 'add --gpus-per-node N; where sbatch wants --gres, a site file says gpu_option = "gres" (docs/launch.md)',
+    "local": "add --gpus-per-node N; image=cpu trains without",
+    "hosts": "add slots=N to each line of the hostfile, or --gpus-per-node N",
+}
 _FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
 
 
@@ -244,7 +251,7 @@ def _ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
             f"a {recipe.image} run needs GPUs, and the scheduler gave none",
             wanted="at least one GPU on each node",
             found="0 GPUs on a node",
-            fix="add --gpus-per-node=N (some sites want --gres=gpu:N) to the command",
+            fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
         )
     if recipe.ranks_per_node:
         return recipe.ranks_per_node, f"{recipe.ranks_per_node}: the recipe says so, and no GPUs were given"

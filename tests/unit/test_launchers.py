@@ -133,7 +133,7 @@ class TestWords:
         )
         assert (shown.returncode, shown.stderr) == (0, "")
         assert f"\n  in  {tmp_path}\n" in shown.stdout
-        assert shown.stdout.rstrip().endswith("--no_python --no_local_rank python3 t.py --nodes 7 -- x=1")
+        assert "--no_python --no_local_rank python3 t.py --nodes 7 -- x=1\n\ndray: note: " in shown.stdout
 
     @pytest.mark.parametrize(
         ("words", "said"),

@@ -267,6 +267,7 @@ def test_describe_lists_every_key_with_its_documentation() -> None:
         ("engine.fuel", 'one of "diesel", "gas"', '"diesel"', "What it burns."),
         ("engine.tuned", "true or false", "false", "Whether someone touched it."),
         ("axles", "a list, each a table", "[]", "From front to back."),
+        ("axles[].load", "a number above 0 and below 12", "required", "Tonnes on it."),
         ("wheels", "a whole number or text", "", "How many, or in words."),
         ("garage", "a path", "", "Where it sleeps."),
         ("stops", "a list, each text", "[]", "Where it goes."),

@@ -303,6 +303,12 @@ def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN) -> None:
     assert "  found:  NaN or Inf at step 2, on rank 0, 1; there is no checkpoint yet\n" in other.end(code=1).said()
 
 
+def test_a_model_that_cannot_be_is_told_before_the_text_is_read(run: BEGUN, tmp_path: Path) -> None:
+    other = run(1, "model.config.n_layers=3", f"data.cache={tmp_path}/tokens").end(code=78)
+    assert "a gpt2 configuration has no 'n_layers'\n" in other.said()
+    assert not (tmp_path / "tokens").exists()
+
+
 def test_a_model_that_is_not_finite_in_the_end_is_not_saved(run: BEGUN) -> None:
     """An evaluation between steps says null; the one after the last step fails the run."""
     words = ("train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.eval_every=1", "train.log_every=7")

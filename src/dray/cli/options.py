@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dray import checkout
 from dray.errors import ConfigError
 from dray.runs import write
 from dray.spec.recipe import Recipe
@@ -20,7 +22,24 @@ Words = Annotated[
     ),
 ]
 Launcher = Annotated[str, typer.Option(help="torchrun, accelerate, deepspeed or python, in place of the recipe's.")]
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file, such as recipes/smoke-cpu.toml.")]
+
+
+def found(path: Path) -> Path:
+    """A recipe's file as it is named here, or from the checkout: recipes/NAME.toml, or NAME as `recipe list` has it."""
+    with suppress(OSError):  # a name that no file can have, which reading it says
+        if not path.exists():
+            ours = checkout.root()
+            there = (ours / path, ours / "recipes" / f"{path}.toml")
+            return next((file for file in there if file.is_file()), path)
+    return path
+
+
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe file, such as recipes/smoke-cpu.toml, or its name.", callback=found
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
 ]
@@ -52,7 +71,7 @@ class Chosen:
 def chosen(words: list[str] | None, launcher: str, context: typer.Context) -> Chosen:
     """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
     command, rest = tuple(context.obj or ()), [*(words or [])]
-    path = Path(rest.pop(0)) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
+    path = found(Path(rest.pop(0))) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
     if path and command:
         raise ConfigError(
             "a recipe and a command were given, and each is a run of its own",

@@ -14,12 +14,12 @@ from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site
 from dray.errors import ConfigError
 from dray.facts import Facts
 from dray.images import place
-from dray.runs import sizes, write
+from dray.runs import advice, local, sizes, write
 from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id
 from dray.spec.recipe import Recipe
 
-ASSUMED = "assumed, since nothing was probed: the nodes' names, the GPUs, job number 0, the site's engine or Apptainer"
+ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 
 
 def plan(
@@ -68,12 +68,15 @@ def plan(
     elif form == "bash":
         print(render.node_script(decided), end="")
     else:
-        estimate = "" if facts_file else sizes.words(decided, sites.choose(seen)[0], gpu_memory)
+        here, _ = sites.choose(seen)
+        estimate = "" if facts_file else sizes.words(decided, here, gpu_memory)
         if not facts_file:
             print(f"{ASSUMED}\n")
         print(render.text(decided), end="")
         if estimate:
             print(f"\n{estimate}", end="")
+        if not facts_file:
+            print(f"\n{advice.lines(decided, here)}", end="")
 
 
 def _read(name: str) -> Facts:
@@ -99,6 +102,7 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         site=site,
         cluster=queue.cluster(),
         login=socket.gethostname(),
+        hf_home=local.hf_home(),
     )
     chosen_site, _ = sites.choose(seen)
     wanted = gpus or (0 if recipe.image == "cpu" else chosen_site.gpus_per_node)

@@ -8,7 +8,7 @@ from dray import checkout
 from dray.batch import divide
 from dray.cli.options import Overrides, RecipeFile
 from dray.runs.write import read_recipe
-from dray.spec.model import load
+from dray.spec.model import Spec, load
 from dray.spec.recipe import Recipe
 from dray.spec.schema import Schema
 
@@ -36,5 +36,10 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 @app.command()
 def keys() -> None:
     """Print every key of a recipe: its type, its default and what it is for."""
-    for key, kind, default, doc in Schema(Recipe).describe():
+    show_keys(Recipe)
+
+
+def show_keys(model: type[Spec]) -> None:
+    """For whoever writes a file of it."""
+    for key, kind, default, doc in Schema(model).describe():
         print(f"{key}  ({kind}; {default or 'may be left out'})\n    {' '.join(doc.split())}")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dray import checkout, process, sitefile, sites
+from dray.cli.recipe import show_keys
 from dray.errors import ConfigError, DrayError, UnfitError
 from dray.images import place
 from dray.runs import submit
@@ -64,6 +65,12 @@ def show(
         only = "" if variable.nodes == "any" else f" (jobs of {variable.nodes} node{'s' * (variable.nodes != 'one')})"
         source = f" ({variable.source})" if variable.source else ""
         print(f"\nenv {variable.name}={variable.value}{only}\n    {variable.why}{source}")
+
+
+@app.command()
+def keys() -> None:
+    """Print every key of a site's file: its type, its default and what it is for."""
+    show_keys(Site)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site
 from dray.cli.plan import ASSUMED, assumed
 from dray.errors import ConfigError
 from dray.images import place
-from dray.runs import sizes, write
+from dray.runs import advice, sizes, write
 from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id
 
@@ -31,7 +31,11 @@ def submit(
     runs: Runs = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="One more option for sbatch; may be repeated."),
+        typer.Option(
+            "--sbatch",
+            metavar="OPTION",
+            help="One more option for sbatch, such as --sbatch=--time=08:00:00; may be repeated.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
 ) -> None:
@@ -39,11 +43,16 @@ def submit(
     # The job stands elsewhere.
     site = str(Path(site).absolute()) if site.endswith(".toml") else sites.handed_on(site)
     for option in sbatch or []:
-        if option.startswith(("-N", "--nodes", "--gpus-per-node")):
+        if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
             raise ConfigError(
                 "the plan would not know of this option of sbatch",
                 found=f"--sbatch {option}",
-                fix="give --nodes and --gpus-per-node to dray submit itself",
+                fix="give --nodes and --gpus-per-node to dray submit itself; a cluster that wants --gres=gpu:N has "
+                'gpu_option = "gres" in its site file (docs/launch.md)',
+            )
+        if " " in option and not option.partition(" ")[0].count("="):
+            raise ConfigError(
+                "an option of sbatch is one word", found=f"--sbatch={option!r}", fix="--sbatch=--time=08:00:00"
             )
     asked = chosen(words, launcher, context)
     settings = asked.recipe()
@@ -67,7 +76,8 @@ def submit(
         words=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
         command=asked.command,
     )
-    print(lint.aloud(plan, os.environ), end="", file=sys.stderr)
+    heard = lint.aloud(plan, os.environ) + advice.lines(plan, chosen_site, sbatch or [])
+    print(heard, end="", file=sys.stderr)
     if dry_run:
         print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}\n{estimate}", end="")
         return

@@ -38,7 +38,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         image=image,
         site=site,
         home=os.environ.get("HOME", ""),
-        hf_home=_hf_home(),
+        hf_home=hf_home(),
         variables=sites.variables(site),
         uid=os.getuid(),
         gid=os.getgid(),
@@ -52,8 +52,8 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     return place.bare_python() if engine == "bare" else place.in_engine(engine, recipe.image)
 
 
-def _hf_home() -> str | None:
-    """As slurm/probe.sh has it."""
+def hf_home() -> str | None:
+    """This machine's, as slurm/probe.sh has a job's."""
     named = Path(os.environ.get("HF_HOME", ""))
     return str(named) if named.is_absolute() and named.is_dir() else None
 

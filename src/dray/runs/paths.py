@@ -102,5 +102,11 @@ def existing(folder: Path) -> RunPaths:
     """A run folder that is there."""
     paths = RunPaths(folder.absolute())
     if not paths.plan.is_file():
-        raise ConfigError("this is not a run folder", where=folder, wanted="a folder with plan.json in it")
+        raise ConfigError(
+            "this is not a run folder",
+            where=folder,
+            wanted="a folder with plan.json in it",
+            found="a folder without" if folder.is_dir() else "a file" if folder.exists() else "nothing there",
+            fix="name the `run folder:` of the run's last line; one that waits in a queue has no plan yet",
+        )
     return paths

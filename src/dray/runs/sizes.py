@@ -22,8 +22,10 @@ def words(plan: Plan, site: Site, gigabytes: float | None) -> str:
     shape = memory.shape(said) if said else None
     if shape is None:
         model = recipe.model.name or (recipe.model.type if said else recipe.model.tokenizer)
-        why = f"no such kind is known: {model}" if said else f"{model} is not here yet; dray prefetch brings it"
-        return f"memory: not estimated, {why}\n"
+        lost = "has no config.json here" if model.startswith(("/", ".")) else "is not here yet; dray prefetch brings it"
+        unchecked = " (so --gpu-memory was not held against it)" if gigabytes else ""
+        why = f"no such kind is known: {model}" if said else f"{model} {lost}"
+        return f"memory: not estimated, {why}{unchecked}\n"
     world = plan.world
     known = site.gpu_memory_gb if gigabytes is None else gigabytes
     memory.refuse(
@@ -57,7 +59,7 @@ def _file(name: str, revision: str) -> Path:
     """A folder's own, or that which the hub's cache has."""
     if name.startswith(("/", ".")):
         return Path(name, "config.json")
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    home = Path(os.environ.get("HF_HOME") or "/nonexistent")  # nor has the job what is in a home's cache
     held = home / "hub" / f"models--{name.replace('/', '--')}"
     named = held / "refs" / revision
     commit = named.read_text(encoding="utf-8").strip() if named.is_file() else revision

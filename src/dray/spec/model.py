@@ -124,8 +124,8 @@ def _parse(text: str, path: Path, kind: str) -> Table:
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
-    """The model decides whether `5` is a number or text: as TOML reads it if that fits, else the text."""
-    candidates = [_put(data, keys, value) for value in (_value(raw), raw)]
+    """The model decides whether `5` is a number or text: as TOML reads it if that fits, else text, or a list of it."""
+    candidates = [_put(data, keys, value) for value in (_value(raw), raw, [raw])]
     for candidate in candidates:
         if not any(error["loc"][: len(keys)] == keys for error in _validate(model, candidate)[1]):
             return candidate

@@ -20,6 +20,7 @@ Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 _SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
 _SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+_HUB = re.compile(r"hub:[^/:\s]+/[^/:\s]+(/[^/:\s]+)?(:[^/:\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
@@ -99,10 +100,14 @@ class Recipe(Spec):
         kept = {"checkpoint.folder": self.checkpoint.folder, "data.cache": self.data.cache}
         return self.places() | {key: place for key, place in kept.items() if place}
 
+    def texts(self) -> dict[str, str]:
+        """The keys that name a text, and what they name."""
+        data = {f"data.{name}": getattr(self.data, name) for name in ("text", "validation", "test")}
+        return data | {f"evaluate.{name}.text": one.text for name, one in self.evaluate.items()}
+
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
-        data = {f"data.{name}": getattr(self.data, name) for name in ("text", "validation", "test")}
-        data |= {f"evaluate.{name}.text": one.text for name, one in self.evaluate.items()}
+        data = self.texts()
         model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
         files = {key: said for key, said in data.items() if said not in ("", "builtin") and not said.startswith("hub:")}
         return files | {key: said for key, said in model.items() if said.startswith(("/", "."))}
@@ -133,6 +138,13 @@ class Recipe(Spec):
                 raise ValueError(f"evaluate.{name}.stride = {one.stride} wants to be less than data.block")
             if (one.stride or one.last_word) and train and train.objective == "masked":
                 raise ValueError(f"evaluate.{name}: stride and last_word are for models that foretell the next token")
+        return self
+
+    @model_validator(mode="after")
+    def _the_hub_s_names_are_whole(self) -> Recipe:
+        for key, said in self.texts().items():
+            if said.startswith("hub:") and not _HUB.fullmatch(said):
+                raise ValueError(f"{key} = {said}: expected hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]")
         return self
 
     @model_validator(mode="after")

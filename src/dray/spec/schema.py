@@ -51,21 +51,25 @@ class Schema:
         """What may stand at `keys`; empty where the schema does not know."""
         return self._text(self._at(keys))
 
-    def describe(self, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    def describe(self) -> list[tuple[str, str, str, str]]:
         """Every key with its type, default and documentation; a table's keys in place of the table."""
-        rows = []
-        for node in self._branches(self._at(tuple(prefix.split(".")) if prefix else ())):
-            for name, field in node.get("properties", {}).items():
-                key = f"{prefix}.{name}" if prefix else name
-                if self.names(tuple(key.split("."))):
-                    rows += self.describe(key)
-                    continue
-                default = field.get("default")
-                shown = "" if default is None else json.dumps(default, ensure_ascii=False)
-                if name in node.get("required", ()):
-                    shown = "required"
-                rows.append((key, self._text(field), shown, field.get("description", "")))
-        return rows
+        return list(self._described(self._root, ""))
+
+    def _described(self, node: Node, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+        for name, field in node.get("properties", {}).items():
+            key, inside = f"{prefix}{name}", self._branches(field)
+            if any("properties" in branch for branch in inside):
+                for branch in inside:
+                    yield from self._described(branch, f"{key}.")
+                continue
+            default = field.get("default")
+            shown = "" if default is None else json.dumps(default, ensure_ascii=False)
+            if name in node.get("required", ()):
+                shown = "required"
+            yield key, self._text(field), shown, field.get("description", "")
+            for branch in inside:
+                for entry in self._branches(self._each(branch) or {}):
+                    yield from self._described(entry, f"{key}[]." if "items" in branch else f"{key}.NAME.")
 
     def _walk(self, keys: tuple[str | int, ...]) -> Iterator[tuple[str | int, Node]]:
         node = self._root

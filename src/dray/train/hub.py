@@ -58,9 +58,17 @@ def fetched(what: str, fetch: Callable[[], str]) -> str:
     try:
         return fetch()
     except GatedRepoError:
-        _no(what, "its owner asks for consent first", "accept the terms on its page, and name HF_TOKEN in pass_env")
+        _no(
+            what,
+            "its owner asks for consent first",
+            "accept the terms on its page, and export HF_TOKEN (a run that is online names it in pass_env)",
+        )
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        _no(what, str(error).splitlines()[0], "check its name and revision; a private one needs HF_TOKEN in pass_env")
+        _no(
+            what,
+            str(error).splitlines()[0],
+            "check its name and revision; a private one wants HF_TOKEN exported (in a run: in pass_env)",
+        )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         if not constants.HF_HUB_OFFLINE:
             _no(what, str(error).splitlines()[0], "fetch it where there is a network", code=EXIT_FAILED)

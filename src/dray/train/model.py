@@ -76,11 +76,16 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
     return network
 
 
-def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model without its weights and without room for them."""
+def check(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[PreTrainedConfig, str]:
+    """Its configuration, if there is such a model, and the folder of the one that it is named after."""
     said = config.model
     folder = hub.model(said.name, said.revision, weights=False, code=said.trust_remote_code) if said.name else ""
-    settings = _settings(config, folder, tokens)
+    return _settings(config, folder, tokens), folder
+
+
+def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The model without its weights and without room for them."""
+    said, (settings, folder) = config.model, check(config, tokens)
     with torch.device("meta"):
         found: PreTrainedModel = _KINDS[config.objective].from_config(
             settings, trust_remote_code=said.trust_remote_code
