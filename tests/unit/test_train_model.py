@@ -197,11 +197,13 @@ def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
         ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
+        ("polynomial train.power=2", [0.5, 1.0, 1.0, 0.60625, 0.325, 0.15625]),
+        ("restarts train.cycles=2", [0.5, 1.0, 1.0, 0.55, 1.0, 0.55]),
     ],
 )
 def test_the_learning_rate(tmp_path: Path, kind: str, wanted: list[float]) -> None:
-    said = (f"train.schedule={kind}", "train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.final_lr=0.1")
-    chosen = config(tmp_path, *said)
+    said = ("train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.final_lr=0.1")
+    chosen = config(tmp_path, *said, *f"train.schedule={kind}".split())
     assert [schedule.rate(chosen, step) for step in range(6)] == pytest.approx(wanted, abs=1e-6)
 
 

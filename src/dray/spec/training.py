@@ -98,8 +98,12 @@ class Train(Spec):
     """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises; it reaches its peak with the last of them."""
-    schedule: Literal["linear", "cosine", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    schedule: Literal["linear", "cosine", "constant", "polynomial", "restarts"] = "cosine"
+    """How the learning rate falls after the warm-up; restarts: a cosine that begins anew."""
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """Of schedule polynomial: 1 is linear."""
+    cycles: Count = 1
+    """Of schedule restarts: how many cosines there are."""
     final_lr: Annotated[float, Field(ge=0)] = 0.0
     """What it falls to."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)

@@ -73,6 +73,8 @@ class Config:
     lr: float
     warmup_steps: int
     schedule: str
+    power: float
+    cycles: int
     final_lr: float
     betas: tuple[float, float]
     eps: float

@@ -54,6 +54,9 @@ class Metrics:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         numbers = {f"{event}/{name}": value for name, value in fields.items() if isinstance(value, (int, float))}
+        for name, value in fields.items():
+            if isinstance(value, list):  # one number a layer
+                numbers |= {f"{event}/{name}/{place}": one for place, one in enumerate(value) if one is not None}
         for sink in self._sinks if "step" in fields else ():
             sink(numbers, fields["step"])
 

@@ -18,5 +18,9 @@ def rate(config: Config, step: int) -> float:
             return config.final_lr + height * (1 - after)
         case "cosine":
             return config.final_lr + height * 0.5 * (1 + math.cos(math.pi * after))
+        case "restarts":
+            return config.final_lr + height * 0.5 * (1 + math.cos(math.pi * (config.cycles * after % 1)))
+        case "polynomial":
+            return config.final_lr + height * math.pow(1 - after, config.power)
         case _:
             return config.lr
