@@ -347,6 +347,9 @@ def test_metrics_and_tensorboard(run: BEGUN) -> None:
     assert [(event.step, event.value) for event in board.Scalars("step/loss")] == [
         (event["step"], pytest.approx(event["loss"])) for event in steps
     ]
+    assert [event.value for event in board.Scalars("step/attention_max/1")] == [
+        pytest.approx(event["attention_max"][1]) for event in steps
+    ]
 
 
 def test_a_model_by_name_starts_from_its_weights_and_its_settings(run: BEGUN, alone: Run) -> None:
