@@ -93,8 +93,8 @@ def start(plan: dict[str, Any], tmp_path: Path):
         process.communicate()
 
 
-# What a node says that cannot tell which of the machine's cores are its own.
-UNBOUND = "dray: cores of each rank: not bound; OMP_NUM_THREADS=1"
+# What a node says that was given one core for its two ranks.
+UNBOUND = "dray: cores of each rank: not bound (1 for 2 ranks: ask for more, --cpus-per-task); OMP_NUM_THREADS=1"
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:

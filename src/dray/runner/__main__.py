@@ -69,7 +69,9 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     found = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, count))}
     if shares:
         found["DRAY_CORES"] = ";".join(map(cores.write, shares))
-    told = found.get("DRAY_CORES", "not bound")
+    told, ranks = found.get("DRAY_CORES", "not bound"), world["ranks_per_node"]
+    if not shares and given.isdigit() and int(given) < ranks:
+        told += f" ({given} for {ranks} ranks: ask for more, --cpus-per-task)"
     print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={found['OMP_NUM_THREADS']}", flush=True)
     return found
 
