@@ -266,9 +266,9 @@ class TestHub:
         [
             (("data", "hub:me/mine/large"), {}, "data set me/mine has no such part"),
             (("data", "hub:mine"), {}, "a data set's name is not whole"),
-            (("data", "hub:me/none"), {}, "check its name and revision; a private one needs HF_TOKEN in pass_env"),
-            (("data", "hub:me/gated"), {}, "accept the terms on its page, and name HF_TOKEN in pass_env"),
-            (("model", "me/gated"), {}, "accept the terms on its page, and name HF_TOKEN in pass_env"),
+            (("data", "hub:me/none"), {}, "check its name and revision; a private one wants HF_TOKEN exported"),
+            (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
+            (("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
             (("model", "me/none"), {}, "model me/none cannot be had"),
             (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE"),
             (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and it is not in "),
