@@ -101,7 +101,7 @@ class Bench:
         return [
             "scale=tiny", f"train.steps={steps}", "train.warmup_steps=2", "train.log_every=5", "train.eval_every=10",
             f"data.text={self.folder}/text.jsonl", f"data.validation={self.folder}/validation.jsonl", "data.test=",
-            "data.validation_samples=64", "nodes=1", f"ranks_per_node={RANKS}",
+            "data.validation_samples=24", "nodes=1", f"ranks_per_node={RANKS}",
         ]  # fmt: skip
 
     def ours(self, name: str, steps: int, *more: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     LAUNCHER theirs.py SETTINGS.json
 
-Written anew from what those pages say. Rank 0 prints a JSON object: when steps ended, the losses, the evaluations.
+Written anew from what those pages say. Rank 0 writes found.json: when steps ended, the losses, the last evaluation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 BEGAN = float(os.environ.get("BEGAN", time.time()))
 
 import torch  # noqa: E402
+from accelerate import DistributedType, PartialState  # noqa: E402
 from datasets import Dataset, load_dataset  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
@@ -29,6 +29,7 @@ from transformers import (  # noqa: E402
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    training_args,
 )
 
 
@@ -88,6 +89,11 @@ def analog(model: Any, said: dict[str, Any], clock: Clock) -> Any:  # noqa: ANN4
 def main() -> None:
     """Train, evaluate, save."""
     said = json.loads(Path(sys.argv[1]).read_text())
+    if said["deepspeed"]:
+        # With a word of CPUs the DeepSpeed file is passed over, in silence; without it there must be a GPU.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+        training_args.is_torch_bf16_gpu_available = lambda: True
     tokenizer = AutoTokenizer.from_pretrained(said["tokenizer"])
     clock, masked = Clock(), said["objective"] == "masked"
     arguments = TrainingArguments(
@@ -98,10 +104,9 @@ def main() -> None:
         eval_strategy="steps" if said["eval_every"] else "no", eval_steps=said["eval_every"] or None,
         save_strategy="steps" if said["save_every"] else "no", save_steps=said["save_every"] or 500,
         save_total_limit=2, gradient_checkpointing=said["recompute"], report_to=said["report_to"],
-        deepspeed=said["deepspeed"], disable_tqdm=True, use_cpu=True, ddp_find_unused_parameters=bool(said["analog"]),
+        deepspeed=said["deepspeed"], disable_tqdm=True, use_cpu=not said["deepspeed"],
+        ddp_find_unused_parameters=bool(said["analog"]),
     )  # fmt: skip
-    if said["deepspeed"]:  # which parts a model as it is made, and so must know of all ranks
-        import_module("deepspeed").init_distributed("gloo")
     torch.manual_seed(said["seed"])
     made = AutoConfig.for_model(said["type"], **said["config"])
     model = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(made)
@@ -114,6 +119,8 @@ def main() -> None:
         eval_dataset=evaluated.select(range(min(said["evaluated"], len(evaluated)))),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.15),
     )  # fmt: skip
+    if masked:  # else the loss is that of all passes and ranks together: BERT takes their number, and leaves it unused
+        trainer.model_accepts_loss_kwargs = False
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(Path(said["out"], "final")))

@@ -80,6 +80,17 @@ def test_without_clipping_they_are_beyond_it(run) -> None:
     assert max(float(weight.abs().max() / weight.std()) for weight in linear(ended).values()) > 2.9
 
 
+def test_rows_are_clipped_each_by_its_own_in_every_strategy(run) -> None:
+    """A rank that keeps a part of a weight may have parts of rows."""
+    other = ("clip_type=gaussian_channel", "clip_sigma=1.5", "modifier_type=none", "modifier_std_dev=0")
+    rows = (*SEED, *(f"analog.{word}" for word in other))
+    found = {way: linear(run(2, *rows, *WAYS[way], steps=6).end()) for way in ("ddp", "zero2", "zero3")}
+    for name, weight in found["ddp"].items():
+        assert float((weight.abs().amax(1) / weight.std(1)).max()) < 1.75
+        for way in ("zero2", "zero3"):
+            torch.testing.assert_close(found[way][name], weight, rtol=1e-3, atol=1e-4)
+
+
 def test_input_ranges_follow_the_data_alike_everywhere_and_are_then_learnt(run) -> None:
     followed = {way: run(2, *SEED, *WAYS[way], steps=8).end().weights() for way in ("ddp", "zero2", "zero3")}
     ranges = [name for name in followed["ddp"] if name.endswith("input_range")]

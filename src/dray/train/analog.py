@@ -140,9 +140,8 @@ class Analog:
         for layer, value in zip(self._following, ranges, strict=True):
             self.parallel.write(layer.input_range, value)
         for layer in self.layers if self.sigma else ():
-            weight = self.parallel.read(layer.weight)
-            bound = self.sigma * weight.std(self.dims, keepdim=True)
-            self.parallel.write(layer.weight, weight.clamp(-bound, bound))
+            bound = self.sigma * self.parallel.read(layer.weight).std(self.dims, keepdim=True)
+            self.parallel.clamp(layer.weight, bound)
 
     def _follows(self, layer: Any) -> bool:  # noqa: ANN401  an analog layer
         return bool(self.follows) and bool((layer.input_range_update_idx < self.follows).any())

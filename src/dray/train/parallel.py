@@ -61,7 +61,10 @@ class Parallel(Protocol):
         """All weights, on the first rank."""
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """What the optimizer moves of it, whole and in 32 bits."""
+        """The whole of it, in 32 bits."""
+
+    def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
+        """No part of it beyond this, wherever it is kept; each rank has the same bound, or one for each row."""
 
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Another value for it, wherever it is kept; each rank has the same."""
@@ -237,6 +240,9 @@ class Torch:
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()
+
+    def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
+        weight.data.clamp_(-bound, bound)
 
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
         weight.data.copy_(value)

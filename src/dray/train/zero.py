@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -130,8 +131,25 @@ class Zero:
                 safe_set_local_optimizer_state(weight, _share(values[moment], weight.ds_tensor.numel()), moment)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        whole: torch.Tensor = safe_get_full_fp32_param(weight)
-        return whole.detach()
+        whole: torch.Tensor = safe_get_full_fp32_param(weight) if self._stage == 3 else weight
+        return whole.detach().float()
+
+    def clamp(self, weight: Any, bound: torch.Tensor) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
+        if self._stage < 3:
+            weight.data.clamp_(-bound, bound)
+            mapping = weight._hp_mapping  # of the part that this rank moves, if any
+            if mapping is not None:
+                master, place = mapping.get_hp_fragment(), mapping.lp_fragment_address
+                part = bound.expand_as(weight).flatten().narrow(0, place.start, place.numel).to(master.device)
+                master.data.clamp_(-part, part)
+            return
+        mine = safe_get_local_fp32_param(weight)
+        part = _share(bound.expand(weight.ds_shape), mine.numel()).to(mine.device)
+        mine = mine.clamp(-part, part)
+        safe_set_local_fp32_param(weight, mine)
+        weight.ds_tensor.data.copy_(mine)
+        if weight.data.numel() == weight.ds_numel:  # a small one, which is whole on every rank all the time
+            weight.data.clamp_(-bound, bound)
 
     def write(self, weight: Any, value: torch.Tensor) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
         if self._stage < 3:
@@ -150,7 +168,7 @@ class Zero:
         first = dist.get_rank() == 0
         found = {name: buffer.cpu() for name, buffer in buffers(self.network).items()} if first else {}
         for name, weight in self.network.named_parameters():
-            whole = self.read(weight) if weight.requires_grad else self._still(weight)
+            whole = safe_get_full_fp32_param(weight).detach() if weight.requires_grad else self._still(weight)
             if first:
                 found[name] = whole.cpu()
         return found
