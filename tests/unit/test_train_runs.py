@@ -141,6 +141,15 @@ def test_a_resumed_run_of_deepspeeds_is_the_same_to_the_last_bit(zero: BEGUN, st
     resumed(zero, strategy)
 
 
+def test_a_checkpoint_of_step_0_has_the_first_weights(run: BEGUN) -> None:
+    whole = run(2, "train.steps=4", "checkpoint.at_start=true", "checkpoint.keep=9").end()
+    again = run(2, "train.steps=4", "checkpoint.at_start=true", "model.config.initializer_range=0.5")
+    shutil.copytree(whole.folder / "checkpoints/step-0", again.folder / "checkpoints/step-0")
+    again.end()
+    assert "resumed at step 0" in again.log().read_text()
+    assert again.losses() == whole.losses()
+
+
 def handed_on(first: Run, again: Run, alone: Run) -> None:
     first.end()
     shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")

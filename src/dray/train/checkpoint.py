@@ -47,6 +47,7 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self.newest = 0  # the step of the newest that is whole
+        self.resumed = False
 
     def save(self, step: int, place: Any) -> None:  # noqa: ANN401  any JSON value
         """All ranks together. It is there after `settle`."""
@@ -129,7 +130,7 @@ class Checkpoints:
             if self.parallel.scaler and owns[0]["scaler"]:
                 self.parallel.scaler.load(owns[0]["scaler"])
             self._load(path, said["updates"])
-            self.newest = step
+            self.newest, self.resumed = step, True
             say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []

@@ -93,6 +93,7 @@ class Config:
     attention_stats: bool
     trackers: tuple[str, ...]
     every: tuple[tuple[int, int], ...]
+    at_start: bool
     keep: int
     checkpoints: str
     about: dict[str, Any]
@@ -124,6 +125,7 @@ def read(path: str) -> Config:
         model=Model(**recipe["model"]),
         **train,
         every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
+        at_start=recipe["checkpoint"]["at_start"],
         keep=recipe["checkpoint"]["keep"],
         checkpoints=recipe["checkpoint"]["folder"] or f"{plan['folder']}/checkpoints",
         evaluate={name: Evaluation(**one) for name, one in recipe["evaluate"].items()},

@@ -60,6 +60,8 @@ class Loop:
         """Take the steps that are left, with checkpoints and evaluations between them."""
         config, first = self.config, self.checkpoints.newest
         self.parallel.network.train()
+        if config.at_start and not self.checkpoints.resumed:
+            self.checkpoints.save(0, self.feed.state())
         self.speed.begin(first)
         ahead = self._reader.submit(self._read, first)
         for step in range(first, config.steps):
