@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -26,7 +26,7 @@ from dray.train.parallel import MOMENTS, State, adamw, buffers
 from dray.train.scaler import Scaler, exhausted
 from dray.train.stop import stop
 
-_AT_ONCE = 16  # weights that are read from a checkpoint together
+_AT_ONCE = 1 << 24  # numbers that are brought together, or read from a checkpoint, in one go
 
 
 class Zero:
@@ -95,23 +95,43 @@ class Zero:
         return torch.as_tensor(self._engine.get_global_grad_norm() or 0.0, device=self.device)
 
     def state(self) -> State:
-        """Whole tensors, brought together one by one; each rank keeps its share of them."""
-        mine, count = dist.get_rank(), dist.get_world_size()
         others = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers(self.network).items()}
-        found: State = {"weights": {}, **{moment: {} for moment in MOMENTS}, "others": others if mine == 0 else {}}
-        for number, (name, weight) in enumerate(self._named):
-            wholes = {"weights": safe_get_full_fp32_param(weight)}
-            wholes |= {moment: safe_get_full_optimizer_state(weight, moment) for moment in MOMENTS}
-            if number % count == mine:
-                for kind, whole in wholes.items():
-                    found[kind][name] = whole.detach().to("cpu", copy=True)
+        found = self._gathered(("weights", *MOMENTS), dist.get_world_size())
+        return {**found, "others": others if dist.get_rank() == 0 else {}}
+
+    def _gathered(self, kinds: tuple[str, ...], owners: int) -> State:
+        """Whole tensors, brought together many at a time, each at one of the first ranks alone."""
+        found: State = {kind: {} for kind in kinds}
+        wanted = [(kind, name, weight) for name, weight in self._named for kind in kinds]
+        limit = min(_AT_ONCE, -(-sum(_shape(weight).numel() for *_, weight in wanted) // owners))
+        for number, some in enumerate(_heaps(wanted, limit)):
+            sizes = [_shape(weight).numel() for *_, weight in some]
+            heap = torch.zeros(sum(sizes), device=self.device)
+            places = torch.split(heap, sizes)
+            for (kind, _, weight), place in zip(some, places, strict=True):
+                start, mine = self._mine(weight, kind)
+                place[start : start + mine.numel()].copy_(mine[: max(place.numel() - start, 0)])
+            dist.reduce(heap, number % owners)
+            if dist.get_rank() == number % owners:
+                for (kind, name, weight), place in zip(some, places, strict=True):
+                    found[kind][name] = place.view(_shape(weight)).to("cpu", copy=True)
         return found
+
+    def _mine(self, weight: Any, kind: str) -> tuple[int, torch.Tensor]:  # noqa: ANN401  a weight with DeepSpeed's names
+        """Where this rank's part begins in the flattened tensor, and the part; the last may go beyond the end."""
+        if self._stage < 3:
+            part = weight._hp_mapping
+            if part is None:
+                return 0, torch.empty(0)
+            return part.lp_fragment_address.start, part.get_hp_fragment(None if kind == "weights" else kind).data
+        found = safe_get_local_fp32_param(weight) if kind == "weights" else safe_get_local_optimizer_state(weight, kind)
+        mine: torch.Tensor = found.detach().flatten()
+        return dist.get_rank() * mine.numel(), mine
 
     def load(self, read: Callable[[State], None], updates: int) -> None:
         read({"others": buffers(self.network)})
-        for begin in range(0, len(self._named), _AT_ONCE):
-            some = self._named[begin : begin + _AT_ONCE]
-            room = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in some}
+        for some in _heaps(self._named, _AT_ONCE):
+            room = {name: _shape(weight) for name, weight in some}
             state = {kind: {name: torch.empty(room[name]) for name in room} for kind in ("weights", *MOMENTS)}
             read(state)
             for name, weight in some:
@@ -135,20 +155,13 @@ class Zero:
         return whole.detach().float()
 
     def clamp(self, weight: Any, bound: torch.Tensor) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
-        if self._stage < 3:
-            weight.data.clamp_(-bound, bound)
-            mapping = weight._hp_mapping  # of the part that this rank moves, if any
-            if mapping is not None:
-                master, place = mapping.get_hp_fragment(), mapping.lp_fragment_address
-                part = bound.expand_as(weight).flatten().narrow(0, place.start, place.numel).to(master.device)
-                master.data.clamp_(-part, part)
-            return
-        mine = safe_get_local_fp32_param(weight)
-        part = _share(bound.expand(weight.ds_shape), mine.numel()).to(mine.device)
-        mine = mine.clamp(-part, part)
-        safe_set_local_fp32_param(weight, mine)
-        weight.ds_tensor.data.copy_(mine)
-        if weight.data.numel() == weight.ds_numel:  # a small one, which is whole on every rank all the time
+        start, mine = self._mine(weight, "weights")
+        part = bound.expand(_shape(weight)).flatten()[start : start + mine.numel()].to(mine.device)
+        mine[: part.numel()].clamp_(-part, part)
+        if self._stage == 3:
+            safe_set_local_fp32_param(weight, mine)
+            weight.ds_tensor.data.copy_(mine)
+        if weight.data.numel() == _shape(weight).numel():  # else it is whole on no rank now
             weight.data.clamp_(-bound, bound)
 
     def write(self, weight: Any, value: torch.Tensor) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
@@ -165,13 +178,13 @@ class Zero:
             weight.data.copy_(value.view_as(weight.data))
 
     def weights(self) -> dict[str, torch.Tensor]:
+        found = self._gathered(("weights",), 1)["weights"]
         first = dist.get_rank() == 0
-        found = {name: buffer.cpu() for name, buffer in buffers(self.network).items()} if first else {}
         for name, weight in self.network.named_parameters():
-            whole = safe_get_full_fp32_param(weight).detach() if weight.requires_grad else self._still(weight)
-            if first:
-                found[name] = whole.cpu()
-        return found
+            still = None if weight.requires_grad else self._still(weight)
+            if first and still is not None:
+                found[name] = still.cpu()
+        return {**found, **{name: buffer.cpu() for name, buffer in buffers(self.network).items()}} if first else {}
 
     def _still(self, weight: torch.nn.Parameter) -> torch.Tensor:
         """One that nobody moves, which has no other copy."""
@@ -179,6 +192,26 @@ class Zero:
             return weight.detach()
         with deepspeed.zero.GatheredParameters([weight]):
             return weight.detach().clone()
+
+
+def _shape(weight: Any) -> torch.Size:  # noqa: ANN401  a weight with DeepSpeed's names
+    """Of the whole, which may be parted."""
+    shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
+    return shape
+
+
+def _heaps(wanted: list[Any], limit: int) -> Iterator[list[Any]]:
+    """Tuples that end with a weight: as many together as have so many numbers, and one at least."""
+    heap: list[Any] = []
+    size = 0
+    for one in wanted:
+        if heap and size + _shape(one[-1]).numel() > limit:
+            yield heap
+            heap, size = [], 0
+        heap.append(one)
+        size += _shape(one[-1]).numel()
+    if heap:
+        yield heap
 
 
 def _share(whole: torch.Tensor, length: int) -> torch.Tensor:
