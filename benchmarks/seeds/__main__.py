@@ -70,10 +70,11 @@ class Bench:
             "open(sys.argv[1] + '/validation.jsonl', 'w').writelines(rows[border:])\n"
         )
         self.inside(["python3", "-c", made, str(folder)])
-        self.recipes = folder / "recipes"  # with a number of steps in place of passes over the text
+        self.recipes = folder / "recipes"  # less what the other side does not do here: passes, and more evaluations
         shutil.copytree(ROOT / "recipes", self.recipes)
         for recipe in self.recipes.glob("*.toml"):
-            recipe.write_text(re.sub(r"^epochs = .*\n", "", recipe.read_text(), flags=re.MULTILINE))
+            text = re.sub(r"^\[(tiny\.)?evaluate\..*\n((?!\[).*\n)*", "", recipe.read_text(), flags=re.MULTILINE)
+            recipe.write_text(re.sub(r"^(epochs|attention_stats) = .*\n", "", text, flags=re.MULTILINE))
 
     def inside(self, argv: list[str]) -> tuple[float, float]:
         """When it began, and how many seconds it took, the container's start included."""
