@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tiny]" in path.read_text())
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, ("sbatch", "submit")[at % 2]) for at, name in enumerate(SCALED)])
+@pytest.mark.parametrize(("name", "way"), [(name, ("submit", "sbatch")[at % 2]) for at, name in enumerate(SCALED)])
 def test_a_recipe_is_walked_to_its_end(sbatch, submit, name: str, way: str) -> None:
     """Each in one of the two ways that lead to the same plan."""
     words = (f"recipes/{name}.toml", "scale=tiny", "preflight.when=never")
