@@ -119,14 +119,14 @@ def main() -> None:
         eval_dataset=evaluated.select(range(min(said["evaluated"], len(evaluated)))),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.15),
     )  # fmt: skip
-    if masked:  # else the loss is that of all passes and ranks together: BERT takes their number, and leaves it unused
+    if masked:  # Trainer leaves the division by num_items_in_batch to the model; BERT takes the argument and ignores it
         trainer.model_accepts_loss_kwargs = False
     trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(Path(said["out"], "final")))
     if trainer.is_world_process_zero():
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        found = {"ends": clock.ends, "losses": [float(loss) for loss in losses], "evaluation": float(loss)}
+        evaluations = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+        found = {"ends": clock.ends, "losses": [float(loss) for loss in losses], "evaluation": float(evaluations[-1])}
         Path(said["out"], "found.json").write_text(json.dumps(found))
 
 

@@ -201,7 +201,8 @@ class Checkpoint(Spec):
     """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever. A
     number alone is for ever. Left out: none before the end."""
     at_start: bool = False
-    """Whether there is one of step 0, too: the weights as they were before they learnt anything."""
+    """Whether there is one of step 0, too: the weights before they learnt anything. It goes as others do, when there
+    are `keep` newer ones."""
     keep: Count = 2
     """How many of the newest stay."""
     folder: str = ""

@@ -47,7 +47,7 @@ def main(path: str) -> None:
     task = objective.task(config, tokenizer, words.ended(tokenizer))
     checkpoints = Checkpoints(config, shared, text=texts.training.text, group=patient)
     texts.training.load(checkpoints.resume())
-    first = checkpoints.newest
+    first = checkpoints.newest or 0
     _began(config, metrics, (parameters, trained), texts, first)
 
     evaluator = Evaluator(config, tokenizer, shared, task, metrics)

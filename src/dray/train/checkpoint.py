@@ -46,8 +46,7 @@ class Checkpoints:
         self._group = group
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
-        self.newest = 0  # the step of the newest that is whole
-        self.resumed = False
+        self.newest: int | None = None  # the step of the newest that is whole
 
     def save(self, step: int, place: Any) -> None:  # noqa: ANN401  any JSON value
         """All ranks together. It is there after `settle`."""
@@ -79,7 +78,8 @@ class Checkpoints:
 
     def said(self) -> str:
         """What there is to go on from."""
-        return f"the newest checkpoint is of step {self.newest}" if self.newest else "there is no checkpoint yet"
+        there = self.newest is not None
+        return f"the newest checkpoint is of step {self.newest}" if there else "there is no checkpoint yet"
 
     def _cannot(self, error: BaseException) -> NoReturn:
         stop(
@@ -130,7 +130,7 @@ class Checkpoints:
             if self.parallel.scaler and owns[0]["scaler"]:
                 self.parallel.scaler.load(owns[0]["scaler"])
             self._load(path, said["updates"])
-            self.newest, self.resumed = step, True
+            self.newest = step
             say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []

@@ -58,9 +58,9 @@ class Loop:
 
     def run(self, evaluate: Callable[[int], None]) -> None:
         """Take the steps that are left, with checkpoints and evaluations between them."""
-        config, first = self.config, self.checkpoints.newest
+        config, first = self.config, self.checkpoints.newest or 0
         self.parallel.network.train()
-        if config.at_start and not self.checkpoints.resumed:
+        if config.at_start and self.checkpoints.newest is None:
             self.checkpoints.save(0, self.feed.state())
         self.speed.begin(first)
         ahead = self._reader.submit(self._read, first)

@@ -64,7 +64,7 @@ class Parallel(Protocol):
         """The whole of it, in 32 bits."""
 
     def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
-        """No part of it beyond this, wherever it is kept; each rank has the same bound, or one for each row."""
+        """No part of it beyond this, wherever it is kept; the bound is one number, or one for each row."""
 
     def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Another value for it, wherever it is kept; each rank has the same."""

@@ -26,7 +26,8 @@ from dray.train.parallel import MOMENTS, State, adamw, buffers
 from dray.train.scaler import Scaler, exhausted
 from dray.train.stop import stop
 
-_AT_ONCE = 1 << 24  # numbers that are brought together, or read from a checkpoint, in one go
+_TOGETHER = 1 << 24  # numbers that are summed over ranks in one go
+_READ = 1 << 26  # weights that are read from a checkpoint in one go, each with its two averages
 
 
 class Zero:
@@ -103,7 +104,7 @@ class Zero:
         """Whole tensors, brought together many at a time, each at one of the first ranks alone."""
         found: State = {kind: {} for kind in kinds}
         wanted = [(kind, name, weight) for name, weight in self._named for kind in kinds]
-        limit = min(_AT_ONCE, -(-sum(_shape(weight).numel() for *_, weight in wanted) // owners))
+        limit = min(_TOGETHER, -(-sum(_shape(weight).numel() for *_, weight in wanted) // owners))
         for number, some in enumerate(_heaps(wanted, limit)):
             sizes = [_shape(weight).numel() for *_, weight in some]
             heap = torch.zeros(sum(sizes), device=self.device)
@@ -130,7 +131,7 @@ class Zero:
 
     def load(self, read: Callable[[State], None], updates: int) -> None:
         read({"others": buffers(self.network)})
-        for some in _heaps(self._named, _AT_ONCE):
+        for some in _heaps(self._named, _READ):
             room = {name: _shape(weight) for name, weight in some}
             state = {kind: {name: torch.empty(room[name]) for name in room} for kind in ("weights", *MOMENTS)}
             read(state)
@@ -156,8 +157,11 @@ class Zero:
 
     def clamp(self, weight: Any, bound: torch.Tensor) -> None:  # noqa: ANN401  a weight with DeepSpeed's names
         start, mine = self._mine(weight, "weights")
-        part = bound.expand(_shape(weight)).flatten()[start : start + mine.numel()].to(mine.device)
-        mine[: part.numel()].clamp_(-part, part)
+        limit, end = bound.flatten().to(mine.device), mine.numel()
+        if limit.numel() > 1:  # one for each row
+            limit = limit[:, None].expand(_shape(weight)).flatten()[start : start + end]
+            end = limit.numel()
+        mine[:end].clamp_(-limit, limit)
         if self._stage == 3:
             safe_set_local_fp32_param(weight, mine)
             weight.ds_tensor.data.copy_(mine)
