@@ -1,6 +1,6 @@
 """dray beside the ways that people come from, each recipe's tiny form in turn with its tutorial's, on this machine.
 
-    .venv/bin/python benchmarks/seeds [ROUNDS [STEPS [RECIPE...]]]
+    .venv/bin/python benchmarks/seeds [ROUNDS [STEPS [RECIPE...]]]   STEPS: a multiple of 10
     .venv/bin/python benchmarks/seeds scaling [ROUNDS]         the scaling table of ULHPC's tutorial: 1, 2 and 4 ranks
 
 It wants Docker with the image dray:cpu, in which both sides run: a container of two cores for each training, two ranks

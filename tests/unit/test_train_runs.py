@@ -307,9 +307,13 @@ def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(r
     assert [path.name for path in (other.folder / "checkpoints").iterdir() if path.name[-1].isdigit()] == ["step-1"]
 
 
-def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN) -> None:
-    other = run(2, "train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.log_every=7", "train.eval_every=3")
-    assert "  found:  NaN or Inf at step 2, on rank 0, 1; there is no checkpoint yet\n" in other.end(code=1).said()
+@pytest.mark.parametrize(
+    ("first", "there"), [("false", "there is no checkpoint yet"), ("true", "the newest checkpoint is of step 0")]
+)
+def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN, first: str, there: str) -> None:
+    words = ("train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.log_every=7", "train.eval_every=3")
+    said = run(2, *words, f"checkpoint.at_start={first}").end(code=1).said()
+    assert f"  found:  NaN or Inf at step 2, on rank 0, 1; {there}\n" in said
 
 
 def test_a_model_that_cannot_be_is_told_before_the_text_is_read(run: BEGUN, tmp_path: Path) -> None:

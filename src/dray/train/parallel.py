@@ -61,7 +61,7 @@ class Parallel(Protocol):
         """All weights, on the first rank."""
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """The whole of it, in 32 bits."""
+        """The whole of it, as the model has it, in 32 bits."""
 
     def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
         """No part of it beyond this, wherever it is kept; the bound is one number, or one for each row."""
