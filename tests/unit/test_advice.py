@@ -99,3 +99,8 @@ def test_a_recipe_of_dray_is_found_from_everywhere(tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "dray", "recipe", "check", name]
         ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stdout.startswith(f"{ROOT}/recipes/smoke-cpu.toml: good")) == (0, True)
+    argv = [sys.executable, "-m", "dray", "recipe", "check", "smoke-cpo"]
+    ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.stderr.startswith(
+        f"dray: recipe {ROOT}/recipes/smoke-cpo.toml does not exist\n  fix:    did you mean `smoke-cpu.toml`?"
+    )

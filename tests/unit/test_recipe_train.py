@@ -22,6 +22,8 @@ def told(*words: str) -> str:
         (("train.steps=5", "train.epochs=2"), "both are set: steps = 5, epochs = 2.0"),
         (("train.steps=5", "train.warmup_steps=6"), "warmup_steps = 6 is more than steps = 5"),
         (("train.steps=5", "train.final_lr=1.0"), "final_lr = 1.0 is more than lr = 0.01"),
+        (("train.steps=5", "train.cycles=3"), "cycles = 3 is of schedule restarts, and it is cosine"),
+        (("train.steps=5", "train.power=2"), "power = 2.0 is of schedule polynomial, and it is cosine"),
         (("train.steps=5", "train.offload=all"), "offload = all wants strategy zero3, and it is ddp"),
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "wants strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),

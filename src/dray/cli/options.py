@@ -25,12 +25,16 @@ Launcher = Annotated[str, typer.Option(help="torchrun, accelerate, deepspeed or 
 
 
 def found(path: Path) -> Path:
-    """A recipe's file as it is named here, or from the checkout: recipes/NAME.toml, or NAME as `recipe list` has it."""
+    """A recipe's file as it is named here, or from the checkout: recipes/NAME.toml, or NAME as `recipe list` has it.
+
+    What is none is taken for a misspelt file, or for a misspelt NAME.
+    """
     with suppress(OSError):  # a name that no file can have, which reading it says
         if not path.exists():
             ours = checkout.root()
             there = (ours / path, ours / "recipes" / f"{path}.toml")
-            return next((file for file in there if file.is_file()), path)
+            name = len(path.parts) == 1 and path.suffix != ".toml"
+            return next((file for file in there if file.is_file()), there[1] if name else path)
     return path
 
 

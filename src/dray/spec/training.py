@@ -148,6 +148,9 @@ class Train(Spec):
             raise ValueError(f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}")
         if self.steps is not None and self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}")
+        for name, value, schedule in (("power", self.power, "polynomial"), ("cycles", self.cycles, "restarts")):
+            if value != 1 and self.schedule != schedule:
+                raise ValueError(f"{name} = {value} is of schedule {schedule}, and it is {self.schedule}")
         if self.final_lr > self.lr:
             raise ValueError(f"final_lr = {self.final_lr} is more than lr = {self.lr}")
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
