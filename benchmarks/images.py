@@ -17,8 +17,9 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import checkout, dockerd, process
+from dray import dockerd, process
 from dray.cluster.desk import Desk
+from dray.config import checkout
 from dray.images import builder, inputs, place, siffile, squash, tools
 from dray.images.inputs import Source
 from dray.images.rootfs import PROGRAM, ROOTFS

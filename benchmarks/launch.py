@@ -18,11 +18,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from dray import __version__, checkout, launchers, render
+from dray import __version__, render
+from dray.config import checkout
+from dray.config.site import Site
 from dray.facts import Facts
-from dray.plan import plan
+from dray.planning import launchers
+from dray.planning.plan import plan
 from dray.runs import local, write
-from dray.spec.site import Site
 
 # A rank writes when its first line ran, and when the ranks have added up their first tensor.
 SCRIPT = """import os, time

@@ -14,12 +14,14 @@ import time
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
-from dray import checkout, dockerd, lint
+from dray import dockerd
 from dray.cluster.desk import Desk
+from dray.config import checkout
+from dray.config.site import Site
 from dray.facts import Facts
-from dray.plan import plan
+from dray.fitness import lint
+from dray.planning.plan import plan
 from dray.runs import write
-from dray.spec.site import Site
 
 SHORT = ["train.steps=2", "train.warmup_steps=0", "train.log_every=1"]
 SUBMIT = """

@@ -17,7 +17,7 @@ ALL = os.environ.get("DRAY_TEST_ALL") == "1"
 
 def _engine() -> str | None:
     from dray import dockerd
-    from dray.errors import DrayError
+    from dray.contract.findings import DrayError
 
     try:
         dockerd.client().close()

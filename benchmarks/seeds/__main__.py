@@ -22,9 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dray import launchers
+from dray.config.recipe import Recipe
+from dray.planning import launchers
 from dray.runs.write import read_recipe
-from dray.spec.recipe import Recipe
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

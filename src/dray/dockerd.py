@@ -15,7 +15,7 @@ from typing import Any
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
-from dray.errors import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 _DEFAULT_HOST = "unix:///var/run/docker.sock"
 # One silent step of a build (an unpacking, a compile) may take this long before its next line.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.hostlist import expand
 
 _VARIABLE = "variable."

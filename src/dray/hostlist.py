@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import prod
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 
 LIMIT = 65_536
 """Hosts in one list. Slurm takes no more in one range, and no cluster has as many."""

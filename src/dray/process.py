@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dray.errors import DrayError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 
 
 @dataclass(frozen=True, kw_only=True)

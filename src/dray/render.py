@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 
-from dray import engines, environ
+from dray import engines
+from dray.config.recipe import Recipe
+from dray.config.site import Site
 from dray.engines import places, pyxis, stage
 from dray.engines.docker import DEVICES
 from dray.engines.words import OnNode
-from dray.plan import Plan
-from dray.spec.recipe import Recipe
-from dray.spec.site import Site
+from dray.planning import environment
+from dray.planning.plan import Plan
 
 _START = """\
 # What was compiled on this node goes when it has ended.
@@ -87,7 +88,7 @@ def node_script(plan: Plan) -> str:
     start = " \\\n  ".join(_word(word) for word in _start(plan))
     if not plan.by_slurm:  # dray run waits for the nodes, and cleans up after them
         return "\n".join([*lines, "", f"exec {start}", ""])
-    words = {"scratch": shlex.quote(environ.scratch(plan.run)), "unstage": "unstage; " if plan.stage else ""}
+    words = {"scratch": shlex.quote(environment.scratch(plan.run)), "unstage": "unstage; " if plan.stage else ""}
     return "\n".join([*lines, "", _START.format(**words, start=start)])
 
 

@@ -16,7 +16,7 @@ import pytest
 from docker.types import Mount
 
 from dray import __version__, dockerd
-from dray.errors import UnfitError
+from dray.contract.findings import UnfitError
 from dray.images import builder, container, lock, record, verify
 
 ROOT = Path(__file__).resolve().parents[2]

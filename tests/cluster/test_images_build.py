@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dray import dockerd
-from dray.errors import UnfitError
+from dray.contract.findings import UnfitError
 from dray.images import builder, siffile, tools
 
 ROOT = Path(__file__).resolve().parents[2]

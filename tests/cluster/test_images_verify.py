@@ -14,7 +14,7 @@ from docker.types import Mount
 
 from dray import dockerd, process
 from dray.cli import image_look
-from dray.errors import ConfigError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images import builder, container, contents, record, siffile, tools, verify
 from dray.images.record import File, Record
 

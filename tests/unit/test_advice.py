@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dray import sites
+from dray.config import sites
 from dray.facts import Facts
-from dray.runs import advice
+from dray.planning import advice
 from dray.runs.write import decide, read_recipe
 
 ROOT = Path(__file__).parents[2]

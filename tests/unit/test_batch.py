@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dray.batch import divide
-from dray.errors import ConfigError
-from dray.spec.training import Batch
+from dray.config.training import Batch
+from dray.contract.findings import ConfigError
+from dray.planning.batch import divide
 
 
 @pytest.mark.parametrize(

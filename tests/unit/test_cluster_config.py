@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dray.cluster.config import Size, slurm_files
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 
 SLURM_CONF = """\
 ClusterName=desk

@@ -11,7 +11,7 @@ import pytest
 from docker.errors import ImageNotFound
 
 from dray import dockerd
-from dray.errors import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.runs.write import read_recipe
-from dray.spec.recipe import Recipe
 from trainings import ROOT
 
 GIVEN = {

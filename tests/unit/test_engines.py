@@ -14,11 +14,11 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray import render
-from dray.errors import ConfigError
+from dray.config.site import Fabric, Site, SiteBind
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.plan import Plan, plan
+from dray.planning.plan import Plan, plan
 from dray.runs.write import read_recipe
-from dray.spec.site import Fabric, Site, SiteBind
 
 IMAGE = bytes(range(256)) * 8
 

@@ -9,7 +9,8 @@ from ClusterShell.NodeSet import NodeSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dray.errors import EXIT_CONFIG, ConfigError
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError
 from dray.hostlist import LIMIT, expand
 
 # What `scontrol show hostnames` of Slurm 24.11.5 prints.
@@ -117,7 +118,7 @@ DIGIT = "look for a digit too many"
 def test_a_malformed_list_is_refused(text: str, problem: str, column: int, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         expand(text)
-    assert refused.value.exit_code == EXIT_CONFIG
+    assert refused.value.exit_code == exit_codes.CONFIG
     assert str(refused.value) == (
         f"malformed host list: {problem}\n"
         f"  where:  column {column}\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
 from dray.runs.write import decide, read_recipe
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli import image_look
-from dray.errors import DrayError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 from dray.images import contents, siffile
 from dray.images.contents import Entry
 

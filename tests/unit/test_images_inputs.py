@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError
+from dray.config.image import Image
+from dray.config.model import load
+from dray.contract.findings import ConfigError
 from dray.images import debs, inputs, lock
 from dray.images.inputs import Source
-from dray.spec.image import Image
-from dray.spec.model import load
 
 HOSTILE = "p a$s'\"`id`;\\"
 VARIANTS = ("cpu", "cuda", "cuda12", "rocm")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError, DrayError, UnfitError
+from dray.config.image import Image, Vendor
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import lock
-from dray.spec.image import Image, Vendor
 
 CPU = {"version": "2.0+cpu", "sha256": ["c" * 64]}
 ROCM = {"version": "2.0+rocm6", "sha256": ["a" * 64]}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dray.errors import DrayError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 from dray.images.log import build_log
 
 # Of another filesystem than any folder of a test.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import base as bases
 from dray.images import build, container, layer, rootfs, squash
 from dray.images.builder import BuildError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.images import siffile
 
 EPOCH = 1_700_000_000

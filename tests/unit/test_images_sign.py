@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dray.cli import image_look
-from dray.errors import DrayError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 from dray.images import record, siffile, sign
 from dray.images.record import File, Record
 

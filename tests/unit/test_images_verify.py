@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from dray.cli import image_look
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.images import diff, look, place, record, siffile, verify
 from dray.images.record import File, Record
 

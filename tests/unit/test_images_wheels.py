@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError, DrayError, UnfitError
+from dray.config.image import Image, Vendor
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import pip, wheels
-from dray.spec.image import Image, Vendor
 
 INDEX = "https://download.pytorch.org/whl/rocm6.4"
 NOWHERE = "ERROR: No matching distribution found for"
@@ -132,13 +132,13 @@ def test_wrong_hash_names_the_package(index, fetch, tmp_path):
     got = wheel(index, "tiny")
     with pytest.raises(DrayError) as raised:
         fetch(f"tiny==1.0 --hash=sha256:{'0' * 64}\n")
-    found = raised.value.details.pop("found").splitlines()
+    found = raised.value.finding.found.splitlines()
     assert found[0].startswith("    tiny==1.0 from file://")
     assert found[1:] == [f"        Expected sha256 {'0' * 64}", f"             Got        {got}"]
     assert raised.value.problem == "a fetched file is not the one that is locked"
-    assert raised.value.details == {
-        "fix": "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
-    }
+    assert raised.value.finding.fix == (
+        "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
+    )
     assert list((tmp_path / "wheels").iterdir()) == []
 
 

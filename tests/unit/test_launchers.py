@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dray import launchers
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
+from dray.planning import launchers
 from dray.runs.write import read_recipe
 
 JOB = {"python": "python3", "folder": "/my runs/r1", "hosts": ("n1", "n2"), "each": 4, "port": 20017, "restarts": 0}

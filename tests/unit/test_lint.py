@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from dray import lint
+from dray.config.site import Site, SiteVariable
 from dray.facts import Facts
-from dray.plan import Plan, plan
+from dray.fitness import lint
+from dray.planning.plan import Plan, plan
 from dray.runs.write import read_recipe
-from dray.spec.site import Site, SiteVariable
 
 
 def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, gpus: int = 0) -> Plan:

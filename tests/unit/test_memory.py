@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dray import memory
+from dray.planning import memory
 from dray.runs.write import read_recipe
 
 ROOT = Path(__file__).parents[2]

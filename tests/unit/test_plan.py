@@ -11,11 +11,11 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray import render
-from dray.errors import ConfigError
+from dray.config.site import Site, SiteBind, SiteVariable
+from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.plan import Plan, plan
+from dray.planning.plan import Plan, plan
 from dray.runs.write import read_recipe
-from dray.spec.site import Site, SiteBind, SiteVariable
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HOSTILE = """a b,c:d'"$(touch pwned);`touch pwned`\\*?é"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.runs.write import read_recipe
 from trainings import ROOT
 

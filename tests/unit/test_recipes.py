@@ -11,14 +11,15 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from dray import render, sites
-from dray.batch import divide
-from dray.errors import ConfigError
+from dray import render
+from dray.config import sites
+from dray.config.model import load
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.plan import plan
+from dray.planning.batch import divide
+from dray.planning.plan import plan
 from dray.runs.write import read_recipe
-from dray.spec.model import load
-from dray.spec.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"

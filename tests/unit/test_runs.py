@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dray.errors import ConfigError
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import place
 from dray.images import record as records
@@ -18,7 +19,6 @@ from dray.runs import write as writing
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, create, new_id
 from dray.runs.write import read_recipe, write
-from dray.spec.recipe import Recipe
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", port=20017

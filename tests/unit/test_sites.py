@@ -11,13 +11,15 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from dray import render, sitefile, sites
-from dray.errors import ConfigError
+from dray import render
+from dray.config import sites
+from dray.config.model import load
+from dray.config.site import Fabric, Site, SiteBind, SiteVariable
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.plan import plan
+from dray.fitness import site_file
+from dray.planning.plan import plan
 from dray.runs.write import read_recipe
-from dray.spec.model import load
-from dray.spec.site import Fabric, Site, SiteBind, SiteVariable
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OURS = sorted((Path(__file__).parents[2] / "slurm" / "sites").glob("*.toml"))
@@ -302,9 +304,9 @@ class TestNew:
         monkeypatch.setenv("PATH", "")
         for name in ("hsn0", "hsn1", "eth0"):
             (tmp_path / "sys/class/net" / name).mkdir(parents=True)
-        seen = sitefile.see({}, tmp_path)
+        seen = site_file.see({}, tmp_path)
         assert (seen.kind, seen.interfaces, seen.cluster) == ("slingshot", ("hsn0", "hsn1"), "")
-        written = sitefile.text("x", seen)
+        written = site_file.text("x", seen)
         (tmp_path / "x.toml").write_text(written)
         assert load(Site, tmp_path / "x.toml").fabric.transport == ("cxi",)
 

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from dray import __version__
-from dray.errors import DrayError
+from dray.contract.findings import DrayError
 
 app = typer.Typer(
     name="dray",

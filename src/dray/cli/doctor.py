@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from dray import doctor as look
-from dray import sites
 from dray.cli.options import Site
-from dray.errors import EXIT_UNFIT
+from dray.config import sites
+from dray.contract import exit_codes
+from dray.fitness import doctor as look
 from dray.runs import submit
 
 _MARKS = {"ok": "ok   ", "note": "note ", "wrong": "WRONG"}
@@ -31,4 +31,4 @@ def doctor(site: Site = "", as_json: Annotated[bool, typer.Option("--json", help
             if item.fix:
                 print(f"      fix: {item.fix}")
     if any(item.state == "wrong" for item in items):
-        raise typer.Exit(EXIT_UNFIT)
+        raise typer.Exit(exit_codes.UNFIT)

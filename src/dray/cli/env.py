@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from dray import checkout, lint
 from dray.cli.options import GpusPerNode, Launcher, Nodes, Site, Words, chosen
 from dray.cli.plan import assumed
-from dray.errors import EXIT_CONFIG
+from dray.config import checkout
+from dray.contract import exit_codes
+from dray.fitness import lint
 from dray.images import inputs
 from dray.runs import write
 
@@ -54,4 +55,4 @@ def check(
         )
         print(f"{plan.reasons['site']}; {len(plan.env)} variables inside: {counts}")
     if any(one.verdict == "error" for one in found):
-        raise typer.Exit(EXIT_CONFIG)
+        raise typer.Exit(exit_codes.CONFIG)

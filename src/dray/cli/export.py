@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from dray.cli.run import Engine
-from dray.errors import ConfigError
-from dray.plan import Plan
+from dray.contract.findings import ConfigError
+from dray.planning.plan import Plan
 from dray.runs import desk
 from dray.runs.paths import existing
 

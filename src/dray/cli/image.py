@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from dray import checkout
 from dray.cli import image_lock, image_look
-from dray.errors import ConfigError
+from dray.config import checkout
+from dray.contract.findings import ConfigError
 from dray.images import build as make
 from dray.images import builder, bundle, inputs, place
 from dray.images.log import build_log

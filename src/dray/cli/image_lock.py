@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from dray import checkout
-from dray.errors import ConfigError
+from dray.config import checkout
+from dray.contract.findings import ConfigError
 from dray.images import base as base_files
 from dray.images import debs, inputs
 from dray.images import lock as locks

@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dray import checkout
-from dray.errors import ConfigError
+from dray.config import checkout
+from dray.config.image import Variant
+from dray.contract.findings import ConfigError
 from dray.images import contents, look, place, siffile
 from dray.images import diff as differences
 from dray.images import sign as signatures
 from dray.images import verify as identity
-from dray.spec.image import Variant
 
 _TOP = 15
 

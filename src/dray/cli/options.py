@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from dray import checkout
-from dray.errors import ConfigError
+from dray.config import checkout
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.runs import write
-from dray.spec.recipe import Recipe
 
 Words = Annotated[
     list[str] | None,

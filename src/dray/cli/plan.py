@@ -9,15 +9,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray import checkout, facts, lint, render, sites
+from dray import facts, render
 from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
-from dray.errors import ConfigError
+from dray.config import checkout, sites
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.fitness import lint
 from dray.images import place
-from dray.runs import advice, local, sizes, write
+from dray.planning import advice, sizes
+from dray.runs import local, write
 from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id
-from dray.spec.recipe import Recipe
 
 ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 

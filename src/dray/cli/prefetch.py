@@ -10,7 +10,7 @@ import typer
 
 from dray.cli.options import Overrides, RecipeFile
 from dray.cli.run import Engine
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.runs import desk, hub
 from dray.runs.write import read_recipe
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dray.cli.run import Engine
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.runs import desk, hub
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from dray import checkout
-from dray.batch import divide
 from dray.cli.options import Overrides, RecipeFile
+from dray.config import checkout
+from dray.config.model import Spec, load
+from dray.config.recipe import Recipe
+from dray.config.schema import Schema
+from dray.planning.batch import divide
 from dray.runs.write import read_recipe
-from dray.spec.model import Spec, load
-from dray.spec.recipe import Recipe
-from dray.spec.schema import Schema
 
 app = typer.Typer(no_args_is_help=True, help="Check recipes, and see what they may say.")
 

@@ -10,7 +10,7 @@ import typer
 
 from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.progress import Progress
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, default_runs

@@ -12,14 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from dray import checkout, process, sitefile, sites
+from dray import process
 from dray.cli.recipe import show_keys
-from dray.errors import ConfigError, DrayError, UnfitError
+from dray.config import checkout, model, sites
+from dray.config.image import ACCELERATORS
+from dray.config.site import Site
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.fitness import site_file
 from dray.images import place
 from dray.runs import submit
-from dray.spec import model
-from dray.spec.image import ACCELERATORS
-from dray.spec.site import Site
 
 app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their files, or write one.")
 
@@ -97,15 +98,15 @@ def new(
     show_only: Annotated[bool, typer.Option("--print", help="Print it and write nothing.")] = False,
 ) -> None:
     """Write a site file from what this machine shows. Run it on a login node, better on a compute node."""
-    seen = sitefile.see(os.environ)
+    seen = site_file.see(os.environ)
     wanted = name or re.sub("[^a-z0-9._-]", "-", (seen.cluster or socket.gethostname()).lower())
-    written = sitefile.text(wanted, seen)
+    written = site_file.text(wanted, seen)
     if show_only:
         print(written, end="")
         return
     model.check(Site, tomllib.loads(written), what="the site file")  # before it is where all verbs read it
     try:
-        path = sitefile.place(sites.own(), wanted, written)
+        path = site_file.place(sites.own(), wanted, written)
     except OSError as error:
         raise ConfigError(
             "the site file cannot be written",

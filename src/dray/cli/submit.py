@@ -10,13 +10,16 @@ from typing import Annotated
 
 import typer
 
-from dray import checkout, lint, render, sites
+from dray import render
 from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.plan import ASSUMED, assumed
-from dray.errors import ConfigError
+from dray.config import checkout, sites
+from dray.contract.findings import ConfigError
+from dray.fitness import lint
 from dray.images import place
-from dray.runs import advice, sizes, write
+from dray.planning import advice, sizes
 from dray.runs import submit as queue
+from dray.runs import write
 from dray.runs.paths import default_runs, new_id
 
 

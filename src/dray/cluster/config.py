@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 
 CONTROLLER = "controller"
 MOST_NODES = 32

@@ -13,13 +13,13 @@ import docker
 from docker.errors import NotFound
 from docker.models.containers import Container
 
-from dray import checkout
 from dray.cluster import containers
 from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.containers import Ended, Spec
 from dray.cluster.health import Health, look
+from dray.config import checkout
+from dray.contract.findings import UnfitError
 from dray.dockerd import base_image, build, doing
-from dray.errors import UnfitError
 
 DEFAULT_BASE = "debian:trixie-20260803-slim@sha256:3a39a0592364683e6bab97937b72cad5a8fa6dcbbee90edb3bb48c7f8e94f258"
 _READY_S = 90

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dray.engines import apptainer, docker
-from dray.plan import Plan
+from dray.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dray.config.image import ACCELERATORS
 from dray.engines import stage
 from dray.engines.places import MOUNTS
 from dray.engines.words import OnNode, each
-from dray.plan import Plan
-from dray.spec.image import ACCELERATORS
+from dray.planning.plan import Plan
 
 _GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
 

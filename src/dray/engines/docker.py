@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dray.config.image import ACCELERATORS
 from dray.engines.places import MOUNTS
 from dray.engines.words import OnNode, each
-from dray.plan import Plan
-from dray.spec.image import ACCELERATORS
+from dray.planning.plan import Plan
 
 LABEL = "dray.run"
 DEVICES = "devices"

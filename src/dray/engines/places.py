@@ -6,9 +6,9 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from dray.binds import Bind
-from dray.errors import EXIT_UNFIT
-from dray.plan import Plan
+from dray.contract import exit_codes
+from dray.planning.binds import Bind
+from dray.planning.plan import Plan
 
 MOUNTS = "mounts"
 _READ_ONLY = {"docker": "readonly", "podman": "readonly"}
@@ -64,7 +64,7 @@ newest() { # PATTERN WANTED RECORD: sets newest
 
 def script(plan: Plan) -> Iterator[str]:
     """The lines of node.sh up to `mounts`, whose words the engine is given."""
-    yield _NEED.format(**plan.world.identity, code=EXIT_UNFIT, folder=shlex.quote(plan.folder))
+    yield _NEED.format(**plan.world.identity, code=exit_codes.UNFIT, folder=shlex.quote(plan.folder))
     if plan.engine in ("apptainer", "singularity"):
         yield _call("need", plan.image, "the image")
     yield _BIND
@@ -107,7 +107,7 @@ def _fabric(plan: Plan) -> Iterator[str]:
 def _call(function: str, path: str, wanted: str) -> str:
     record: dict[str, object] = {
         "rank": None,
-        "code": EXIT_UNFIT,
+        "code": exit_codes.UNFIT,
         "why": f"{path} is not there\n  wanted: {wanted}",
         "log": None,
         "last_lines": [],

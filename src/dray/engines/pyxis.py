@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dray.errors import ConfigError
-from dray.plan import Plan
+from dray.contract.findings import ConfigError
+from dray.planning.plan import Plan
 
 
 def srun(plan: Plan) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from dray.errors import EXIT_UNFIT
-from dray.plan import Plan
+from dray.contract import exit_codes
+from dray.planning.plan import Plan
 
 # The variable that holds the image's place from then on.
 IMAGE = "image"
@@ -63,4 +63,4 @@ def script(plan: Plan) -> str:
     names = plan.world.identity
     said = {"image": plan.image, "folder": plan.stage, "sha": plan.image_sha256}
     words = {name: shlex.quote(value) for name, value in said.items()}
-    return _SCRIPT.format(id=names["image"], unfit=EXIT_UNFIT, **words)
+    return _SCRIPT.format(id=names["image"], unfit=exit_codes.UNFIT, **words)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray.errors import ConfigError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images import builder
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"

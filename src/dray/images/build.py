@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__
-from dray.errors import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError
 from dray.images import builder, bundle, engines, inputs, place, record
 from dray.images.inputs import INPUTS_LABEL, Source
 from dray.images.log import build_log
@@ -120,7 +120,8 @@ def _keep(failed: Path, source: Source, scratch: Path, error: DrayError) -> None
         failed.mkdir(parents=True)
         sandbox.replace(failed / ROOTFS)
         (failed / "inputs").symlink_to(source.inputs)
-        error.details.setdefault("fix", f"dray image enter {failed.name} opens a shell where it failed")
+        if not error.finding.fix:
+            error.amend(fix=f"dray image enter {failed.name} opens a shell where it failed")
         return
 
 

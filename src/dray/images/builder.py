@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from docker.types import Mount
 
 from dray import dockerd, process
-from dray.errors import EXIT_CONFIG, EXIT_UNFIT, ConfigError, DrayError, UnfitError
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import container
 from dray.images.rootfs import ERROR, apptainer
 
@@ -66,7 +67,7 @@ def run(
             code = _in_container(client, tools, checkout, argv, binds=binds, on_line=heard, network=network)
     if errors:
         said = json.loads(errors[-1])
-        kind = {EXIT_CONFIG: ConfigError, EXIT_UNFIT: UnfitError}.get(code, BuildError)
+        kind = {exit_codes.CONFIG: ConfigError, exit_codes.UNFIT: UnfitError}.get(code, BuildError)
         raise kind(said["problem"], **said["details"])
     if code != 0:
         raise BuildError(f"{argv[0]} failed with exit code {code}")
@@ -186,8 +187,8 @@ def _base(client: docker.DockerClient, containerfile: Path) -> str:
     try:
         return dockerd.base_image(client, os.environ.get("DRAY_CLUSTER_BASE") or default[0])
     except UnfitError as error:
-        error.details["fix"] = (
-            "containers/base/make-base.sh trixie build/base/trixie.tar\nand set DRAY_CLUSTER_BASE to that path"
+        error.amend(
+            fix="containers/base/make-base.sh trixie build/base/trixie.tar\nand set DRAY_CLUSTER_BASE to that path"
         )
         raise
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import dockerd
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.images import builder, inputs
 from dray.images.inputs import BUILDER, README, SUMS, Source
 

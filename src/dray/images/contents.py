@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from dray import process
-from dray.errors import ConfigError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images import tools
 from dray.images.siffile import Sif
 from dray.process import Done

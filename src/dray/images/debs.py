@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.images import builder, container, rootfs
 
 LOCK = "debian.lock"

@@ -11,7 +11,7 @@ from pathlib import Path
 from docker.errors import DockerException
 
 from dray import dockerd, process
-from dray.errors import UnfitError
+from dray.contract.findings import UnfitError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dray.errors import ConfigError
+from dray.config.image import Image
+from dray.config.model import load
+from dray.contract.findings import ConfigError
 from dray.images import base as bases
 from dray.images import debs, lock, wheels
-from dray.spec.image import Image
-from dray.spec.model import load
 
 # How a Docker image tells what it was made from.
 INPUTS_LABEL = "dray.inputs"

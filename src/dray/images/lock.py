@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.errors import ConfigError, DrayError, UnfitError
-from dray.spec.image import Image
+from dray.config.image import Image
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 # It has no wheels; the image's build makes one, where its operators can be compiled.
 SOURCE_ONLY = "deepspeed"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dray import process
-from dray.errors import DrayError, UnfitError
+from dray.contract.findings import DrayError, UnfitError
 from dray.images.builder import BuildError
 
 _SHOWN = ("dray: ", "Downloading ")
@@ -53,7 +53,7 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
                 raise _disk_full(build, [build, out or build]) from error
             # What dray itself says needs no log; what a program said is in it.
             if said and isinstance(error, BuildError):
-                error.details |= {"where": str(path), "found": said}
+                error.amend(where=path, found=said)
             raise
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.images import contents, verify
 from dray.images.siffile import Sif
 

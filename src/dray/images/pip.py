@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.errors import DrayError, UnfitError
+from dray.config.image import Image
+from dray.contract.findings import DrayError, UnfitError
 from dray.images.lock import SOURCE_ONLY, Pin
-from dray.spec.image import Image
 
 # pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
 PLATFORMS = (

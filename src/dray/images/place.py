@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from dray.errors import ConfigError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images import record, verify
 
 

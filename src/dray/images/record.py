@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dray.errors import ConfigError
-from dray.spec.image import Digest
-from dray.spec.model import Spec
+from dray.config.image import Digest
+from dray.config.model import Spec
+from dray.contract.findings import ConfigError
 
 
 class File(Spec):

@@ -11,7 +11,8 @@ import shlex
 from pathlib import Path
 
 from dray import process
-from dray.errors import EXIT_FAILED, ConfigError, DrayError, UnfitError
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import layer, siffile, squash
 
 # What runs main() below.
@@ -150,4 +151,4 @@ if __name__ == "__main__":
         raise SystemExit(error.exit_code) from None
     except OSError as error:
         print(f"{error.filename}: {error.strerror}")
-        raise SystemExit(EXIT_FAILED) from None
+        raise SystemExit(exit_codes.FAILED) from None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 from dray.images.layer import MACHINES
 
 LAUNCH = b"#!/usr/bin/env run-singularity\n"

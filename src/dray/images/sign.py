@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.errors import ConfigError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images import builder, record, siffile, tools, verify
 from dray.images.rootfs import apptainer
 from dray.images.siffile import Sif

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dray import process
-from dray.errors import UnfitError
+from dray.contract.findings import UnfitError
 from dray.images import siffile
 
 # docs/measurements has what each of these brought.

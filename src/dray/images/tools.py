@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from dray import checkout, dockerd, process
-from dray.errors import UnfitError
+from dray import dockerd, process
+from dray.config import checkout
+from dray.contract.findings import UnfitError
 from dray.images import builder, container
 from dray.process import Done
 

@@ -6,10 +6,10 @@ import hashlib
 import re
 from pathlib import Path
 
-from dray.errors import ConfigError
+from dray.config.model import load
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.images import record
-from dray.spec.model import load
-from dray.spec.recipe import Recipe
 
 
 def digest(path: Path) -> str:

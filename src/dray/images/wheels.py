@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dray import process
-from dray.errors import ConfigError
+from dray.config.image import Image
+from dray.contract.findings import ConfigError
 from dray.images import lock, pip
 from dray.images.lock import Pin
-from dray.spec.image import Image
 
 # The first moment that a wheel, being a zip file, can hold. Not a lock's date: all variants share dray's wheel.
 _EPOCH = "315532800"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray.errors import ConfigError
+from dray.config.recipe import Command, Preflight, Recipe
+from dray.contract.findings import ConfigError
 from dray.facts import Engine
-from dray.plan import Plan
+from dray.planning.plan import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths, existing, new_id
-from dray.spec.recipe import Command, Preflight, Recipe
 
 
 def ended(run: Path) -> tuple[Plan, Path]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dray.plan import Plan
+from dray.planning.plan import Plan
 from dray.runs.paths import RunPaths
 
 

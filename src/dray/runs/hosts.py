@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dray.errors import ConfigError
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.facts import Engine, Facts
-from dray.plan import port_of
+from dray.planning.plan import port_of
 from dray.runs import local
-from dray.spec.recipe import Recipe
 
 _FORM = "a machine a line: its name or address as the others reach it, then slots=N for its ranks where they differ"
 

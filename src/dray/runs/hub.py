@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 
 _NETWORK = ("HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dray import checkout, process, sites
+from dray import process
+from dray.config import checkout, sites
+from dray.config.recipe import Recipe
 from dray.engines.docker import LABEL, network
-from dray.environ import scratch
 from dray.facts import Engine, Facts
 from dray.images import place
-from dray.plan import Plan
+from dray.planning.environment import scratch
+from dray.planning.plan import Plan
 from dray.runs.paths import RunPaths
-from dray.spec.recipe import Recipe
 
 _GRACE = 10.0  # seconds that the other nodes get to end by themselves once one has failed
 

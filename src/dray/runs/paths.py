@@ -7,7 +7,7 @@ import secrets
 import time
 from pathlib import Path
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 
 
 class RunPaths:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dray import process
-from dray.errors import ConfigError, DrayError
+from dray.config.site import Site
+from dray.contract.findings import ConfigError, DrayError
 from dray.runs.paths import create
-from dray.spec.site import Site
 
 
 def sbatch(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dray import __version__, render, sites
-from dray.errors import ConfigError
+from dray import __version__, render
+from dray.config import deepspeed, sites
+from dray.config.model import check, load
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
-from dray.plan import Plan, plan
+from dray.planning.plan import Plan, plan
 from dray.runs.paths import RunPaths, TakenError, create, new_id, reopen
-from dray.spec import deepspeed
-from dray.spec.model import check, load
-from dray.spec.recipe import Recipe
 
 
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:

@@ -7,11 +7,11 @@ import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from dray import checkout
-from dray.errors import ConfigError
+from dray.config import checkout
+from dray.config.model import load
+from dray.config.site import Site
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.spec.model import load
-from dray.spec.site import Site
 
 GENERIC = "generic"
 

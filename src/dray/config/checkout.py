@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dray.errors import ConfigError
+from dray.contract.findings import ConfigError
 
 _MARK = "containers/steps"
 
@@ -18,7 +18,7 @@ def root() -> Path:
             return Path(named).resolve()
         raise ConfigError("DRAY_HOME is not a dray checkout", found=named, wanted=f"a folder with {_MARK}/ in it")
     here = Path.cwd().resolve()
-    for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
+    for folder in (here, *here.parents, Path(__file__).resolve().parents[3]):
         if (folder / _MARK).is_dir():
             return folder
     raise ConfigError(

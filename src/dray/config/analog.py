@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dray.spec.model import Spec
+from dray.config.model import Spec
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Natural = Annotated[int, Field(ge=0)]

@@ -8,10 +8,10 @@ from string import Template
 
 from pydantic import BaseModel, ConfigDict
 
-from dray.errors import ConfigError
+from dray.config.recipe import Recipe
+from dray.config.site import Site, SiteBind
+from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.spec.recipe import Recipe
-from dray.spec.site import Site, SiteBind
 
 
 class Bind(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dray.spec.model import Spec
+from dray.config.model import Spec
 
 Variant = Literal["cpu", "cuda", "cuda12", "rocm"]
 # Whose GPUs each variant drives.

@@ -7,13 +7,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from dray import batch, binds, environ, launchers
-from dray.errors import ConfigError
+from dray.config.image import ACCELERATORS
+from dray.config.recipe import Preflight, Recipe
+from dray.config.site import Fabric, Site
+from dray.config.training import Batch
+from dray.contract.findings import ConfigError
 from dray.facts import Engine, Facts
-from dray.spec.image import ACCELERATORS
-from dray.spec.recipe import Preflight, Recipe
-from dray.spec.site import Fabric, Site
-from dray.spec.training import Batch
+from dray.planning import batch, binds, environment, launchers
 
 _Identity = Literal["node", "nodes", "name", "cpus", "image"]
 # Which variable tells a node who it is and what it has, by who started it.
@@ -95,7 +95,7 @@ class Plan(_Model):
     command: tuple[str, ...]
     where: str
     files: dict[str, str]
-    env: tuple[environ.Variable, ...]
+    env: tuple[environment.Variable, ...]
     pass_env: tuple[str, ...]
     left_outside: tuple[str, ...]
     binds: tuple[binds.Bind, ...]
@@ -168,7 +168,7 @@ def plan(
         shared_folder=facts.scheduler != "hosts",
         identity=_IDENTITY[facts.scheduler],
     )
-    env = environ.resolve(recipe, site, facts, run_id=run)
+    env = environment.resolve(recipe, site, facts, run_id=run)
     visible = (name for name in _VISIBLE[ACCELERATORS[recipe.image]] if name not in recipe.env)
     passed = tuple(dict.fromkeys((*recipe.pass_env, *visible)))
     return Plan(

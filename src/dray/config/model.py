@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from dray.errors import ConfigError
-from dray.spec.schema import Schema
+from dray.config.schema import Schema
+from dray.contract.findings import ConfigError
 
 S = TypeVar("S", bound="Spec")
 Keys = tuple[str | int, ...]

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dray.errors import EXIT_CONFIG, ConfigError
-from dray.spec.model import Spec, load
-from dray.spec.schema import Schema
+from dray.config.model import Spec, load
+from dray.config.schema import Schema
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError
 
 
 class Axle(Spec):
@@ -70,7 +71,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as refused:
         load(Truck, path, overrides)
-    assert refused.value.exit_code == EXIT_CONFIG
+    assert refused.value.exit_code == exit_codes.CONFIG
     return str(refused.value)
 
 

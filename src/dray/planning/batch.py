@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dray.errors import ConfigError
-from dray.spec.training import Batch
+from dray.config.training import Batch
+from dray.contract.findings import ConfigError
 
 
 def divide(batch: Batch, *, world_size: int) -> Batch:

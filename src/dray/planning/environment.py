@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
+from dray.config.recipe import Recipe
+from dray.config.site import Site
 from dray.facts import Facts
-from dray.spec.recipe import Recipe
-from dray.spec.site import Site
 
 
 class Variable(BaseModel):

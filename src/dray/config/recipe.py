@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dray.spec.analog import Analog
-from dray.spec.image import Variant
-from dray.spec.model import Spec
-from dray.spec.training import Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
+from dray.config.analog import Analog
+from dray.config.image import Variant
+from dray.config.model import Spec
+from dray.config.training import Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 

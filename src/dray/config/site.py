@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dray.spec.image import Variant
-from dray.spec.model import Spec
+from dray.config.image import Variant
+from dray.config.model import Spec
 
 Cores = Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
 # Whole words of a path may be variables of the job: $SCRATCH/data.

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dray import __version__, checkout, process
-from dray.errors import DrayError
+from dray import __version__, process
+from dray.config import checkout
+from dray.config.image import ACCELERATORS
+from dray.config.site import Site
+from dray.contract.findings import DrayError
 from dray.images import place
 from dray.runs import submit
-from dray.spec.image import ACCELERATORS
-from dray.spec.site import Site
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot")
 _NVIDIA = Path("/proc/driver/nvidia/version")

@@ -10,9 +10,9 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from dray.environ import Variable
-from dray.plan import Plan
-from dray.spec.image import ACCELERATORS
+from dray.config.image import ACCELERATORS
+from dray.planning.environment import Variable
+from dray.planning.plan import Plan
 
 Verdict = Literal["error", "warning", "note"]
 _SHELL = "your shell"
@@ -44,7 +44,7 @@ class Rules:
 @cache
 def rules() -> Rules:
     """The rules that come with dray."""
-    said = tomllib.loads(resources.files("dray").joinpath("environment.toml").read_text(encoding="utf-8"))
+    said = tomllib.loads(resources.files("dray.fitness").joinpath("environment.toml").read_text(encoding="utf-8"))
     names = [name for group in said["names"].values() for name in group]
     near = {shorter: name for name in names for shorter in _shorter(name)}
     by_name: dict[str, list[dict[str, Any]]] = {}

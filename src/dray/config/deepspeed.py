@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dray.errors import ConfigError
-from dray.spec.recipe import Recipe
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
 
 # Where DeepSpeed says what a recipe says, too. The optimizer and the schedule are dray's own, so their sections go.
 _SAME = {

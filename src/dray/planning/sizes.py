@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dray import memory
-from dray.plan import Plan
-from dray.spec.recipe import Recipe
-from dray.spec.site import Site
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.planning import memory
+from dray.planning.plan import Plan
 
 
 def words(plan: Plan, site: Site, gigabytes: float | None) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dray.plan import Plan
-from dray.spec.site import Site
+from dray.config.site import Site
+from dray.planning.plan import Plan
 
 _TIME = ("--time", "-t")
 _CORES = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")

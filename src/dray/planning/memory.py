@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dray import batch
-from dray.errors import ConfigError
-from dray.spec.recipe import Recipe
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
+from dray.planning import batch
 
 _GB = 1e9
 _REST = 1.5 * _GB  # CUDA's own, the libraries' kernels, communication buffers

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dray.spec.model import Spec
+from dray.config.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool

@@ -1,0 +1,50 @@
+"""The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
+
+RUN/checkpoints/            what all attempts share
+RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
+RUN/attempt-2/...           the next, after a requeue or a restart
+"""
+
+from __future__ import annotations
+
+CHECKPOINTS = "checkpoints"
+FINAL_MODEL = "final"  # in the checkpoints
+
+# In the folder of an attempt.
+PLAN = "plan.json"
+NODE_SCRIPT = "node.sh"
+SRUN_OPTIONS = "srun.options"
+FACTS = "facts.txt"
+SECRET = "secret"  # noqa: S105  the name of a file
+RENDEZVOUS = "rendezvous.json"
+LOGS = "logs"
+FAILURES = "failures"
+PREFLIGHT = "preflight"
+PREFLIGHT_REPORT = "preflight/report.json"
+METRICS = "metrics.jsonl"
+RESULT = "result.json"
+
+
+def attempt(number: int) -> str:
+    """The folder of an attempt; the first is 1."""
+    return f"attempt-{number}"
+
+
+def node_log(node: int | str) -> str:
+    """What the runner and the launcher of a node write."""
+    return f"{LOGS}/node-{node}.log"
+
+
+def rank_log(rank: int | str) -> str:
+    """Both streams of a rank."""
+    return f"{LOGS}/rank-{rank}.log"
+
+
+def preflight_log(node: int | str) -> str:
+    """What the preflight's ranks of a node write."""
+    return f"{LOGS}/preflight-{node}.log"
+
+
+def failure(name: str) -> str:
+    """Why a node (`node-0`) or a rank (`rank-3`) failed."""
+    return f"{FAILURES}/{name}.json"
