@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from helpers import ROOT
+
 ALL = os.environ.get("DRAY_TEST_ALL") == "1"
 
 

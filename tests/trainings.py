@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dray.runs import local, write
+from helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 GPT = tuple(
     f"model.config.{name}={value}"
     for name, value in (

@@ -18,8 +18,8 @@ from docker.types import Mount
 from dray import __version__, dockerd
 from dray.contract.findings import UnfitError
 from dray.images import builder, container, lock, record, verify
+from helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIANT = os.environ.get("DRAY_TEST_VARIANT", "cpu")
 SOURCE, TAG = ROOT / "containers" / VARIANT, f"dray:{VARIANT}"
 IMAGE = tomllib.loads((SOURCE / "image.toml").read_text())

@@ -20,8 +20,8 @@ import pytest
 from dray import dockerd
 from dray.contract.findings import UnfitError
 from dray.images import builder, siffile, tools
+from helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # The copy has this variant only in name; no other test has an image of it.
 VARIANT = "cuda12"
 MARK = f"mark-{secrets.token_hex(8)}"

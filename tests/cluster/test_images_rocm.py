@@ -17,8 +17,8 @@ import pytest
 
 from dray import dockerd
 from dray.images import inputs, lock
+from helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.docker, pytest.mark.sif]
 
 

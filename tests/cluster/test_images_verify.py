@@ -17,10 +17,10 @@ from dray.cli import image_look
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images import builder, container, contents, record, siffile, tools, verify
 from dray.images.record import File, Record
+from helpers import ROOT
 
 pytestmark = pytest.mark.docker
 
-ROOT = Path(__file__).resolve().parents[2]
 EPOCH = 1_700_000_000
 DEFINITION = b"Bootstrap: docker\nFrom: debian\n"
 FACTS = {"variant": "cpu", "dray": "0.1.0", "python": "3.11.2", "base": "sha256:b", "packages": {"torch": "2.13.0+cpu"}}

@@ -6,11 +6,10 @@ import os
 import pty
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from helpers import ROOT
 
 
 def commands() -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
+
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parents[2]
 SCALED = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml") if "[tiny]" in path.read_text())
 
 

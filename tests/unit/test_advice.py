@@ -13,8 +13,8 @@ from dray.config import sites
 from dray.facts import Facts
 from dray.planning import advice
 from dray.runs.write import decide, read_recipe
+from helpers import ROOT
 
-ROOT = Path(__file__).parents[2]
 ASKED = ("--time=08:00:00", "--cpus-per-task=8")
 
 

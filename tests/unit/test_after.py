@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from helpers import ROOT  # noqa: E402
 from hubs import Repositories, serving  # noqa: E402
-from trainings import ROOT, Forks, Run  # noqa: E402
+from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 TEXT = f"{ROOT}/recipes/tiny/validation.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.runs.write import read_recipe
-from trainings import ROOT
+from helpers import ROOT
 
 GIVEN = {
     "train_batch_size": "auto",

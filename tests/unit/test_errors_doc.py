@@ -14,6 +14,7 @@ import pytest
 
 from dray.facts import Facts
 from dray.runs.write import read_recipe, write
+from helpers import GOLDEN, golden
 
 HEAD = """\
 # What goes wrong, and what dray says
@@ -23,7 +24,6 @@ code tells a script what to do: 78 the configuration is wrong, 69 a node or the 
 else failed. A test produces each of these messages and holds this page against them.
 
 """
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 Said = tuple[str, int, str]
 
@@ -105,10 +105,7 @@ def page(said: dict[str, Said]) -> str:
 def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
     said = cases(Desk(root, tmp_path))
     assert [code for _, code, _ in said.values()] == [78, 78, 78, 78, 78, 78, 78, 75, 78, 78]
-    path = root / "docs" / "errors.md"
-    if os.environ.get("DRAY_GOLDEN") == "write":
-        path.write_text(page(said), encoding="utf-8")
-    assert page(said) == path.read_text(encoding="utf-8")
+    golden(root / "docs" / "errors.md", page(said))
 
 
 def test_nothing_is_left_behind_by_a_run_that_cannot_be(root: Path, tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
+
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from trainings import Forks, Run
 
 pytestmark = pytest.mark.torch
-ROOT = Path(__file__).parents[2]
 BERT = tuple(
     f"model.config.{name}={value}"
     for name, value in (

@@ -13,8 +13,8 @@ import pytest
 
 from dray.planning import memory
 from dray.runs.write import read_recipe
+from helpers import ROOT
 
-ROOT = Path(__file__).parents[2]
 OPT = {
     "model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "ffn_dim": 16384,
     "word_embed_proj_dim": 4096, "vocab_size": 50272, "max_position_embeddings": 2048,

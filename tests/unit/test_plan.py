@@ -16,8 +16,8 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
 from dray.planning.plan import Plan, plan
 from dray.runs.write import read_recipe
+from helpers import GOLDEN, golden
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 HOSTILE = """a b,c:d'"$(touch pwned);`touch pwned`\\*?é"""
 
 FACTS = {
@@ -42,13 +42,6 @@ SITE = Site(
     ),
 )
 LOCAL = {"scheduler": "local", "job": 0, "nodelist": "node[1-2]", "engine": "docker", "image": "dray:cpu"}
-
-
-def golden(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("DRAY_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
 
 
 def made(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
+
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 import pyarrow as pa
@@ -21,7 +23,6 @@ from trainings import config
 
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).parents[2]
 RECIPE = """
 name = "named"
 [batch]

@@ -6,7 +6,7 @@ import pytest
 
 from dray.contract.findings import ConfigError
 from dray.runs.write import read_recipe
-from trainings import ROOT
+from helpers import ROOT
 
 
 def told(*words: str) -> str:

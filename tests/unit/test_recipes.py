@@ -20,9 +20,8 @@ from dray.facts import Facts
 from dray.planning.batch import divide
 from dray.planning.plan import plan
 from dray.runs.write import read_recipe
+from helpers import ROOT, golden
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny as it is
 
@@ -34,13 +33,10 @@ def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def golden(name: str, text: str) -> None:
-    path = GOLDEN / name
+def same(name: str, text: str) -> None:
     text = re.sub(rf"'({re.escape(str(ROOT))}[^']*)'", r"\1", text).replace(str(ROOT), "/dray")
     text = re.sub(r"\d{8}-\d{6}-[a-z0-9-]+-[0-9a-f]{6}", "RUN", text).rstrip("\n") + "\n"
-    if os.environ.get("DRAY_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    golden(name, text)
 
 
 @pytest.mark.parametrize("path", SCALED, ids=lambda path: path.stem)
@@ -97,7 +93,7 @@ def test_what_a_cluster_is_asked_for(where: str) -> None:
     asked = render.sbatch_options(read_recipe(path, words), found, *gpus or [found.gpus_per_node])
     ended = dray("plan", path, *words, *options, "--site", site, "--runs", "/runs")
     assert (ended.returncode, ended.stderr) == (0, "")
-    golden(f"seed-{where}.txt", f"sbatch {shlex.join(asked)}\n\n{ended.stdout}")
+    same(f"seed-{where}.txt", f"sbatch {shlex.join(asked)}\n\n{ended.stdout}")
 
 
 def test_two_machines_without_a_scheduler() -> None:
@@ -110,7 +106,7 @@ def test_two_machines_without_a_scheduler() -> None:
         recipe, sites.find("generic"), seen, run="20261122-000000-gpt2-micro-owt-abcdef",
         folder=PurePosixPath("/runs/20261122-000000-gpt2-micro-owt-abcdef"), dray="0",
     )  # fmt: skip
-    golden("seed-hosts-gpt2-micro-owt.txt", render.text(made))
+    same("seed-hosts-gpt2-micro-owt.txt", render.text(made))
 
 
 def test_checkpoints_of_several_machines_want_one_disk() -> None:

@@ -20,9 +20,9 @@ from dray.facts import Facts
 from dray.fitness import site_file
 from dray.planning.plan import plan
 from dray.runs.write import read_recipe
+from helpers import ROOT, golden
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-OURS = sorted((Path(__file__).parents[2] / "slurm" / "sites").glob("*.toml"))
+OURS = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
 TWICE = '{ name = "A", value = "1", why = "w" }'
 SEEN = {
     "scheduler": "slurm", "job": 7, "nodelist": "n[1-2]", "nodes": 2, "port": 20007, "engine": "apptainer",
@@ -73,10 +73,7 @@ def test_the_plan_for_lumi(root: Path) -> None:
     text = text.replace(str(root), "/dray").rstrip("\n")
     run = next(line.split()[-1] for line in text.splitlines() if line.startswith("  id"))
     text = text.replace(run, "RUN") + "\n"
-    path = GOLDEN / "plan-lumi.txt"
-    if os.environ.get("DRAY_GOLDEN") == "write":
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
+    golden("plan-lumi.txt", text)
 
 
 def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> None:

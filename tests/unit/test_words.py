@@ -6,11 +6,11 @@ import ast
 import fnmatch
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from helpers import ROOT
+
 ROOMS = ("src", "docs", "recipes", "slurm", "containers", ".github")
 FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "Makefile", "pyproject.toml", ".ci/run")
 TEXT = {".py", ".md", ".toml", ".sh", ".json", ".jsonl", ".def", ".in", ".yml", ".yaml", ""}
