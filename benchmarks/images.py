@@ -17,12 +17,15 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import dockerd, process
+from dray import process
 from dray.cluster.desk import Desk
 from dray.config import checkout
-from dray.images import builder, inputs, place, siffile, squash, tools
-from dray.images.inputs import Source
-from dray.images.rootfs import PROGRAM, ROOTFS
+from dray.containers import builder, docker
+from dray.images import store
+from dray.images.rootfs import PROGRAM, ROOTFS, squash
+from dray.images.sif import format as sif_format
+from dray.images.sources import inputs
+from dray.images.sources.inputs import Source
 
 EPOCH = 0
 ROUNDS = 3
@@ -54,9 +57,9 @@ def main() -> None:
     """Make the plain image and the other packings, and start them all in turn."""
     variant = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     root = checkout.root()
-    sif = place.sif(root, variant)
+    sif = store.sif(root, variant)
     source = inputs.gather(root, variant, base=os.environ.get("DRAY_IMAGE_BASE"), say=_quiet)
-    with TemporaryDirectory(dir=root / "build", prefix=".bench-") as made, closing(dockerd.client()) as client:
+    with TemporaryDirectory(dir=root / "build", prefix=".bench-") as made, closing(docker.client()) as client:
         scratch = Path(made)
         scratch.chmod(0o755)
         images = {"dray": sif, "plain": _plain(root, source, scratch / "plain")}
@@ -86,8 +89,8 @@ def _repacked(sif: Path, scratch: Path, name: str, words: Iterable[str]) -> Path
     """The files of dray's image, packed otherwise."""
     rootfs = scratch / "rootfs"
     if not rootfs.exists():
-        offset = str(siffile.read(sif).system.offset)
-        tools.run(["unsquashfs", "-offset", offset, "-d", str(rootfs), str(sif)], binds={sif: False, scratch: True})
+        offset = str(sif_format.read(sif).system.offset)
+        builder.tool(["unsquashfs", "-offset", offset, "-d", str(rootfs), str(sif)], binds={sif: False, scratch: True})
     started = time.monotonic()
     out = _packed(rootfs, scratch / f"{re.sub('[^a-z0-9]+', '-', name)}.squashfs", words)
     print(f"{name}: {_megabytes(out)}, packed in {time.monotonic() - started:.0f} s", flush=True)
@@ -96,7 +99,7 @@ def _repacked(sif: Path, scratch: Path, name: str, words: Iterable[str]) -> Path
 
 def _packed(rootfs: Path, out: Path, words: Iterable[str]) -> Path:
     argv = [word for word in squash.argv(rootfs, out, epoch=EPOCH) if word not in squash.COMPRESSION]
-    done = tools.run([*argv, *words], binds={out.parent: True})
+    done = builder.tool([*argv, *words], binds={out.parent: True})
     if done.code != 0:
         sys.exit(done.err)
     return out

@@ -14,10 +14,10 @@ import time
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
-from dray import dockerd
 from dray.cluster.desk import Desk
 from dray.config import checkout
 from dray.config.site import Site
+from dray.containers import docker
 from dray.facts import Facts
 from dray.fitness import lint
 from dray.planning.plan import plan
@@ -38,7 +38,7 @@ def main() -> None:
     """All three."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     _environment()
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         desk = Desk(client)
         _preflight(desk, rounds)
         _fallback(desk)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs in an image's base, before the build and with a network: every package that debian.in asks for and the base has
-# not got goes to /srv, in the versions of debian.lock where the sources still have them. dray.images.debs reads it.
+# not got goes to /srv, in the versions of debian.lock where the sources still have them. dray.images.sources.debs reads it.
 set -euo pipefail
 
 exec 2>&1

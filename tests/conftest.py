@@ -17,20 +17,20 @@ ALL = os.environ.get("DRAY_TEST_ALL") == "1"
 
 
 def _engine() -> str | None:
-    from dray import dockerd
+    from dray.containers import docker
     from dray.contract.findings import DrayError
 
     try:
-        dockerd.client().close()
+        docker.client().close()
     except DrayError as error:
         return f"{error.problem} ({error.details.get('fix', '')})"
     return None
 
 
 def _docker_image() -> str | None:
-    from dray import dockerd
+    from dray.containers import docker
 
-    client = dockerd.client()
+    client = docker.client()
     try:
         return None if client.images.list("dray:cpu") else "there is no image dray:cpu (make image-cpu-docker)"
     finally:
@@ -42,10 +42,10 @@ def _sif() -> str | None:
 
 
 def _cluster() -> str | None:
-    from dray import dockerd
     from dray.cluster.desk import Desk
+    from dray.containers import docker
 
-    client = dockerd.client()
+    client = docker.client()
     try:
         health = Desk(client).look()
     finally:
@@ -106,10 +106,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def desk():
     """The cluster on this machine."""
-    from dray import dockerd
     from dray.cluster.desk import Desk
+    from dray.containers import docker
 
-    client = dockerd.client()
+    client = docker.client()
     yield Desk(client)
     client.close()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from docker.types import Mount
 
-from dray import dockerd
+from dray.containers import docker
 
 SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
 pytestmark = pytest.mark.docker_image
@@ -94,7 +94,7 @@ def test_two_machines_and_a_file(root: Path, tmp_path: Path) -> None:
     ]
     words = ["dray", "run", "/work/recipes/smoke-cpu.toml", "--hostfile", "/hosts", "--runs", "/tmp/runs", *SHORT]
     said = f"{' '.join(words)}; code=$?; cat /tmp/runs/*/metrics.jsonl /tmp/runs/*/result.json; exit $code"
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         network = client.networks.create(name, internal=True)
         machines = []
         try:

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from docker.types import Mount
 
-from dray import __version__, dockerd
+from dray import __version__
+from dray.containers import builder, docker, sandbox
 from dray.contract.findings import UnfitError
-from dray.images import builder, container, lock, record, verify
+from dray.images.sif import record, verify
+from dray.images.sources import lock
 from helpers import ROOT
 
 VARIANT = os.environ.get("DRAY_TEST_VARIANT", "cpu")
@@ -89,7 +91,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.docker_image, pytest.mark.sif]
 
 @pytest.fixture(scope="module")
 def client():
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         yield client
 
 
@@ -106,7 +108,7 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
     def run(image: Path, *command: str) -> tuple[int, str]:
         mounts = [Mount(target="/image.sif", source=str(image), type="bind", read_only=True)]
         argv = ["apptainer", "--quiet", *command]
-        with container.started(client, tools, argv, mounts=mounts, environment={}) as inside:
+        with sandbox.started(client, tools, argv, mounts=mounts, environment={}) as inside:
             code = inside.wait()["StatusCode"]
             return code, inside.logs(stdout=True, stderr=False).decode()
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from dray import dockerd
+from dray.containers import builder, docker
 from dray.contract.findings import UnfitError
-from dray.images import builder, siffile, tools
+from dray.images.sif import format as sif_format
 from helpers import ROOT
 
 # The copy has this variant only in name; no other test has an image of it.
@@ -81,7 +81,7 @@ def base() -> Path:
 
 @pytest.fixture(scope="module")
 def client():
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         try:
             builder.image(client, ROOT, on_line=lambda line: None)
         except UnfitError as error:
@@ -157,9 +157,9 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
         assert content.count(MARK.encode()) == 0
         assert MARK not in json.dumps([image.attrs, client.api.history(image.id)])
         unpacked = tmp_path / "unpacked"
-        offset = str(siffile.read(checkout.sif).system.offset)
+        offset = str(sif_format.read(checkout.sif).system.offset)
         argv = ["unsquashfs", "-offset", offset, "-d", str(unpacked), str(checkout.sif)]
-        done = tools.run(argv, binds={tmp_path: True, checkout.sif: False})
+        done = builder.tool(argv, binds={tmp_path: True, checkout.sif: False})
         assert done.code == 0, done.err
         marks = [word for mark in (CONTROL, MARK, str(checkout.path)) for word in ("-e", mark)]
         grep = ["grep", "-rlaF", *marks, unpacked]

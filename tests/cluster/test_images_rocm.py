@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dray import dockerd
-from dray.images import inputs, lock
+from dray.containers import docker
+from dray.images.sources import inputs, lock
 from helpers import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.sif]
@@ -92,7 +92,7 @@ def test_the_definition_is_walked_to_its_end_with_the_cpu_s_wheels(checkout, tmp
         78,
         ["dray: there is no such folder of wheels", f"  where:  {tmp_path}/nowhere"],
     )
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         try:
             built = dray("build", "rocm", "--format", "docker", "--wheels", tmp_path / "wheels", checkout=checkout)
             assert built.returncode == 0, built.stderr

@@ -12,11 +12,13 @@ import pytest
 import typer
 from docker.types import Mount
 
-from dray import dockerd, process
+from dray import process
 from dray.cli import image_look
+from dray.containers import builder, docker, sandbox
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import builder, container, contents, record, siffile, tools, verify
-from dray.images.record import File, Record
+from dray.images.sif import contents, record, verify
+from dray.images.sif import format as sif_format
+from dray.images.sif.record import File, Record
 from helpers import ROOT
 
 pytestmark = pytest.mark.docker
@@ -34,7 +36,7 @@ SHELL += "ln -s usr/bin bin && mkdir proc sys dev tmp etc root home"
 
 @pytest.fixture(scope="module")
 def client():
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         try:
             builder.image(client, ROOT, on_line=lambda line: None)
         except UnfitError as error:
@@ -65,9 +67,9 @@ def packed(way, tmp_path):
         squashfs = tmp_path / f"{root.name}.squashfs"
         argv = ["mksquashfs", str(root), str(squashfs), "-noappend", "-quiet", "-no-progress", "-all-root"]
         argv += ["-all-time", str(EPOCH), "-mkfs-time", str(EPOCH), *words]
-        done = tools.run(argv, binds={tmp_path: True})
+        done = builder.tool(argv, binds={tmp_path: True})
         assert done.code == 0, done.err
-        siffile.write(squashfs, root.with_suffix(".sif"), epoch=EPOCH, definition=definition, metadata=metadata)
+        sif_format.write(squashfs, root.with_suffix(".sif"), epoch=EPOCH, definition=definition, metadata=metadata)
         return root.with_suffix(".sif")
 
     return pack
@@ -141,7 +143,7 @@ def apptainer(client, folder: Path, script: str) -> tuple[int, str]:
     """As an ordinary user, on the files of this folder, which are in /work."""
     folder.chmod(0o755)  # pytest keeps its folders to their owner
     mounts = [Mount(target="/work", source=str(folder), type="bind")]
-    with container.started(client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}) as inside:
+    with sandbox.started(client, builder.TAG, ["bash", "-c", script], mounts=mounts, environment={}) as inside:
         code = inside.wait()["StatusCode"]
         return code, inside.logs(stdout=True, stderr=code != 0).decode()
 
@@ -160,8 +162,8 @@ def test_apptainer_reads_and_starts_it(client, packed, tmp_path):
     labels = json.dumps({"a": "b"})
     (root / ".singularity.d").mkdir()
     (root / ".singularity.d" / "labels.json").write_text(labels)
-    sif = packed(root, metadata=siffile.metadata(root, DEFINITION))
-    read = siffile.read(sif)
+    sif = packed(root, metadata=sif_format.metadata(root, DEFINITION))
+    read = sif_format.read(sif)
     ours = [f"{part.id} 1 NONE {part.offset}-{part.offset + part.size}" for part in read.parts]
     code, said = apptainer(
         client,
@@ -200,7 +202,7 @@ def test_apptainer_would_write_the_same(client, packed, small, tmp_path):
         tmp_path,
         "set -e; cd /work/theirs; apptainer sif new a.sif; apptainer sif add --datatype 1 --groupid 1 a.sif ../def;"
         "apptainer sif add --datatype 4 --groupid 1 --parttype 2 --partfs 1 "
-        f"--partarch {siffile.ARCHITECTURES[siffile.read(sif).architecture][:2].decode().lstrip('0')} "
+        f"--partarch {sif_format.ARCHITECTURES[sif_format.read(sif).architecture][:2].decode().lstrip('0')} "
         "a.sif ../small.squashfs; chmod 644 a.sif",
     )
     assert code == 0, said
@@ -223,7 +225,7 @@ def test_inspect(packed, small, capsys):
         "variant": "cpu",
         "digest": verify.digest(sif),
         "size": sif.stat().st_size,
-        "architecture": siffile.read(sif).architecture,
+        "architecture": sif_format.read(sif).architecture,
         "signed": [],
         "base": "sha256:b",
         "python": "3.11.2",
@@ -236,7 +238,7 @@ def test_inspect(packed, small, capsys):
     assert capsys.readouterr().out.splitlines()[1:8] == [
         f"digest   {verify.digest(sif)}",
         "signed   no",
-        f"variant  cpu, {siffile.read(sif).architecture}",
+        f"variant  cpu, {sif_format.read(sif).architecture}",
         "base     sha256:b",
         "python   3.11.2",
         "dray     0.1.0",
@@ -264,13 +266,13 @@ def test_inspect_what_others_built(packed, small):
 def test_a_damaged_squashfs(packed, small):
     sif = packed(small)
     with sif.open("r+b") as file:
-        file.seek(siffile.read(sif).system.offset + 40)
+        file.seek(sif_format.read(sif).system.offset + 40)
         file.write(bytes(100))
     assert refusal(image_look.inspect, str(sif)).startswith(
         f"the image's files cannot be read\n  where:  {sif}\n  found:  "
     )
     other = shutil.copy(sif, sif.with_name("other.sif"))
-    flipped(other, siffile.read(sif).system.offset + 200)
+    flipped(other, sif_format.read(sif).system.offset + 200)
     assert refusal(image_look.diff, sif, other).startswith(
         f"the image's files cannot be read\n  where:  {sif}\n  found:  "
     )
@@ -300,7 +302,7 @@ def test_diff_names_files_and_reasons(packed, small, tmp_path, capsys):
     (small / "d" / "kind").touch()
     (other / "d" / "kind").mkdir()
     first, second = packed(small), packed(other, "-comp", "xz", "-b", "64K", definition=b"Bootstrap: docker\nFrom: x\n")
-    read = siffile.read(first), siffile.read(second)
+    read = sif_format.read(first), sif_format.read(second)
     assert differences(first, second, capsys) == (
         1,
         [
@@ -333,7 +335,7 @@ def test_diff_owner_and_time(packed, small, tmp_path, capsys):
 
 def test_diff_of_the_same_files_packed_otherwise(packed, small, tmp_path, capsys):
     first, second = packed(small), packed(shutil.copytree(small, tmp_path / "other"), "-no-fragments")
-    read = siffile.read(first), siffile.read(second)
+    read = sif_format.read(first), sif_format.read(second)
     assert differences(first, second, capsys) == (
         1,
         [f"header: id: {read[0].id} | {read[1].id}", "squashfs: the same files, packed in another way"],
@@ -351,12 +353,12 @@ def test_odd_files_are_read_whole(packed, small):
     ):
         (small / name).write_bytes(content)
     os.truncate(small / "0", 1 << 21)
-    seen = contents.entries(siffile.read(packed(small)))
+    seen = contents.entries(sif_format.read(packed(small)))
     files = {str(path.relative_to(small)): path.read_bytes() for path in small.rglob("*") if path.is_file()}
     assert {name: (entry.size, entry.content) for name, entry in seen.items() if entry.kind == "file"} == {
         name: (len(content), verify.hashlib.sha256(content).hexdigest()) for name, content in files.items()
     }
-    sif = siffile.read(small.with_suffix(".sif"))
+    sif = sif_format.read(small.with_suffix(".sif"))
     assert contents.texts(sif, ["nl\nx", 'q"\\']) == {"nl\nx": b"2", 'q"\\': b"1" * 300_000}
 
 
@@ -365,7 +367,7 @@ def test_sign_and_verify(packed, small, keys, capsys):
     known = recorded(sif)
     unsigned = verify.digest(sif)
     image_look.sign(str(sif))
-    signed, fingerprint = verify.digest(sif), siffile.read(sif).signers()[0]
+    signed, fingerprint = verify.digest(sif), sif_format.read(sif).signers()[0]
     assert capsys.readouterr().out == f"{sif}\n{signed}\nsigned with {fingerprint}\n"
     assert signed != unsigned
     made = File(sha256=signed.removeprefix("sha256:"), size=sif.stat().st_size)
@@ -381,14 +383,14 @@ def test_sign_and_verify(packed, small, keys, capsys):
 
 def test_without_a_record_signing_prints_the_digest(packed, small, keys, capsys):
     sif = packed(small)
-    image_look.sign(str(sif), key=siffile.read(signed_once(sif, keys)).signers()[0][-8:].lower())
+    image_look.sign(str(sif), key=sif_format.read(signed_once(sif, keys)).signers()[0][-8:].lower())
     assert capsys.readouterr().out.splitlines()[1] == verify.digest(sif)
     assert not record.path_for(sif).exists()
 
 
 def signed_once(sif: Path, keys: Path) -> Path:
     copy = Path(shutil.copy(sif, sif.with_name("copy.sif")))
-    image_look.signatures.sign(siffile.read(copy))
+    image_look.signatures.sign(sif_format.read(copy))
     return copy
 
 
@@ -397,7 +399,7 @@ def test_no_byte_may_change(packed, small, keys):
     recorded(sif)
     image_look.sign(str(sif))
     signed = verify.digest(sif)
-    parts = {part.kind: part for part in siffile.read(sif).parts}
+    parts = {part.kind: part for part in sif_format.read(sif).parts}
     # time in the header, unused descriptor, definition, squashfs, signature
     for offset in (
         64,
@@ -420,7 +422,7 @@ def test_no_byte_may_change(packed, small, keys):
 def test_a_signature_sees_changes_that_a_digest_was_made_for(packed, small, keys):
     sif = packed(small)
     image_look.sign(str(sif))
-    parts = {part.kind: part for part in siffile.read(sif).parts}
+    parts = {part.kind: part for part in sif_format.read(sif).parts}
     for part, found in (("definition", 1), ("partition", 2)):
         flipped(sif, parts[part].offset + 10)
         said = refusal(image_look.verify, str(sif), digest=verify.digest(sif))
@@ -443,17 +445,17 @@ def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
     docker = f'mkdir -p -m 700 {quoted} && docker run --rm -it -u "$(id -u)" -v {quoted}:/keys {inside}'
     assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
         f"the image is signed with a key that is not known here\n  where:  {sif}\n"
-        f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {siffile.read(sif).signers()[0]}\n"
+        f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {sif_format.read(sif).signers()[0]}\n"
         f"  fix:    if you trust its owner, have the public key from them, then: {docker} key import FILE"
     )
-    assert refusal(image_look.signatures.sign, siffile.read(packed(small))) == (
+    assert refusal(image_look.signatures.sign, sif_format.read(packed(small))) == (
         f"there is no key to sign with\n  where:  {tmp_path}/no keys\n  fix:    {docker} key newpair"
     )
 
 
 def test_a_key_that_is_not_there(packed, small, keys):
     sif = packed(small)
-    known = siffile.read(signed_once(sif, keys)).signers()[0]
+    known = sif_format.read(signed_once(sif, keys)).signers()[0]
     whole = sif.read_bytes()
     assert refusal(image_look.sign, str(sif), key="ABCD") == (
         f"there is no such key\n  where:  {keys}\n  wanted: --key with one of:\n          {known}\n  found:  ABCD"
@@ -474,12 +476,12 @@ def test_neither_the_tool_nor_an_engine(small, packed, tmp_path, monkeypatch):
 
 
 def test_no_container_stays(client, packed, small):
-    contents.entries(siffile.read(packed(small)))
+    contents.entries(sif_format.read(packed(small)))
     assert [one.name for one in client.containers.list(all=True) if one.name.startswith("dray-builder-")] == []
 
 
 def test_the_container_has_no_network_and_is_the_caller(way):
-    assert tools.run(["sh", "-c", "ls /sys/class/net; id -u; echo aside >&2; exit 3"], binds={}) == process.Done(
+    assert builder.tool(["sh", "-c", "ls /sys/class/net; id -u; echo aside >&2; exit 3"], binds={}) == process.Done(
         argv=("sh", "-c", "ls /sys/class/net; id -u; echo aside >&2; exit 3"),
         code=3,
         out=f"lo\n{os.getuid()}\n",

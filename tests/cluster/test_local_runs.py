@@ -182,9 +182,9 @@ def processes(text: str) -> list[str]:
 
 
 def nothing_left(folder: Path) -> bool:
-    from dray import dockerd
+    from dray.containers import docker
 
-    client = dockerd.client()
+    client = docker.client()
     try:
         return not client.containers.list(
             all=True, filters={"label": f"dray.run={folder.name}"}

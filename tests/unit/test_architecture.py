@@ -22,7 +22,7 @@ FLOORS = {
     "engines": 3,
     "render": 3,
     "process": 4,
-    "dockerd": 4,
+    "containers": 4,
     "images": 5,
     "cluster": 5,
     "runs": 6,

@@ -9,14 +9,15 @@ import pytest
 
 from dray.cli import image_look
 from dray.contract.findings import DrayError, UnfitError
-from dray.images import contents, siffile
-from dray.images.contents import Entry
+from dray.images.sif import contents
+from dray.images.sif import format as sif_format
+from dray.images.sif.contents import Entry
 
 
 @pytest.fixture
 def sif(tmp_path) -> Path:
     (tmp_path / "squashfs").write_bytes(b"hsqs" + bytes(200))
-    siffile.write(tmp_path / "squashfs", tmp_path / "a.sif", epoch=1, definition=b"a\n")
+    sif_format.write(tmp_path / "squashfs", tmp_path / "a.sif", epoch=1, definition=b"a\n")
     return tmp_path / "a.sif"
 
 
@@ -75,7 +76,7 @@ def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch, version, said, ca
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent))
     with pytest.raises(DrayError) as raised:
-        getattr(contents, call)(siffile.read(sif))
+        getattr(contents, call)(sif_format.read(sif))
     damaged = (
         f"the image's files cannot be read\n  where:  {sif}\n  found:  {found}\n  fix:    build or copy the image again"
     )

@@ -13,8 +13,8 @@ import pytest
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
-from dray.images import debs, inputs, lock
-from dray.images.inputs import Source
+from dray.images.sources import debs, inputs, lock
+from dray.images.sources.inputs import Source
 
 HOSTILE = "p a$s'\"`id`;\\"
 VARIANTS = ("cpu", "cuda", "cuda12", "rocm")

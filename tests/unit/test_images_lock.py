@@ -13,7 +13,7 @@ import pytest
 
 from dray.config.image import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images import lock
+from dray.images.sources import lock
 
 CPU = {"version": "2.0+cpu", "sha256": ["c" * 64]}
 ROCM = {"version": "2.0+rocm6", "sha256": ["a" * 64]}

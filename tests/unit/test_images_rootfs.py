@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from dray.containers import sandbox
+from dray.containers.builder import BuildError
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images import base as bases
-from dray.images import build, container, layer, rootfs, squash
-from dray.images.builder import BuildError
+from dray.images import build
 from dray.images.log import build_log
+from dray.images.rootfs import layer, squash
+from dray.images.rootfs import make as rootfs
+from dray.images.sources import base as bases
 
 DIGEST = f"sha256:{'a' * 64}"
 EPOCH = 1_700_000_000
@@ -292,11 +295,11 @@ def _program(path: Path, script: str) -> None:
 def test_paths_in_the_container():
     inside = {Path("/my work/in"): "/dray/0", Path("/my work/base.tar"): "/dray/1.tar"}
     argv = ["--bind", Path("/my work/in"), "/mnt", Path("/my work/in/a/b"), Path("/my work/base.tar"), "/my work/in"]
-    assert [container.mapped(word, inside) for word in argv] == [
+    assert [sandbox.mapped(word, inside) for word in argv] == [
         *("--bind", "/dray/0", "/mnt", "/dray/0/a/b", "/dray/1.tar", "/my work/in"),
     ]
-    assert container.mapped(Path("/my work/inner"), inside) == "/my work/inner"
-    assert container.named("cannot read /dray/1.tar", inside) == "cannot read /my work/base.tar"
+    assert sandbox.mapped(Path("/my work/inner"), inside) == "/my work/inner"
+    assert sandbox.named("cannot read /dray/1.tar", inside) == "cannot read /my work/base.tar"
 
 
 class TestWays:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dray.contract.findings import ConfigError
-from dray.images import siffile
+from dray.images.sif import format as sif_format
 
 EPOCH = 1_700_000_000
 SQUASHFS = b"hsqs" + bytes(range(256)) * 48
@@ -36,12 +36,12 @@ def sif(tmp_path) -> Path:
 def made(folder: Path, *, metadata: bytes = b'{"data": {}}') -> Path:
     folder.mkdir()
     (folder / "a.squashfs").write_bytes(SQUASHFS)
-    siffile.write(folder / "a.squashfs", folder / "a.sif", epoch=EPOCH, definition=DEFINITION, metadata=metadata)
+    sif_format.write(folder / "a.squashfs", folder / "a.sif", epoch=EPOCH, definition=DEFINITION, metadata=metadata)
     return folder / "a.sif"
 
 
 def test_what_is_written_can_be_read(sif):
-    read = siffile.read(sif)
+    read = sif_format.read(sif)
     assert [(part.id, part.kind, part.offset, part.size, part.name) for part in read.parts] == [
         (1, "definition", 32176, len(DEFINITION), ""),
         (2, "metadata", 32176 + len(DEFINITION), 12, "inspect-metadata.json"),
@@ -62,7 +62,7 @@ def test_the_same_bytes_wherever_and_whenever(sif, tmp_path):
 
 
 def test_the_definition_alone_will_do(tmp_path):
-    read = siffile.read(made(tmp_path / "plain", metadata=b""))
+    read = sif_format.read(made(tmp_path / "plain", metadata=b""))
     assert [(part.id, part.kind, part.offset) for part in read.parts] == [
         (1, "definition", 32176),
         (2, "partition", 32768),
@@ -71,7 +71,7 @@ def test_the_definition_alone_will_do(tmp_path):
 
 def test_another_architecture(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert siffile.read(made(tmp_path / "arm")).architecture == "arm64"
+    assert sif_format.read(made(tmp_path / "arm")).architecture == "arm64"
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(ConfigError) as raised:
         made(tmp_path / "risc")
@@ -85,7 +85,7 @@ def test_metadata(tmp_path):
         (folder / "env" / name).write_text(f"{name}\n\n")
     (folder / "labels.json").write_text('{"a": "b"}')
     (folder / "runscript").write_text("#!/bin/sh\nrun\n")
-    assert json.loads(siffile.metadata(tmp_path, DEFINITION)) == {
+    assert json.loads(sif_format.metadata(tmp_path, DEFINITION)) == {
         "data": {
             "attributes": {
                 "environment": {
@@ -182,7 +182,7 @@ def test_rubbish_is_refused(sif, fault):
     spoil, wanted, found = FAULTS[fault]
     spoil(sif)
     with pytest.raises(ConfigError) as raised:
-        siffile.read(sif)
+        sif_format.read(sif)
     assert str(raised.value) == (
         f"this is not an image that can be used\n  where:  {sif}\n  wanted: {wanted}\n  found:  {found}"
     )
@@ -194,7 +194,7 @@ def test_paths_without_an_image(tmp_path, sif):
     (tmp_path / "round").symlink_to("round")
     for path in (tmp_path / "none.sif", tmp_path, tmp_path / "pipe", sif / "below", tmp_path / "round"):
         with pytest.raises(ConfigError) as raised:
-            siffile.read(path)
+            sif_format.read(path)
         said.append(str(raised.value))
     assert said == [
         f"the image is not there\n  wanted: {tmp_path}/none.sif\n"
@@ -213,9 +213,9 @@ def test_no_changed_byte_of_header_or_table_brings_it_down(sif):
         for value in (0xFF, 0x7F, 0x00):
             changed(sif, offset, bytes([value]))
             try:
-                siffile.read(sif).content("definition")
+                sif_format.read(sif).content("definition")
             except ConfigError:
                 refused += 1
         changed(sif, offset, whole[offset : offset + 1])
     assert refused > 100
-    assert siffile.read(sif).content("definition") == DEFINITION
+    assert sif_format.read(sif).content("definition") == DEFINITION

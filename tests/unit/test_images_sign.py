@@ -13,8 +13,9 @@ import pytest
 
 from dray.cli import image_look
 from dray.contract.findings import DrayError, UnfitError
-from dray.images import record, siffile, sign
-from dray.images.record import File, Record
+from dray.images.sif import format as sif_format
+from dray.images.sif import record, sign
+from dray.images.sif.record import File, Record
 
 KEY = "0123456789ABCDEF0123456789ABCDEF01234567"
 NAMES = ["dray-cpu.sif", "dray-cpu.sif.json"]
@@ -37,7 +38,7 @@ def sif(tmp_path) -> Path:
     folder.mkdir()
     (tmp_path / "squashfs").write_bytes(b"hsqs" + bytes(200))
     path = folder / "dray-cpu.sif"
-    siffile.write(tmp_path / "squashfs", path, epoch=1, definition=b"a\n")
+    sif_format.write(tmp_path / "squashfs", path, epoch=1, definition=b"a\n")
     record.write(path, known(path))
     whole, row = path.read_bytes(), 4096 + 2 * 585
     (tmp_path / "signed").write_bytes(whole[:row] + SIGNATURE + whole[row + len(SIGNATURE) :])
@@ -105,7 +106,7 @@ def test_what_was_there_stays_where_signing_ends(sif, tool, signing, ended):
     tool(signing)
     before = sif.read_bytes(), record.read(sif)
     with pytest.raises(ended):
-        sign.sign(siffile.read(sif))
+        sign.sign(sif_format.read(sif))
     assert (sif.read_bytes(), record.read(sif)) == before
     assert sorted(path.name for path in sif.parent.iterdir()) == NAMES
 
@@ -119,7 +120,7 @@ def test_no_room_for_a_copy(sif, tool, monkeypatch):
 
     monkeypatch.setattr(shutil, "copy2", full)
     with pytest.raises(UnfitError) as raised:
-        sign.sign(siffile.read(sif))
+        sign.sign(sif_format.read(sif))
     assert str(raised.value) == (
         "no copy of the image, to be signed, can be made beside it\n"
         f"  where:  {sif.parent}\n  wanted: room for 0 MB, and the right to write there\n"

@@ -11,8 +11,10 @@ import typer
 
 from dray.cli import image_look
 from dray.contract.findings import ConfigError
-from dray.images import diff, look, place, record, siffile, verify
-from dray.images.record import File, Record
+from dray.images import store
+from dray.images.sif import diff, inspect, record, verify
+from dray.images.sif import format as sif_format
+from dray.images.sif.record import File, Record
 
 ZERO, ONE = "0" * 64, "1" * 64
 RECIPE = 'name = "r"\n{}[batch]\nglobal_size = 1\n[train]\nsteps = 1\nlr = 1.0\n'
@@ -35,7 +37,7 @@ def sif(tmp_path) -> Path:
 def made(path: Path, *, squashfs: bytes = b"hsqs" + bytes(200), epoch: int = 1, definition: bytes = b"a\nb\n") -> Path:
     packed = path.with_suffix(".squashfs")
     packed.write_bytes(squashfs)
-    siffile.write(packed, path, epoch=epoch, definition=definition)
+    sif_format.write(packed, path, epoch=epoch, definition=definition)
     packed.unlink()
     return path
 
@@ -195,7 +197,7 @@ def test_what_belongs_to_a_package():
         "usr/lib/libc.so": 20,
         "opt/other": 1,
     }
-    assert look._by_package(sizes) == {"torch": 55, "Debian": 21, "numpy": 3, "opt/dray": 2, "six": 1}
+    assert inspect._by_package(sizes) == {"torch": 55, "Debian": 21, "numpy": 3, "opt/dray": 2, "six": 1}
 
 
 def test_the_table_has_an_end(capsys):
@@ -209,14 +211,14 @@ def test_the_table_has_an_end(capsys):
 
 
 def test_machines_that_dray_knows():
-    assert platform.machine() in siffile.MACHINES
+    assert platform.machine() in sif_format.MACHINES
 
 
 def test_what_is_submitted_is_the_recipe_s(sif, monkeypatch, tmp_path):
     monkeypatch.setenv("DRAY_IMAGE", str(sif))
     digest = verify.digest(sif)
-    assert place.required(tmp_path, "cpu", digest) == sif
+    assert store.required(tmp_path, "cpu", digest) == sif
     with pytest.raises(ConfigError) as raised:
-        place.required(tmp_path, "cpu", f"sha256:{ZERO}")
+        store.required(tmp_path, "cpu", f"sha256:{ZERO}")
     assert raised.value.problem == "this is not the image that it should be"
     assert raised.value.details["wanted"] == f"sha256:{ZERO} (the recipe's image_digest)"

@@ -13,8 +13,8 @@ import pytest
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.images import place
-from dray.images import record as records
+from dray.images import store
+from dray.images.sif import record as records
 from dray.runs import write as writing
 from dray.runs.finish import finish, summary
 from dray.runs.paths import RunPaths, create, new_id
@@ -196,16 +196,16 @@ def test_an_image_of_another_variant_is_not_queued(tmp_path: Path, monkeypatch: 
         variant="rocm", dray="0", base="x", inputs=digest, epoch=0, tools={}, sif=records.File(sha256=digest, size=0)
     )
     records.path_for(file).write_text(known.model_dump_json())
-    assert place.required(tmp_path, "rocm") == file
+    assert store.required(tmp_path, "rocm") == file
     with pytest.raises(ConfigError) as refused:
-        place.required(tmp_path, "cuda")
+        store.required(tmp_path, "cuda")
     assert "wanted: cuda\n  found:  rocm\n  fix:    set image=rocm, or start the cuda image" in str(refused.value)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    place.require_variant("cuda")  # no image at all
+    store.require_variant("cuda")  # no image at all
     (tmp_path / "image.json").write_text('{"variant": "cpu"}')
-    place.require_variant("cpu")
+    store.require_variant("cpu")
     with pytest.raises(ConfigError):
-        place.require_variant("cuda")
+        store.require_variant("cuda")
 
 
 def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:

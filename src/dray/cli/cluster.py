@@ -17,8 +17,8 @@ from dray.cluster.config import CONTROLLER
 from dray.cluster.containers import USER
 from dray.cluster.desk import Desk
 from dray.cluster.health import Health
+from dray.containers.docker import client, host
 from dray.contract.findings import ConfigError, UnfitError
-from dray.dockerd import client, host
 
 app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on this machine, in Docker.")
 _log = Console(stderr=True, highlight=False)

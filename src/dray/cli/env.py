@@ -14,7 +14,7 @@ from dray.cli.plan import assumed
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.fitness import lint
-from dray.images import inputs
+from dray.images.sources import inputs
 from dray.runs import write
 
 app = typer.Typer(no_args_is_help=True, help="Which variables ranks get, who set them, and which will hurt.")

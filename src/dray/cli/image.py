@@ -12,11 +12,13 @@ import typer
 
 from dray.cli import image_lock, image_look
 from dray.config import checkout
+from dray.containers import builder
 from dray.contract.findings import ConfigError
 from dray.images import build as make
-from dray.images import builder, bundle, inputs, place
+from dray.images import store
 from dray.images.log import build_log
 from dray.images.rootfs import ROOTFS
+from dray.images.sources import bundle, inputs
 
 app = typer.Typer(help="Build the image that a run starts from, and look into it.", no_args_is_help=True)
 
@@ -95,7 +97,7 @@ def bundle_(
 def enter(variant: Variant) -> None:
     """Open a shell in what a failed build has left, with the build's inputs in /mnt."""
     root = checkout.root()
-    failed = place.failed(root, variant)
+    failed = store.failed(root, variant)
     if not (failed / ROOTFS).is_dir():
         raise ConfigError("no build of this image has failed", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():

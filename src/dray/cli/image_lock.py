@@ -9,10 +9,10 @@ import typer
 
 from dray.config import checkout
 from dray.contract.findings import ConfigError
-from dray.images import base as base_files
-from dray.images import debs, inputs
-from dray.images import lock as locks
 from dray.images.log import build_log
+from dray.images.sources import base as base_files
+from dray.images.sources import debs, inputs
+from dray.images.sources import lock as locks
 
 
 def lock(

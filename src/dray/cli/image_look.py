@@ -13,10 +13,13 @@ from rich.table import Table
 from dray.config import checkout
 from dray.config.image import Variant
 from dray.contract.findings import ConfigError
-from dray.images import contents, look, place, siffile
-from dray.images import diff as differences
-from dray.images import sign as signatures
-from dray.images import verify as identity
+from dray.images import store
+from dray.images.sif import contents
+from dray.images.sif import diff as differences
+from dray.images.sif import format as sif_format
+from dray.images.sif import inspect as summary
+from dray.images.sif import sign as signatures
+from dray.images.sif import verify as identity
 
 _TOP = 15
 
@@ -25,7 +28,7 @@ Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a 
 
 def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """Show what an image is and what takes its space, without starting it."""
-    report = look.report(siffile.read(_file(image)))
+    report = summary.report(sif_format.read(_file(image)))
     if as_json:
         print(json.dumps(report, indent=1))
         return
@@ -50,7 +53,7 @@ def verify(
     signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check who signed it.")] = True,
 ) -> None:
     """Refuse an image that is not the wanted one, byte for byte, or that nobody known has signed."""
-    sif = siffile.read(_file(image))
+    sif = sif_format.read(_file(image))
     wanted, source = identity.wanted(sif.path, said=digest, recipe=recipe)
     found = identity.require(sif.path, wanted, source)
     signers = signatures.check(sif) if signature else []
@@ -65,14 +68,14 @@ def sign(
     key: Annotated[str, typer.Option(help="The key's fingerprint, or its end; needed where there are several.")] = "",
 ) -> None:
     """Sign an image with a key of Apptainer's keyring. The file's digest changes, and its record with it."""
-    sif = siffile.read(_file(image))
+    sif = sif_format.read(_file(image))
     digest, fingerprint = signatures.sign(sif, key)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
 
 
 def sbom(image: Image) -> None:
     """Print the bill of materials: CycloneDX JSON with every package, its licence and its hash."""
-    sif = siffile.read(_file(image))
+    sif = sif_format.read(_file(image))
     found = contents.file(sif, "opt/dray/sbom.json")
     if found is None:
         raise ConfigError("dray did not build this image", where=sif.path, wanted="/opt/dray/sbom.json in it")
@@ -92,7 +95,7 @@ def diff(
 
 def _file(image: str) -> Path:
     if image in get_args(Variant):
-        return place.sif(checkout.root(), image)
+        return store.sif(checkout.root(), image)
     return Path(image)
 
 

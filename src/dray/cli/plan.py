@@ -16,7 +16,7 @@ from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.fitness import lint
-from dray.images import place
+from dray.images import store
 from dray.planning import advice, sizes
 from dray.runs import local, write
 from dray.runs import submit as queue
@@ -58,7 +58,7 @@ def plan(
         )
     folder = (runs or default_runs()).absolute()
     if facts_file:
-        place.require_variant(settings.image)
+        store.require_variant(settings.image)
     if save:
         written = write.write(settings, seen, runs=folder, run=run)
         print(lint.aloud(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
@@ -101,7 +101,7 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         nodes=count,
         gpus_per_node=gpus,
         engine="apptainer",
-        image=str(place.to_run(checkout.root(), recipe.image)),
+        image=str(store.to_run(checkout.root(), recipe.image)),
         site=site,
         cluster=queue.cluster(),
         login=socket.gethostname(),

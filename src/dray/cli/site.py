@@ -19,7 +19,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import site_file
-from dray.images import place
+from dray.images import store
 from dray.runs import submit
 
 app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their files, or write one.")
@@ -128,7 +128,7 @@ def _unexplained(site: Site) -> list[str]:
 
 def _table(site: Site, image: str) -> None:
     """What would be put in, whose copy would be loaded, and what does not fit: from ELF headers, in the image."""
-    file = place.sif(checkout.root(), image) if image in ACCELERATORS else Path(image)
+    file = store.sif(checkout.root(), image) if image in ACCELERATORS else Path(image)
     engine = next((one for one in ("apptainer", "singularity") if process.which(one)), None)
     if engine is None:
         raise UnfitError(

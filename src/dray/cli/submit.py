@@ -16,7 +16,7 @@ from dray.cli.plan import ASSUMED, assumed
 from dray.config import checkout, sites
 from dray.contract.findings import ConfigError
 from dray.fitness import lint
-from dray.images import place
+from dray.images import store
 from dray.planning import advice, sizes
 from dray.runs import submit as queue
 from dray.runs import write
@@ -74,7 +74,7 @@ def submit(
         script=checkout.root() / "slurm" / ("multinode.sh" if facts.nodes > 1 else "singlenode.sh"),
         options=options,
         folder=folder,
-        image=place.required(checkout.root(), settings.image, settings.image_digest).absolute(),
+        image=store.required(checkout.root(), settings.image, settings.image_digest).absolute(),
         site=site or ("" if chosen_site.name == sites.GENERIC else sites.handed_on(chosen_site.name)),
         words=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
         command=asked.command,

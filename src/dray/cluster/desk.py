@@ -18,8 +18,8 @@ from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.containers import Ended, Spec
 from dray.cluster.health import Health, look
 from dray.config import checkout
+from dray.containers.docker import attempt, base_image, build
 from dray.contract.findings import UnfitError
-from dray.dockerd import base_image, build, doing
 
 DEFAULT_BASE = "debian:trixie-20260803-slim@sha256:3a39a0592364683e6bab97937b72cad5a8fa6dcbbee90edb3bb48c7f8e94f258"
 _READY_S = 90
@@ -37,7 +37,7 @@ class Desk:
 
     def look(self) -> Health | None:
         """How it is, or None where there is none."""
-        with doing("look at the cluster", fix=_REMAKE):
+        with attempt("look at the cluster", fix=_REMAKE):
             return look(self._client)
 
     def up(
@@ -60,7 +60,7 @@ class Desk:
         )
         if "SBATCH_OUTPUT" in spec.environment:
             say(f"the cluster's user may not write in {spec.checkout}: batch jobs write to {spec.shared / 'home'}")
-        with doing("bring the cluster up", fix=_REMAKE):
+        with attempt("bring the cluster up", fix=_REMAKE):
             containers.ensure_network(self._client)
             kept = self._drop_stale(spec, say)
             key = containers.munge_key_of(next(iter(kept.values()))) if kept else secrets.token_bytes(128)
@@ -73,7 +73,7 @@ class Desk:
 
     def down(self) -> list[str]:
         """Remove its containers and network; the shared folder stays. Returns what was removed."""
-        with doing("take the cluster down", fix="once more: dray cluster down"):
+        with attempt("take the cluster down", fix="once more: dray cluster down"):
             found = containers.find(self._client)
             for container in found.values():
                 _remove(container)
@@ -92,12 +92,12 @@ class Desk:
         """Run a command on a part of the cluster, in the checkout unless told otherwise."""
         container = self.part(node)
         where = str(workdir) if workdir else container.labels["dray.checkout"]
-        with doing(f"run {argv[0]} on {node}"):
+        with attempt(f"run {argv[0]} on {node}"):
             return containers.execute(container, argv, user=user, workdir=where, env=env, show=show)
 
     def part(self, name: str) -> Container:
         """The running container of the controller or of a node."""
-        with doing("look for the cluster"):
+        with attempt("look for the cluster"):
             found = containers.find(self._client)
         if not found:
             raise UnfitError("there is no cluster", fix="dray cluster up")

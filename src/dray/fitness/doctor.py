@@ -18,7 +18,7 @@ from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.config.site import Site
 from dray.contract.findings import DrayError
-from dray.images import place
+from dray.images import store
 from dray.runs import submit
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot")
@@ -145,9 +145,9 @@ def _images() -> Iterator[Item]:
     except DrayError as error:
         yield Item(about="checkout", state="wrong", found=error.problem, fix=error.details.get("fix", ""))
         return
-    there = [variant for variant in ACCELERATORS if place.sif(root, variant).exists()]
+    there = [variant for variant in ACCELERATORS if store.sif(root, variant).exists()]
     for variant in there:
-        file = place.sif(root, variant)
+        file = store.sif(root, variant)
         yield Item(about="image", state="ok", found=f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
     if not there:
         fix = "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"

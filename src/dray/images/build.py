@@ -12,12 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import __version__
+from dray.containers import builder, images
 from dray.contract.findings import ConfigError, DrayError
-from dray.images import builder, bundle, engines, inputs, place, record
-from dray.images.inputs import INPUTS_LABEL, Source
+from dray.images import store
 from dray.images.log import build_log
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
-from dray.images.verify import digest
+from dray.images.sif import record
+from dray.images.sif.verify import digest
+from dray.images.sources import bundle, inputs
+from dray.images.sources.inputs import INPUTS_LABEL, Source
 
 Say = Callable[[str], None]
 
@@ -36,7 +39,7 @@ def build(
 ) -> list[str]:
     """Make the image, and put it where a run looks for it: a line a format. A failure leaves the images of before."""
     started = time.monotonic()
-    sif = (out or place.sif(checkout, variant)).absolute()
+    sif = (out or store.sif(checkout, variant)).absolute()
     sif.parent.mkdir(parents=True, exist_ok=True)
     with build_log(checkout / "build" / "logs" / f"{variant}.log", out=sif.parent) as say, builder.engine():
         if bundled:
@@ -52,11 +55,11 @@ def build(
             if twice:
                 say("dray: once more, from nothing")
                 with _made(checkout, source, near=sif, formats=formats, say=say) as again:
-                    _need_same(place.failed(checkout, variant), scratch, again)
-            shutil.rmtree(place.failed(checkout, variant), ignore_errors=True)
-            for engine in engines.asked(formats):
+                    _need_same(store.failed(checkout, variant), scratch, again)
+            shutil.rmtree(store.failed(checkout, variant), ignore_errors=True)
+            for engine in images.engines(formats):
                 say(f"dray: load the image into {engine}")
-                engines.load(engine, scratch / LAYER, place.docker_tag(variant))
+                images.load(engine, scratch / LAYER, store.docker_tag(variant))
             if "sif" in formats:
                 _deliver(source, scratch, sif, made_from)
             seconds = time.monotonic() - started
@@ -71,9 +74,9 @@ def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) ->
         if known is None or known.inputs != made_from or f"sha256:{known.sif.sha256}" != digest(sif):
             return []
         found.append(f"{sif}  {known.sif.size / 1e6:.0f} MB  sha256:{known.sif.sha256}")
-    for engine in engines.asked(formats):
-        tag = place.docker_tag(source.image.variant)
-        known_there = engines.look(engine, tag)
+    for engine in images.engines(formats):
+        tag = store.docker_tag(source.image.variant)
+        known_there = images.find(engine, tag)
         if not known_there or known_there.labels.get(INPUTS_LABEL) != made_from:
             return []
         found.append(f"{tag} in {engine}  {known_there.size / 1e6:.0f} MB  {known_there.id}")
@@ -96,8 +99,8 @@ def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str],
         ]
         argv += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
         argv += ["--sif"] if "sif" in formats else []
-        if engines.asked(formats):
-            tag = place.docker_tag(source.image.variant)
+        if images.engines(formats):
+            tag = store.docker_tag(source.image.variant)
             argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
         try:
             builder.run(
@@ -108,7 +111,7 @@ def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str],
                 saved=source.inputs / inputs.BUILDER,
             )
         except builder.BuildError as error:
-            _keep(place.failed(checkout, source.image.variant), source, scratch, error)
+            _keep(store.failed(checkout, source.image.variant), source, scratch, error)
             raise
         yield scratch
 

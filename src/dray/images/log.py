@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dray import process
+from dray.containers.builder import BuildError
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.builder import BuildError
 
 _SHOWN = ("dray: ", "Downloading ")
 _FULL = "no space left on device"  # programs write No, Docker no

@@ -16,7 +16,7 @@ from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
-from dray.images import place
+from dray.images import store
 from dray.planning.environment import scratch
 from dray.planning.plan import Plan
 from dray.runs.paths import RunPaths
@@ -49,8 +49,8 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
 def image_of(engine: Engine, recipe: Recipe) -> str:
     """What this engine starts here for the recipe: an image, or for bare a Python that has the training stack."""
     if engine in ("apptainer", "singularity"):
-        return str(place.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
-    return place.bare_python() if engine == "bare" else place.in_engine(engine, recipe.image)
+        return str(store.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
+    return store.bare_python() if engine == "bare" else store.in_engine(engine, recipe.image)
 
 
 def hf_home() -> str | None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from dray.images import contents, siffile, verify
-from dray.images.contents import Entry
-from dray.images.siffile import Sif
+from dray.images.sif import contents, verify
+from dray.images.sif import format as sif_format
+from dray.images.sif.contents import Entry
+from dray.images.sif.format import Sif
 
 _SMALL, _SHOWN, _WIDTH = 1 << 16, 100, 100
 # magic, files, time, block size, fragments, compression, block's logarithm, flags
@@ -21,7 +22,7 @@ _COMPRESSIONS = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 
 def sifs(first: Path, second: Path) -> list[str]:
     """One line a difference; none where both files are the same."""
-    a, b = siffile.read(first), siffile.read(second)
+    a, b = sif_format.read(first), sif_format.read(second)
     if verify.digest(first) == verify.digest(second):
         return []
     found = [*_containers(a, b), *_filesystems(a, b)]
@@ -32,7 +33,7 @@ def _containers(a: Sif, b: Sif) -> Iterator[str]:
     for name in ("id", "architecture", "created", "modified"):
         yield from _unlike(f"header: {name}", str(getattr(a, name)), str(getattr(b, name)))
     yield from _unlike("signed by", ", ".join(a.signers()) or "nobody", ", ".join(b.signers()) or "nobody")
-    for kind in (kind for kind in siffile.KINDS.values() if kind != "partition"):
+    for kind in (kind for kind in sif_format.KINDS.values() if kind != "partition"):
         its, others = a.content(kind), b.content(kind)
         if its == others:
             continue

@@ -10,20 +10,20 @@ from contextlib import closing
 import pytest
 from docker.errors import ImageNotFound
 
-from dray import dockerd
+from dray.containers import docker
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 
 @pytest.fixture
 def engine():
-    with closing(dockerd.client()) as client:
+    with closing(docker.client()) as client:
         yield client
 
 
 def refusal(monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
     with pytest.raises(UnfitError) as refused:
-        dockerd.client()
+        docker.client()
     return str(refused.value)
 
 
@@ -52,7 +52,7 @@ def test_a_build_gives_the_id_of_what_it_tagged(engine, tmp_path):
     (tmp_path / "file").write_text("content\n")
     (tmp_path / "Containerfile").write_text("FROM scratch AS first\nCOPY file /\nFROM first\nCOPY file /again\n")
     lines = []
-    built = dockerd.build(
+    built = docker.build(
         engine,
         context=tmp_path,
         dockerfile="Containerfile",
@@ -73,7 +73,7 @@ def test_a_build_gives_the_id_of_what_it_tagged(engine, tmp_path):
 def test_a_build_that_fails_shows_its_last_lines(engine, tmp_path):
     (tmp_path / "Containerfile").write_text("FROM scratch\nCOPY missing /\n")
     with pytest.raises(DrayError) as failed:
-        dockerd.build(
+        docker.build(
             engine,
             context=tmp_path,
             dockerfile="Containerfile",
@@ -94,12 +94,12 @@ def test_a_rootfs_is_imported_once(engine, tmp_path):
     rootfs = tmp_path / "my base.tar"
     with tarfile.open(rootfs, "w") as tar:
         tar.addfile(tarfile.TarInfo("only-in-this-test"), io.BytesIO())
-    reference = dockerd.base_image(engine, str(rootfs))
+    reference = docker.base_image(engine, str(rootfs))
     try:
         made = engine.images.get(reference).id
-        assert dockerd.base_image(engine, str(rootfs)) == reference
+        assert docker.base_image(engine, str(rootfs)) == reference
         assert engine.images.get(reference).id == made
-        assert dockerd.base_image(engine, reference) == reference
+        assert docker.base_image(engine, reference) == reference
     finally:
         engine.images.remove(reference)
     with pytest.raises(ImageNotFound):
@@ -109,7 +109,7 @@ def test_a_rootfs_is_imported_once(engine, tmp_path):
 @pytest.mark.docker
 def test_a_rootfs_that_is_not_there(engine, tmp_path):
     with pytest.raises(ConfigError) as refused:
-        dockerd.base_image(engine, f"{tmp_path}/base.tar")
+        docker.base_image(engine, f"{tmp_path}/base.tar")
     assert str(refused.value) == (
         "the base image's rootfs is not there\n"
         f"  found:  {tmp_path}/base.tar\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dray import process
 from dray.contract.findings import UnfitError
-from dray.images import siffile
+from dray.images.sif import format as sif_format
 
 # docs/measurements has what each of these brought.
 _NEWER = {"-all-time", "-mkfs-time", "-root-mode", "-no-xattrs", "zstd"}
@@ -42,5 +42,5 @@ def pack(rootfs: Path, out: Path, *, epoch: int, definition: Path) -> None:
     squashfs = out.with_suffix(".squashfs")
     process.run(argv(rootfs, squashfs, epoch=epoch))
     said = definition.read_bytes()
-    siffile.write(squashfs, out, epoch=epoch, definition=said, metadata=siffile.metadata(rootfs, said))
+    sif_format.write(squashfs, out, epoch=epoch, definition=said, metadata=sif_format.metadata(rootfs, said))
     squashfs.unlink()

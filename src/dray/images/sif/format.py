@@ -1,4 +1,4 @@
-"""The SIF container file, read and written here: Apptainer's own differs with each version, and with each build."""
+"""The SIF file format, read and written here: what Apptainer writes differs with its version and with each build."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO
 
 from dray.contract.findings import ConfigError
-from dray.images.layer import MACHINES
 
 LAUNCH = b"#!/usr/bin/env run-singularity\n"
 MAGIC = b"SIF_MAGIC\0"
 VERSION = b"01\0"
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0"}
 KINDS = {
     0x4001: "definition",

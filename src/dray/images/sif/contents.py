@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from dray import process
+from dray.containers import builder
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import tools
-from dray.images.siffile import Sif
+from dray.images.sif.format import Sif
 from dray.process import Done
 
 # -rw-r--r-- 0/0   1234 2026-01-31 12:00 squashfs-root/opt/dray/image.json
@@ -107,7 +107,7 @@ def _unsquashfs(
 ) -> Done:
     binds = {sif.path: False, **({writes: True} if writes else {})}
     argv = ["unsquashfs", "-no-progress", "-offset", str(sif.system.offset), *words, str(sif.path), *files]
-    done = tools.run(argv, binds=binds)
+    done = builder.tool(argv, binds=binds)
     if done.code == 0:
         return done
     said = (done.err or done.out).strip().splitlines()
@@ -121,7 +121,7 @@ def _unsquashfs(
 
 def _unfit(needs: tuple[int, int], said: Sequence[str]) -> UnfitError | None:
     """The reason that is not the image's: an old unsquashfs says no more than which options it has."""
-    shown = re.search(r"version (\d+)\.(\d+)\S*", tools.run(["unsquashfs", "-version"], binds={}).out)
+    shown = re.search(r"version (\d+)\.(\d+)\S*", builder.tool(["unsquashfs", "-version"], binds={}).out)
     lacks = next((line for line in said if _NO_ZSTD in line), None)
     if not lacks and not (shown and (int(shown[1]), int(shown[2])) < needs):
         return None

@@ -1,4 +1,4 @@
-"""Built images in Docker and in Podman: look for one, and load one from its archive."""
+"""Images in Docker and in Podman: find one by its tag, load one from its archive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 from docker.errors import DockerException
 
-from dray import dockerd, process
+from dray import process
+from dray.containers import docker
 from dray.contract.findings import UnfitError
 
 
 @dataclass(frozen=True, kw_only=True)
-class There:
+class ImageInfo:
     """An image that an engine has."""
 
     id: str
@@ -23,35 +24,37 @@ class There:
     labels: Mapping[str, str]
 
 
-def asked(formats: Sequence[str]) -> list[str]:
+def engines(formats: Sequence[str]) -> list[str]:
     """The engines among the formats of a build."""
     return [one for one in formats if one in ("docker", "podman")]
 
 
-def look(engine: str, tag: str) -> There | None:
+def find(engine: str, tag: str) -> ImageInfo | None:
     """What an engine has by this name."""
     if engine == "podman":
         _require_podman()
         done = process.run(["podman", "image", "inspect", f"localhost/{tag}"], check=False)
         if done.code != 0:
             return None
-        (said,) = json.loads(done.out)
-        return There(id=f"sha256:{said['Id']}", size=int(said["Size"]), labels=said["Labels"] or {})
-    with closing(dockerd.client()) as client, dockerd.doing(f"look for {tag}"):
+        (found,) = json.loads(done.out)
+        return ImageInfo(id=f"sha256:{found['Id']}", size=int(found["Size"]), labels=found["Labels"] or {})
+    with closing(docker.client()) as client, docker.attempt(f"look for {tag}"):
         images = client.images.list(tag)
-    return There(id=str(images[0].id), size=int(images[0].attrs["Size"]), labels=images[0].labels) if images else None
+    if not images:
+        return None
+    return ImageInfo(id=str(images[0].id), size=int(images[0].attrs["Size"]), labels=images[0].labels)
 
 
 def load(engine: str, archive: Path, tag: str) -> None:
     """Hand an archive to an engine. The image that had this name goes, unless something still holds it."""
-    before = look(engine, tag)
+    before = find(engine, tag)
     if engine == "podman":
         process.run(["podman", "load", "--quiet", "--input", archive])
-        now = look(engine, tag)
+        now = find(engine, tag)
         if before and now and before.id != now.id:
             process.run(["podman", "rmi", before.id.removeprefix("sha256:")], check=False)
         return
-    with closing(dockerd.client()) as client, dockerd.doing(f"load {tag}"):
+    with closing(docker.client()) as client, docker.attempt(f"load {tag}"):
         with archive.open("rb") as file:
             client.images.load(file)
         if before and before.id != client.images.get(tag).id:

@@ -14,8 +14,8 @@ from pathlib import Path
 from dray import process
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images import lock, pip
-from dray.images.lock import Pin
+from dray.images.sources import lock, pip
+from dray.images.sources.lock import Pin
 
 # The first moment that a wheel, being a zip file, can hold. Not a lock's date: all variants share dray's wheel.
 _EPOCH = "315532800"

@@ -1,9 +1,8 @@
-"""Where images are made: by the Apptainer of this machine, or in a container that has one."""
+"""Programs that need Apptainer or squashfs-tools: this machine's own, or those of the builder container."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import ssl
@@ -15,14 +14,15 @@ from typing import TYPE_CHECKING
 
 from docker.types import Mount
 
-from dray import dockerd, process
-from dray.contract import exit_codes
-from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images import container
-from dray.images.rootfs import ERROR, apptainer
+from dray import process
+from dray.config import checkout as checkouts
+from dray.containers import apptainer, docker, sandbox
+from dray.contract import exit_codes, findings
+from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
+from dray.process import Done
 
 if TYPE_CHECKING:
-    import docker
+    from docker import DockerClient
 
 TAG = "dray:builder"
 _KEY = "dray.builder"
@@ -49,39 +49,37 @@ def run(
     `saved` is where a bundle has the builder's image. Without `network` a container has none; this machine's own
     Apptainer cannot take it away, but gets no proxy.
     """
-    errors: list[str] = []
+    errors: list[Finding] = []
 
-    def heard(line: str) -> None:
-        if line.startswith(ERROR):
-            errors.append(line.removeprefix(ERROR))
-        else:
-            on_line(line)
+    def read(line: str) -> None:
+        finding = apptainer.from_line(line)
+        errors.append(finding) if finding else on_line(line)
 
     with engine() as client:
         if client is None:
-            here = {"python3": sys.executable, APPTAINER: apptainer() or APPTAINER}
+            here = {"python3": sys.executable, APPTAINER: apptainer.program() or APPTAINER}
             unset = {} if network else {name: "" for lower in _PROXIES for name in (lower, lower.upper())}
-            code = process.follow([here.get(str(argv[0]), argv[0]), *argv[1:]], on_line=heard, env=unset)
+            code = process.follow([here.get(str(argv[0]), argv[0]), *argv[1:]], on_line=read, env=unset)
         else:
             tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
-            code = _in_container(client, tools, checkout, argv, binds=binds, on_line=heard, network=network)
-    if errors:
-        said = json.loads(errors[-1])
-        kind = {exit_codes.CONFIG: ConfigError, exit_codes.UNFIT: UnfitError}.get(code, BuildError)
-        raise kind(said["problem"], **said["details"])
-    if code != 0:
-        raise BuildError(f"{argv[0]} failed with exit code {code}")
+            code = _in_container(client, tools, checkout, argv, binds=binds, on_line=read, network=network)
+    if errors and errors[-1].code != exit_codes.FAILED:
+        raise findings.error(errors[-1])
+    if errors or code != 0:
+        failed = BuildError(f"{argv[0]} failed with exit code {code}")
+        failed.finding = errors[-1] if errors else failed.finding
+        raise failed
 
 
 @contextmanager
-def engine() -> Iterator[docker.DockerClient | None]:
+def engine() -> Iterator[DockerClient | None]:
     """None: Apptainer works right here."""
-    tool = apptainer()
+    tool = apptainer.program()
     if tool and os.geteuid() != 0:
         yield None
         return
     try:
-        client = dockerd.client()
+        client = docker.client()
     except UnfitError as error:
         if tool:
             raise UnfitError(
@@ -100,8 +98,31 @@ def engine() -> Iterator[docker.DockerClient | None]:
         yield client
 
 
+def tool(argv: Sequence[str], *, binds: Mapping[Path, bool], env: Mapping[str, str] | None = None) -> Done:
+    """Run a program that looks into images, without a network. `binds` are the paths in argv, and whether it writes."""
+    if process.which(argv[0]):
+        return process.run(argv, env=env, check=False)
+    try:
+        client = docker.client()
+    except UnfitError as error:
+        raise UnfitError(
+            f"{argv[0]} is not on this machine, nor a Docker Engine to run it in",
+            found=error.problem,
+            fix="install apptainer and squashfs-tools, or Docker Engine",
+        ) from error
+    with closing(client), docker.attempt(f"run {argv[0]} in a container"):
+        tools = image(client, checkouts.root(), on_line=lambda _: None)
+        mounts = [sandbox.bind(path, read_only=not writes) for path, writes in binds.items()]
+        # As the caller, root or not: unlike builds, none of these programs makes namespaces.
+        user = f"{os.getuid()}:{os.getgid()}"
+        with sandbox.started(client, tools, list(argv), mounts=mounts, environment=env or {}, user=user) as running:
+            code = int(running.wait()["StatusCode"])
+            out, err = (running.logs(stdout=out, stderr=not out).decode(errors="replace") for out in (True, False))
+    return Done(argv=tuple(argv), code=code, out=out, err=err)
+
+
 def _in_container(
-    client: docker.DockerClient,
+    client: DockerClient,
     tools: str,
     checkout: Path,
     argv: Sequence[str | Path],
@@ -116,57 +137,57 @@ def _in_container(
     for path, writes in binds.items():
         mounts.append(Mount(target=inside[path], source=str(path), type="bind", read_only=not writes))
         if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
-            os.chown(path, *container.caller())
+            os.chown(path, *sandbox.caller())
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     if network:
         environment |= proxies(os.environ)
         bundle = certificates()
         if bundle:
-            mounts.append(container.bind(bundle))
+            mounts.append(sandbox.bind(bundle))
             environment["SSL_CERT_FILE"] = str(bundle)
     with (
-        dockerd.doing("build in a container"),
-        container.started(
+        docker.attempt("build in a container"),
+        sandbox.started(
             client,
             tools,
-            [container.mapped(word, inside) for word in argv],
+            [sandbox.mapped(word, inside) for word in argv],
             mounts=mounts,
             environment=environment,
             network=network,
         ) as running,
     ):
-        for line in container.lines(running.logs(stream=True)):
-            on_line(container.named(line, inside))
+        for line in sandbox.lines(running.logs(stream=True)):
+            on_line(sandbox.named(line, inside))
         return int(running.wait()["StatusCode"])
 
 
-def shell(sandbox: Path, *, binds: Mapping[Path, str]) -> list[str]:
-    """The command that opens a shell in a sandbox, as the root that its steps had."""
+def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
+    """The command that opens a shell in a root filesystem, as the root that its steps had."""
     words = ["shell", "--writable", "--fakeroot", "--no-home"]
     words += [word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")]
     with engine() as client:
         if client is None:
-            return [process.which(apptainer() or "") or "apptainer", *words, str(sandbox)]
-    docker = process.which("docker")
-    if not docker:
-        raise UnfitError("a shell needs Docker's command line client", where=sandbox, fix="install it")
-    volumes = [word for path in (sandbox, *binds) for word in ("--volume", f"{path}:{path}")]
-    options = [word for name in (*container.SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)]
-    options += ["--user", ":".join(map(str, container.caller()))]
-    return [docker, "run", "--rm", "--interactive", "--tty", *options, *volumes, TAG, "apptainer", *words, str(sandbox)]
+            return [process.which(apptainer.program() or "") or "apptainer", *words, str(rootfs)]
+    command = process.which("docker")
+    if not command:
+        raise UnfitError("a shell needs Docker's command line client", where=rootfs, fix="install it")
+    volumes = [word for path in (rootfs, *binds) for word in ("--volume", f"{path}:{path}")]
+    options = [word for name in (*sandbox.SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)]
+    options += ["--user", ":".join(map(str, sandbox.caller())), *volumes]
+    return [command, "run", "--rm", "--interactive", "--tty", *options, TAG, "apptainer", *words, str(rootfs)]
 
 
-def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
+def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
     """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
     context = checkout / "containers" / "cluster"
     read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
     key = hashlib.sha256(read.encode()).hexdigest()
-    with dockerd.doing(f"look for {TAG}"):
+    with docker.attempt(f"look for {TAG}"):
         there = client.images.list(TAG)
     if there and there[0].labels.get(_KEY) == key:
         return str(there[0].id)
     on_line("dray: builder")
-    return dockerd.build(
+    return docker.build(
         client,
         context=context,
         dockerfile="Containerfile",
@@ -177,15 +198,15 @@ def image(client: docker.DockerClient, checkout: Path, on_line: Callable[[str], 
     )
 
 
-def _loaded(client: docker.DockerClient, saved: Path) -> str:
-    with dockerd.doing(f"load {saved}"), saved.open("rb") as file:
+def _loaded(client: DockerClient, saved: Path) -> str:
+    with docker.attempt(f"load {saved}"), saved.open("rb") as file:
         return str(client.images.load(file)[0].id)
 
 
-def _base(client: docker.DockerClient, containerfile: Path) -> str:
+def _base(client: DockerClient, containerfile: Path) -> str:
     default = re.findall(r"^ARG BASE=(\S+)$", containerfile.read_text(), re.MULTILINE)
     try:
-        return dockerd.base_image(client, os.environ.get("DRAY_CLUSTER_BASE") or default[0])
+        return docker.base_image(client, os.environ.get("DRAY_CLUSTER_BASE") or default[0])
     except UnfitError as error:
         error.amend(
             fix="containers/base/make-base.sh trixie build/base/trixie.tar\nand set DRAY_CLUSTER_BASE to that path"

@@ -9,7 +9,7 @@ from pathlib import Path
 from dray.config.model import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
-from dray.images import record
+from dray.images.sif import record
 
 
 def digest(path: Path) -> str:

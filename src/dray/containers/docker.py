@@ -61,7 +61,7 @@ def _unreachable(error: Exception) -> UnfitError:
 
 
 @contextmanager
-def doing(what: str, *, fix: str | None = None) -> Iterator[None]:
+def attempt(what: str, *, fix: str | None = None) -> Iterator[None]:
     """Turn whatever the SDK raises while `what` is done into an error that a user can act on."""
     try:
         yield
@@ -79,7 +79,7 @@ def base_image(client: docker.DockerClient, base: str) -> str:
         return _imported(client, path)
     if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
         raise ConfigError("the base image's rootfs is not there", found=base, fix=_how_to_make(base))
-    with doing(f"look for the image {base}"):
+    with attempt(f"look for the image {base}"):
         try:
             client.images.get(base)
         except ImageNotFound:
@@ -107,7 +107,7 @@ def _imported(client: docker.DockerClient, rootfs: Path) -> str:
     with rootfs.open("rb") as tar:
         digest = hashlib.file_digest(tar, "sha256").hexdigest()
     reference = f"dray-base:{digest[:16]}"
-    with doing(f"import {rootfs}", fix=_how_to_make(str(rootfs))):
+    with attempt(f"import {rootfs}", fix=_how_to_make(str(rootfs))):
         try:
             client.images.get(reference)
         except ImageNotFound:
@@ -128,7 +128,7 @@ def build(
 ) -> str:
     """Build an image, each line of the build's output going to `on_line`; the image's id."""
     last: deque[str] = deque(maxlen=_LAST_LINES)
-    with doing(f"build {tag}"):
+    with attempt(f"build {tag}"):
         answers = client.api.build(
             path=str(context),
             dockerfile=dockerfile,

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from dray import process
 from dray.config.image import Image
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.lock import SOURCE_ONLY, Pin
+from dray.images.sources.lock import SOURCE_ONLY, Pin
 
 # pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
 PLATFORMS = (

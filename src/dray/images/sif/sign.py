@@ -14,10 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
+from dray.containers import apptainer, builder
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import builder, record, siffile, tools, verify
-from dray.images.rootfs import apptainer
-from dray.images.siffile import Sif
+from dray.images.sif import format as sif_format
+from dray.images.sif import record, verify
+from dray.images.sif.format import Sif
 from dray.process import Done
 
 # Apptainer 1.4 and SingularityCE 4: the variable that names the keyring, and where it is in the home folder otherwise.
@@ -63,11 +64,11 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
         verify.require(sif.path, *verify.wanted(sif.path))
     words = ["sign", "--keyidx", str(_index(key))]
     with _copy(sif.path) as copy:
-        if apptainer() and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
+        if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
             done = process.run([_tool(), *words, copy], env=_environment(), show=True, check=False)
         else:
             done = _apptainer([*words, str(copy)], sif=copy, writes=True)
-        signers = siffile.read(copy).signers() if done.code == 0 else []
+        signers = sif_format.read(copy).signers() if done.code == 0 else []
         if not signers:
             raise ConfigError(
                 "the image could not be signed",
@@ -130,12 +131,12 @@ def _apptainer(words: list[str], *, sif: Path | None = None, writes: bool = Fals
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
         binds[keyring()] = True  # Apptainer mends its mode where others may read it
-    return tools.run([_tool(), *words], binds=binds, env=_environment())
+    return builder.tool([_tool(), *words], binds=binds, env=_environment())
 
 
 def _tool() -> str:
     """This machine's, or that of the container."""
-    return apptainer() or "apptainer"
+    return apptainer.program() or "apptainer"
 
 
 def _environment() -> dict[str, str]:
@@ -144,7 +145,7 @@ def _environment() -> dict[str, str]:
 
 def _in_words(command: str) -> str:
     """How a user runs Apptainer here."""
-    if tool := apptainer():
+    if tool := apptainer.program():
         return f"{tool} {command}"
     keys = shlex.quote(str(keyring()))
     inside = f'-e APPTAINER_KEYSDIR=/keys -v "$PWD:/here" -w /here {builder.TAG} apptainer'

@@ -14,10 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from dray.images.sif.format import MACHINES
+
 # What Apptainer adds to a root filesystem for itself.
 _APPTAINERS = {".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity"}
 _LAYER = "layer.tar"
-MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def pack(rootfs: Path, out: Path, *, epoch: int, inputs: Path, tag: str, labels: Mapping[str, str]) -> None:

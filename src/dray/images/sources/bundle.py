@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import dockerd
+from dray.containers import builder, docker
 from dray.contract.findings import ConfigError
-from dray.images import builder, inputs
-from dray.images.inputs import BUILDER, README, SUMS, Source
+from dray.images.sources import inputs
+from dray.images.sources.inputs import BUILDER, README, SUMS, Source
 
 _TAR, _SIF = "base.tar", "base.sif"
 _README = """# The {variant} image of dray, to be built without a network
@@ -98,5 +98,5 @@ def _tools(checkout: Path, folder: Path, say: Callable[[str], None]) -> None:
     with builder.engine() as client:
         if client is not None:
             image = builder.image(client, checkout, say)
-            with dockerd.doing("write the builder to a file"), (folder / BUILDER).open("wb") as out:
+            with docker.attempt("write the builder to a file"), (folder / BUILDER).open("wb") as out:
                 out.writelines(client.images.get(image).save(named=builder.TAG))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dray.containers import builder
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import builder
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 

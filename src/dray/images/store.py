@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images import record, verify
+from dray.images.sif import record, verify
 
 
 def docker_tag(variant: str) -> str:
@@ -19,10 +19,10 @@ def docker_tag(variant: str) -> str:
 
 def in_engine(engine: str, variant: str) -> str:
     """The image of Docker or Podman, which must be there: they would look on a registry, where it never was."""
-    from dray.images import engines  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
+    from dray.containers import images  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
 
     tag = docker_tag(variant) if engine == "docker" else f"localhost/{docker_tag(variant)}"
-    if not engines.look(engine, docker_tag(variant)):
+    if not images.find(engine, docker_tag(variant)):
         raise ConfigError(
             "the image is not there",
             wanted=f"{tag} in {engine.capitalize()}",

@@ -17,8 +17,8 @@ from pathlib import Path
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
-from dray.images import base as bases
-from dray.images import debs, lock, wheels
+from dray.images.sources import base as bases
+from dray.images.sources import debs, lock, wheels
 
 # How a Docker image tells what it was made from.
 INPUTS_LABEL = "dray.inputs"

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 from dray.contract.findings import ConfigError
-from dray.images import contents, verify
-from dray.images.siffile import Sif
+from dray.images.sif import contents, verify
+from dray.images.sif.format import Sif
 
 FACTS = "opt/dray/image.json"
 MAIN = (

@@ -11,8 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
+from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
-from dray.images import builder, container, rootfs
+from dray.images.rootfs import PROGRAM
 
 LOCK = "debian.lock"
 
@@ -80,7 +81,7 @@ def _download(checkout: Path, folder: Path, *, base: Path, lock: Path, say: Call
             shutil.copy2(source, inputs)
         _host(inputs, os.environ)
         argv: list[str | Path] = [
-            *rootfs.PROGRAM,
+            *PROGRAM,
             inputs / "debs.def",
             base,
             work,
@@ -109,7 +110,7 @@ def _host(folder: Path, environment: Mapping[str, str]) -> None:
     proxies = builder.proxies(environment)
     (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in proxies.items()))
     if os.getuid() == 0:
-        os.chown(folder / "env", *container.caller())
+        os.chown(folder / "env", *sandbox.caller())
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")

@@ -1,0 +1,11 @@
+"""A root filesystem, made by Apptainer and packed as a SIF or a layer. It runs in the builder container too.
+
+Standard library only: the builder has nothing else.
+"""
+
+# The program of this package, and what it leaves in its scratch folder.
+PROGRAM = ("python3", "-m", "dray.images.rootfs")
+ROOTFS = "rootfs"
+SIF = "image.sif"
+LAYER = "image.tar"
+TOOLS = "tools.json"

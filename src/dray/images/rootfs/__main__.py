@@ -1,0 +1,75 @@
+"""Make a root filesystem in a folder, and pack it in the formats that are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+
+from dray import process
+from dray.containers import apptainer
+from dray.contract import exit_codes
+from dray.contract.findings import DrayError
+from dray.images.rootfs import LAYER, SIF, TOOLS, layer, squash
+from dray.images.rootfs.make import make
+
+
+def main() -> None:
+    """Read the command line, build, pack."""
+    asked = _parser().parse_args()
+    inputs = asked.definition.parent
+    binds = {Path(path): target for path, target in asked.bind}
+    os.umask(0o022)
+    if asked.sif:
+        squash.require()
+        (asked.scratch / TOOLS).write_text(json.dumps(_versions()))
+    rootfs = make(definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch)
+    if asked.sif or asked.docker:
+        _label(rootfs, inputs)
+    if asked.sif:
+        squash.pack(rootfs, asked.scratch / SIF, epoch=asked.epoch, definition=asked.definition)
+    if asked.docker:
+        labels = _labels(inputs) | dict(asked.label)
+        layer.pack(rootfs, asked.scratch / LAYER, epoch=asked.epoch, inputs=inputs, tag=asked.docker, labels=labels)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dray.images.rootfs", description=__doc__)
+    parser.add_argument("definition", type=Path)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
+    parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--sif", action="store_true")
+    parser.add_argument("--docker", metavar="TAG")
+    parser.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")
+    return parser
+
+
+def _labels(inputs: Path) -> dict[str, str]:
+    return dict(line.split(" ", 1) for line in (inputs / "labels").read_text().splitlines())
+
+
+def _label(rootfs: Path, inputs: Path) -> None:
+    """Apptainer adds to the labels when and by which Apptainer it was built, and from which path."""
+    (rootfs / ".singularity.d" / "labels.json").write_text(json.dumps(_labels(inputs), indent=1, sort_keys=True))
+
+
+def _versions() -> dict[str, str]:
+    """What makes the image: with others of these, the same inputs may give other bytes."""
+    asked = {"apptainer": [apptainer.program() or "apptainer", "--version"], "mksquashfs": ["mksquashfs", "-version"]}
+    answers = {name: process.run(argv, check=False).out for name, argv in asked.items()}
+    return {name: match[0] for name, out in answers.items() if (match := re.search(r"\d+\.\d+\S*", out))}
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DrayError as error:
+        print(apptainer.to_line(error))
+        raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}")
+        raise SystemExit(exit_codes.FAILED) from None

@@ -1,0 +1,82 @@
+"""An image's root filesystem, made by Apptainer as an ordinary user."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from pathlib import Path
+
+from dray import process
+from dray.containers import apptainer
+from dray.contract.findings import ConfigError, UnfitError
+from dray.images.rootfs import ROOTFS
+from dray.images.sif import format as sif_format
+
+# As ELF files number them.
+_MACHINES = {b"\x3e\x00": "amd64", b"\xb7\x00": "arm64"}
+
+
+def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str, rootfs: Path) -> list[str]:
+    """Apptainer's command; the definition takes its base from the argument."""
+    for path in binds:
+        if set(",:") & set(str(path)):
+            raise ConfigError(
+                "Apptainer cannot bind a path with , or : in it", found=path, fix="move the checkout to another folder"
+            )
+    return [
+        *(tool, "build", "--sandbox", "--no-cleanup"),
+        *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
+        *("--build-arg", f"BASE={base}"),
+        *(str(rootfs), str(definition)),
+    ]
+
+
+def make(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
+    """Build scratch/rootfs. Where it fails, what there is of it stays in scratch."""
+    tool = apptainer.program()
+    if tool is None:
+        raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
+    rootfs = scratch / ROOTFS
+    name = start_from(base, scratch)
+    argv = build_argv(tool=tool, definition=definition, binds=binds, base=name, rootfs=rootfs)
+    print(shlex.join(argv), flush=True)
+    environment = {
+        "SOURCE_DATE_EPOCH": str(epoch),
+        "APPTAINER_TMPDIR": str(scratch),
+        "SINGULARITY_TMPDIR": str(scratch),
+    }
+    process.run(argv, cwd=scratch, env=environment, show=True)
+    return rootfs
+
+
+def start_from(base: Path, scratch: Path) -> str:
+    """Apptainer's From for a base, by a name that no machine's path is in."""
+    here = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"
+    if base.suffix == ".sif":
+        here.symlink_to(base)
+        found = sif_format.read(base).architecture
+    else:
+        here.mkdir()
+        # An ordinary user can make no devices, and a container has the host's anyway.
+        process.run(["tar", "--extract", "--file", base, "--directory", here, "--exclude=./dev/*"])
+        found = _architecture(here)
+    wanted = sif_format.MACHINES.get(platform.machine(), platform.machine())
+    if found != wanted:
+        raise ConfigError(
+            "the base is of another architecture" if found else "the base is no root filesystem",
+            where=base,
+            wanted=f"one for {wanted}, which this machine runs",
+            found=f"one for {found}" if found else "no /usr/bin/env in it",
+            fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one here",
+        )
+    return here.name
+
+
+def _architecture(rootfs: Path) -> str:
+    """Whose programs a root filesystem holds, by the head of one that each has."""
+    try:
+        with (rootfs / "usr" / "bin" / "env").open("rb") as program:
+            head = program.read(20)
+    except OSError:
+        head = b""
+    return _MACHINES.get(head[18:20], "") if head.startswith(b"\x7fELF") else ""
