@@ -90,10 +90,10 @@ def _launch(scratch: Path, rounds: int) -> None:
 def _with_dray(runs: Path, script: Path, launcher: str) -> tuple[list[str], dict[str, str]]:
     recipe = write.read_recipe(None, [f"launcher={launcher}", "ranks_per_node=2"], [str(script)])
     facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="generic")
-    made = write.write(recipe, facts, runs=runs)
+    made, paths = write.write(recipe, facts, runs=runs)
     names = made.world.identity
     me = {names["node"]: "0", names["nodes"]: "1", names["name"]: "node1", names["cpus"]: str(os.cpu_count())}
-    return ["bash", f"{made.folder}/node.sh"], me
+    return ["bash", str(paths.node_script)], me
 
 
 def _timed(scratch: Path, argv: list[str], more: Mapping[str, str]) -> tuple[float, float]:
@@ -121,7 +121,7 @@ def _plan() -> None:
         seconds = []
         for _ in range(5):
             begun = time.perf_counter()
-            made = plan(recipe, site, facts, run="r", folder=PurePosixPath("/r"), dray=__version__)
+            made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), dray=__version__)
             render.node_script(made)
             made.model_dump_json(indent=1)
             seconds.append(time.perf_counter() - begun)

@@ -47,7 +47,7 @@ def main() -> None:
 def _environment() -> None:
     recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml")
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
-    made = plan(recipe, Site(name="s", about=""), facts, run="r", folder=PurePosixPath("/r"), dray="0")
+    made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), dray="0")
     names = sorted(lint.rules().names)[::3][:200]
     shell = dict.fromkeys([*names, *(f"{name}X" for name in names[:50]), *(f"OTHER_{n}" for n in range(50))], "1")
     lint.rules.cache_clear()
@@ -71,7 +71,7 @@ def _job(desk: Desk, *words: str, site: str = "") -> tuple[float, Path]:
     said = desk.exec([*argv, "recipes/smoke-cpu.toml", *SHORT, *words]).out
     took = time.monotonic() - began
     folder = next(line.split(" /shared/")[1] for line in said.splitlines() if line.startswith("run folder: "))
-    return took, desk.shared / folder
+    return took, desk.shared / folder / "attempt-1"
 
 
 def _preflight(desk: Desk, rounds: int) -> None:

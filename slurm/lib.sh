@@ -100,7 +100,7 @@ lib::pyxis_mounts() { # PATH...: each at its own place, in the words of srun --c
   echo "$joined"
 }
 
-lib::plan() { # [key=value ...]: write the run folder and print its path
+lib::plan() { # [key=value ...]: write the folder of this attempt and print its path
   local -a begun=()
   [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
   local facts code=0
@@ -115,14 +115,14 @@ lib::plan() { # [key=value ...]: write the run folder and print its path
   exit "$code"
 }
 
-lib::start() { # RUN: one task on each node; rank 0's lines are this job's output
-  local -r run="$1"
+lib::start() { # ATTEMPT: one task on each node; rank 0's lines are this job's output
+  local -r attempt="$1"
   local -a ended=()
   local code=0 nodes_pid tail_pid
   # scancel and the time limit: Slurm leaves some seconds (KillWait) to write down how it ended.
   trap 'ended=(--stopped)' TERM
   # Relative paths, since srun would read a % in the run's own as a pattern.
-  cd -- "$run" || return
+  cd -- "$attempt" || return
   local -a pyxis=()
   [[ ! -f srun.options ]] || mapfile -t pyxis <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
@@ -136,7 +136,7 @@ lib::start() { # RUN: one task on each node; rank 0's lines are this job's outpu
   wait "$nodes_pid" || code=$?
   ((${#ended[@]} == 0)) || { wait "$nodes_pid" || true; }
   wait "$tail_pid" || true
-  lib::inside python3 -m dray finish "$run" --code "$code" "${ended[@]}"
+  lib::inside python3 -m dray finish "$attempt" --code "$code" "${ended[@]}"
 }
 
 lib::slurm() { # what Slurm hands to a job; half of it would start half a world
@@ -162,7 +162,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value 
     shift
   done
   lib::slurm
-  local recipe="" engine image run own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image attempt own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then
@@ -191,7 +191,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value 
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
-  run="$(lib::plan "$@")"
-  echo "run folder: $run"
-  lib::start "$run"
+  attempt="$(lib::plan "$@")"
+  echo "run folder: ${attempt%/*}"
+  lib::start "$attempt"
 }

@@ -48,6 +48,7 @@ probe::main() {
   cat <<FACTS
 scheduler=slurm
 job=$SLURM_JOB_ID
+restarts=${SLURM_RESTART_COUNT:-0}
 nodelist=$SLURM_JOB_NODELIST
 nodes=$SLURM_JOB_NUM_NODES
 gpus_per_node=${gpus##*:}

@@ -62,7 +62,7 @@ class Run:
         ]
         chosen = write.read_recipe(ROOT / "tests" / "tiny.toml", [*said, f"train.{steps}", *model, *words])
         facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
-        self.plan = write.write(chosen, facts, runs=folder.parent, name=folder.name)
+        self.plan, self.paths = write.write(chosen, facts, runs=folder.parent, run=folder.name)
         self.ranks = ranks
         self.codes: list[int] = []
 
@@ -76,12 +76,11 @@ class Run:
             "LOCAL_WORLD_SIZE": str(self.ranks), "DRAY_NODE_NAME": self.plan.world.nodes[0].name, "HF_HUB_OFFLINE": "1",
             **extra,
         }  # fmt: skip
-        (self.folder / "logs").mkdir(exist_ok=True)
         ranks = [
             {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "log": str(self.log(rank))}
             for rank in range(self.ranks)
         ]
-        yield self.forks.say({"plan": f"{self.folder}/plan.json", "ranks": ranks})
+        yield self.forks.say({"plan": str(self.paths.plan), "ranks": ranks})
         self.codes = self.forks.hear()
 
     def end(self, code: int = 0, **extra: str) -> Run:
@@ -93,13 +92,13 @@ class Run:
         return self
 
     def log(self, rank: int = 0) -> Path:
-        return self.folder / f"logs/rank-{rank}.log"
+        return self.paths.rank_log(rank)
 
     def said(self) -> str:
         return "".join(self.log(rank).read_text() for rank in range(self.ranks))
 
     def events(self, kind: str) -> list[dict]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        lines = self.paths.metrics.read_text().splitlines()
         return [event for line in lines if (event := json.loads(line))["event"] == kind]
 
     def losses(self) -> list[float]:
@@ -108,7 +107,7 @@ class Run:
     def weights(self) -> dict:
         from safetensors.torch import load_file
 
-        return load_file(self.folder / "checkpoints/final/model.safetensors")
+        return load_file(self.paths.final_model / "model.safetensors")
 
 
 def config(folder: Path, *words: str):
@@ -119,5 +118,5 @@ def config(folder: Path, *words: str):
         ROOT / "tests" / "tiny.toml", [*GPT, f"data.cache={folder}/tokens", "train.steps=20", *words]
     )
     facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
-    write.write(chosen, facts, runs=folder, name="run")
-    return read(str(folder / "run" / "plan.json"))
+    _, paths = write.write(chosen, facts, runs=folder, run="run")
+    return read(str(paths.plan))

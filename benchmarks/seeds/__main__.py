@@ -114,7 +114,7 @@ class Bench:
         argv = ["python3", "-m", "dray", "run", f"{self.recipes}/{name}.toml", *self.words(steps), cache, *more]
         began, seconds = self.inside([*argv, "--runs", str(runs)])
         (folder,) = runs.iterdir()
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "attempt-1" / "metrics.jsonl").read_text().splitlines()]
         taken = [line for line in lines if line["event"] == "step"]
         between = (taken[-1]["tokens"] - taken[0]["tokens"]) / (taken[-1]["time"] - taken[0]["time"])
         return {

@@ -99,7 +99,8 @@ class Bench:
         argv = [sys.executable, "-m", "dray", "run", str(self.folder / "bench.toml"), *said]
         began, _ = self._run([*argv, "--nodes", "1", "--runs", str(self.folder / name)])
         lines = [
-            json.loads(line) for line in next((self.folder / name).glob("*/metrics.jsonl")).read_text().splitlines()
+            json.loads(line)
+            for line in next((self.folder / name).glob("*/attempt-1/metrics.jsonl")).read_text().splitlines()
         ]
         found = [line for line in lines if line["event"] == "step"]
         return {

@@ -22,6 +22,8 @@ class Facts(BaseModel):
     """Who started the nodes, and so which variables tell a node who it is."""
     job: Annotated[int, Field(ge=0)] = 0
     """Slurm's job number."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often Slurm has requeued it."""
     nodelist: Annotated[str, Field(min_length=1)]
     """The nodes in Slurm's compressed form; the first is the master."""
     nodes: Annotated[int, Field(ge=1)]

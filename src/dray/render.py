@@ -7,6 +7,7 @@ import shlex
 from dray import engines
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.contract import run_folder as names
 from dray.engines import places, pyxis, stage
 from dray.engines.docker import DEVICES
 from dray.engines.words import OnNode
@@ -120,7 +121,7 @@ def text(plan: Plan) -> str:
             "run",
             [
                 ("id", plan.run),
-                ("folder", plan.folder),
+                ("folder", f"{plan.run_folder}, attempt {plan.attempt}"),
                 ("recipe", f"{plan.recipe.name}" + (f": {plan.recipe.about}" if plan.recipe.about else "")),
                 ("image", f"{plan.image} ({plan.variant}, started by {plan.engine})"),
             ],
@@ -169,7 +170,7 @@ def text(plan: Plan) -> str:
 
 def _start(plan: Plan) -> list[str]:
     python = plan.image if plan.engine == "bare" else "python3"
-    return engines.of(plan).argv(plan, [python, "-m", "dray.runner", f"{plan.folder}/plan.json"])
+    return engines.of(plan).argv(plan, [python, "-m", "dray.runner", f"{plan.folder}/{names.PLAN}"])
 
 
 def _named(name: str, address: str) -> str:

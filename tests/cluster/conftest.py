@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from dray.runs.paths import newest_attempt
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -25,13 +27,17 @@ class Ended:
     output: str
     folder: Path | None
 
-    def result(self) -> dict[str, Any]:
+    @property
+    def attempt(self) -> Path:
+        """The folder of its newest attempt."""
         assert self.folder is not None, self.output
-        return json.loads((self.folder / "result.json").read_text())
+        return newest_attempt(self.folder).folder
+
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.attempt / "result.json").read_text())
 
     def metrics(self, event: str) -> list[dict[str, Any]]:
-        assert self.folder is not None, self.output
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        lines = (self.attempt / "metrics.jsonl").read_text().splitlines()
         return [seen for line in lines if (seen := json.loads(line))["event"] == event]
 
 
@@ -93,7 +99,7 @@ def submit(desk, root: Path, tmp_path_factory: pytest.TempPathFactory):
         folder = Path(where.removeprefix("run folder: "))
         job = queued.removeprefix("job ").removesuffix(" is in the queue")
         deadline = time.monotonic() + 120
-        while not (folder / "result.json").exists():
+        while not list(folder.glob("attempt-*/result.json")):
             assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("job-*.log")]
             time.sleep(0.2)
         return Ended(0, (folder / f"job-{job}.log").read_text(), folder), job

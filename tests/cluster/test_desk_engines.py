@@ -22,7 +22,7 @@ pytestmark = pytest.mark.docker_image
 
 
 def losses(folder: Path) -> list[float]:
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (folder / "attempt-1" / "metrics.jsonl").read_text().splitlines()]
     return [event["loss"] for event in events if event["event"] == "step"]
 
 
@@ -93,7 +93,7 @@ def test_two_machines_and_a_file(root: Path, tmp_path: Path) -> None:
         Mount(target="/hosts", source=str(tmp_path / "hosts"), type="bind", read_only=True),
     ]
     words = ["dray", "run", "/work/recipes/smoke-cpu.toml", "--hostfile", "/hosts", "--runs", "/tmp/runs", *SHORT]
-    said = f"{' '.join(words)}; code=$?; cat /tmp/runs/*/metrics.jsonl /tmp/runs/*/result.json; exit $code"
+    said = f"{' '.join(words)}; code=$?; cat /tmp/runs/*/*/metrics.jsonl /tmp/runs/*/*/result.json; exit $code"
     with closing(docker.client()) as client:
         network = client.networks.create(name, internal=True)
         machines = []

@@ -115,7 +115,7 @@ def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: P
         f"{root}/slurm/multinode.sh", QUICK, "--", "python3", "-c", writes, workdir="/shared/home/my scripts"
     )
     assert ended.code == 0, ended.output
-    scratch = (ended.folder / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")
+    scratch = (ended.attempt / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")
     assert scratch.startswith("/tmp/dray-")
     for node in ("n1", "n2"):
         assert desk.exec(["test", "-e", scratch], node=node).code == 1
@@ -127,7 +127,7 @@ def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path,
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    logs = [path.read_text() for path in (ended.folder / "logs").glob("rank-*.log")]
+    logs = [path.read_text() for path in (ended.attempt / "logs").glob("rank-*.log")]
     assert logs == ["compiled 8\n"] * 4
 
 
@@ -192,9 +192,9 @@ def test_ranks_that_torchrun_starts_again(sbatch, root: Path, folder: Path) -> N
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    logs = "".join(path.read_text() for path in (ended.folder / "logs").glob("rank-*.log"))
+    logs = "".join(path.read_text() for path in (ended.attempt / "logs").glob("rank-*.log"))
     assert (logs.count("again False"), logs.count("again True")) == (2, 2)
-    assert list((ended.folder / "failures").iterdir()) == []
+    assert list((ended.attempt / "failures").iterdir()) == []
 
 
 def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, desk, root: Path, folder: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, desk, root: Path, fo
     assert ended.code == 0, ended.output
     address = desk.exec(["hostname", "-I"], node="n1").out.split()[0]
     for rank in (0, 1):
-        master, image = (ended.folder / "logs" / f"rank-{rank}.log").read_text().split()
+        master, image = (ended.attempt / "logs" / f"rank-{rank}.log").read_text().split()
         assert master == address
         assert image.startswith("/tmp/dray-images-")
         assert desk.exec(["bash", "-c", "ls -A /tmp/dray-images-*"], node=f"n{rank + 1}").out == ""

@@ -30,7 +30,7 @@ def run(root: Path, runs: Path, *words: str) -> tuple[subprocess.CompletedProces
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (folder / "attempt-1" / "metrics.jsonl").read_text().splitlines()]
     return [event for event in events if event["event"] == "step"]
 
 
@@ -48,7 +48,7 @@ def test_the_demo_learns(demo) -> None:
     losses = [step["loss"] for step in steps(folder)]
     assert losses[0] > 5.4  # knows nothing: ln(257) is 5.55
     assert losses[-1] < 0.6
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "attempt-1" / "result.json").read_text())
     assert (result["status"], result["world_size"], result["hosts"]) == ("done", 4, ["node1", "node2"])
     assert result["train_seconds"] < 90
 
@@ -90,9 +90,9 @@ def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> Non
     # Same wheels, same order of samples; only the processors' code paths may round otherwise.
     assert len(in_docker) == 3
     assert in_docker == pytest.approx(bare[:3], rel=1e-5)
-    starts = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    starts = json.loads((folder / "attempt-1" / "metrics.jsonl").read_text().splitlines()[0])
     assert starts["hosts"] == ["node1", "node1", "node2", "node2"]
-    seen = [(folder / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 2)]  # one on each node
+    seen = [(folder / "attempt-1" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 2)]  # one on each node
     of_node1, of_node2 = (re.findall(r"^evaluation loss .*$", log, re.MULTILINE) for log in seen)
     assert of_node1 == of_node2
     assert len(of_node1) == 1
@@ -147,7 +147,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
     assert (started.returncode, err) == (130, "")
     assert "stopped after " in out
     (folder,) = runs.iterdir()
-    assert json.loads((folder / "result.json").read_text())["status"] == "stopped"
+    assert json.loads((folder / "attempt-1" / "result.json").read_text())["status"] == "stopped"
     deadline = time.monotonic() + 20
     while left := processes(str(runs)):
         assert time.monotonic() < deadline, left
@@ -158,7 +158,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
 def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_path: Path) -> None:
     ended, folder = run(root, tmp_path / "runs", *SHORT, "model.config.n_layers=3")
     assert ended.returncode == 78
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "attempt-1" / "result.json").read_text())
     assert (result["status"], result["cause"]["why"], result["cause"]["code"]) == ("failed", "exit code 78", 78)
     assert "a gpt2 configuration has no 'n_layers'" in ended.stdout
 
@@ -167,7 +167,7 @@ def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_pat
 def test_a_loss_that_is_no_number_fails_the_run(root: Path, tmp_path: Path) -> None:
     ended, folder = run(root, tmp_path / "runs", *SHORT, "train.lr=1e18")
     assert ended.returncode == 1
-    cause = json.loads((folder / "result.json").read_text())["cause"]
+    cause = json.loads((folder / "attempt-1" / "result.json").read_text())["cause"]
     assert cause["last_lines"][-4] == "the loss is not finite any more"
     assert re.match(r"  found:  NaN or Inf at step \d, on rank 0", cause["last_lines"][-2])
     assert [step["step"] for step in steps(folder)] == list(range(1, len(steps(folder)) + 1))

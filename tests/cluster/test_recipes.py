@@ -23,7 +23,7 @@ def test_a_recipe_is_walked_to_its_end(sbatch, submit, name: str, way: str) -> N
     else:
         ended, _ = submit(*words, "--nodes", "2", "--sbatch=--export=NONE")
     assert ended.code == 0, ended.output
-    plan, result = (json.loads((ended.folder / name).read_text()) for name in ("plan.json", "result.json"))
+    plan, result = (json.loads((ended.attempt / name).read_text()) for name in ("plan.json", "result.json"))
     assert (result["run"], result["status"], result["hosts"]) == (ended.folder.name, "done", ["n1", "n2"])
     assert plan["run"] == ended.folder.name
     assert (

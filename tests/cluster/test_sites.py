@@ -59,7 +59,7 @@ def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabri
     ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
-    report = json.loads((ended.folder / "preflight" / "report.json").read_text())
+    report = json.loads((ended.attempt / "preflight" / "report.json").read_text())
     assert {rank["wire"] for rank in report["ranks"]} == {"gloo over TCP"}
     assert ended.result()["preflight"].startswith("gloo over TCP, ")
     assert f"preflight: {ended.result()['preflight']}\n" in ended.output
@@ -79,7 +79,7 @@ def test_what_is_put_in_is_in_the_library_path_of_ranks(sbatch, site, fabric, ro
         workdir="/shared/home",
     )
     assert ended.code == 0, ended.output
-    there, path = (ended.folder / "logs" / "rank-1.log").read_text().split()
+    there, path = (ended.attempt / "logs" / "rank-1.log").read_text().split()
     assert there == "True"
     assert "/.singularity.d/libs" in path.split(":")
 
@@ -91,7 +91,7 @@ def test_a_library_for_a_newer_glibc_stops_before_a_rank_starts(sbatch, site, fa
     why = ended.result()["cause"]["why"].splitlines()
     assert why[0] in [f"/.singularity.d/libs/libcxi.so.1 of {node} does not fit this image" for node in ("n1", "n2")]
     assert why[2].startswith("  found:  needs GLIBC_2.99 of libc.so.6; ")
-    assert not (ended.folder / "metrics.jsonl").exists()
+    assert not (ended.attempt / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("what", ["bind", "plugin"])
@@ -136,7 +136,7 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, desk) -> None:
     option = "--export=ALL,DRAY_SITES=/shared/home/my sites,MYDATA=/shared/home/my sites"
     ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.when=never", *SHORT)
     assert ended.code == 0, ended.output
-    plan = json.loads((ended.folder / "plan.json").read_text())
+    plan = json.loads((ended.attempt / "plan.json").read_text())
     assert plan["reasons"]["site"] == "harbour: Slurm calls this cluster desk"
     assert ("/shared/home/my sites", "site harbour $MYDATA") in [
         (bind["path"], bind["source"]) for bind in plan["binds"]

@@ -29,17 +29,23 @@ def test_the_smoke_recipe_trains_on_two_nodes(full_run) -> None:
 
 def test_the_run_folder_is_complete(full_run) -> None:
     found = {str(path.relative_to(full_run.folder)) for path in full_run.folder.rglob("*") if path.is_file()}
-    (board,) = [path for path in found if path.startswith("tensorboard/events.out.tfevents.")]
+    (board,) = [path for path in found if path.startswith("attempt-1/tensorboard/events.out.tfevents.")]
     assert {path for path in found if not path.startswith("checkpoints/")} == {
         board,
-        "facts.txt",
-        "metrics.jsonl",
-        "node.sh",
-        "plan.json",
-        "preflight/report.json",
-        "result.json",
-        *(f"logs/node-{node}.log" for node in range(2)),
-        *(f"logs/rank-{rank}.log" for rank in range(4)),
+        *(
+            f"attempt-1/{name}"
+            for name in (
+                "facts.txt",
+                "metrics.jsonl",
+                "node.sh",
+                "plan.json",
+                "preflight/report.json",
+                "result.json",
+                "secret",
+                *(f"logs/node-{node}.log" for node in range(2)),
+                *(f"logs/rank-{rank}.log" for rank in range(4)),
+            )
+        ),
     }
     assert {"checkpoints/final/config.json", "checkpoints/final/model.safetensors"} <= found
 
@@ -70,7 +76,7 @@ def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, de
     ended = sbatch("--gpus-per-node=1", script, "recipes/smoke-cpu.toml", *SHORT, workdir="/tmp")
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]  # as many ranks as GPUs were asked for
-    assert '"image": "/shared/my work/build/dray-cpu.sif"' in (ended.folder / "plan.json").read_text()
+    assert '"image": "/shared/my work/build/dray-cpu.sif"' in (ended.attempt / "plan.json").read_text()
     shutil.rmtree(checkout)
 
 

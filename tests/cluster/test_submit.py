@@ -23,7 +23,7 @@ def test_a_submitted_command_is_every_rank(submit) -> None:
         asks,
     ]
     ended, _ = submit(*words)
-    folder = ended.folder
+    folder = ended.attempt
     logs = {path.name: path.read_text() for path in (folder / "logs").glob("rank-*.log")}
     assert logs == {f"rank-{rank}.log": "of 4\n" for rank in range(4)}
     assert json.loads((folder / "result.json").read_text())["status"] == "done"

@@ -43,7 +43,7 @@ unfit() { # PLACE WANTED RECORD
 need() { # PLACE WANTED RECORD
   [[ -e "$1" ]] || unfit "$@"
 }
-cd '/shared/my work/runs/r1' || exit 69
+cd '/shared/my work/runs/r1/attempt-1' || exit 69
 need '/shared/my work/build/dray-cpu.sif' 'the image' '"rank": null, "code": 69, "why": "/shared/my work/build/dray-cpu.sif is not there\n  wanted: the image", "log": null, "last_lines": []'
 binds=()
 bind() { # PLACE ro|rw: also where a link leads to, since programs ask for a file's real path
@@ -90,12 +90,12 @@ apptainer \
   --no-eval \
   --no-mount=home,cwd \
   "${mounts[@]}" \
-  '--pwd=/shared/my work/runs/r1' \
+  '--pwd=/shared/my work/runs/r1/attempt-1' \
   '/shared/my work/build/dray-cpu.sif' \
   python3 \
   -m \
   dray.runner \
-  '/shared/my work/runs/r1/plan.json' &
+  '/shared/my work/runs/r1/attempt-1/plan.json' &
 set +m
 readonly engine=$!
 for heard in TERM INT HUP USR1; do

@@ -27,9 +27,9 @@ export TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
 # dray: compile caches race on a shared disk
 export TRITON_CACHE_DIR=/tmp/dray-r1/triton
 
-cd '/shared/my work/runs/r1'
+cd '/shared/my work/runs/r1/attempt-1'
 
 exec /home/me/.venv/bin/python \
   -m \
   dray.runner \
-  '/shared/my work/runs/r1/plan.json'
+  '/shared/my work/runs/r1/attempt-1/plan.json'

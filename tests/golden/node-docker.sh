@@ -39,7 +39,7 @@ unfit() { # PLACE WANTED RECORD
 need() { # PLACE WANTED RECORD
   [[ -e "$1" ]] || unfit "$@"
 }
-cd '/shared/my work/runs/r1' || exit 69
+cd '/shared/my work/runs/r1/attempt-1' || exit 69
 binds=()
 bind() { # PLACE ro|rw: also where a link leads to, since programs ask for a file's real path
   local place real
@@ -100,9 +100,9 @@ exec docker \
   --env=DRAY_CPUS \
   --env=DRAY_IMAGE_ID \
   "${mounts[@]}" \
-  '--workdir=/shared/my work/runs/r1' \
+  '--workdir=/shared/my work/runs/r1/attempt-1' \
   dray:cpu \
   python3 \
   -m \
   dray.runner \
-  '/shared/my work/runs/r1/plan.json'
+  '/shared/my work/runs/r1/attempt-1/plan.json'

@@ -12,6 +12,7 @@ import pytest
 from dray.config import sites
 from dray.facts import Facts
 from dray.planning import advice
+from dray.runs.paths import RunPaths
 from dray.runs.write import decide, read_recipe
 from helpers import ROOT
 
@@ -22,7 +23,7 @@ def said(*words: str, name="smoke-cpu", site="generic", options=ASKED, home: Pat
     recipe = read_recipe(ROOT / "recipes" / f"{name}.toml", words)
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=2, engine="apptainer", image="/i.sif",
                   site=site, login="here", hf_home=str(home) if home else None)  # fmt: skip
-    decided = decide(recipe, facts, run="r", folder=Path("/runs/r"))
+    decided = decide(recipe, facts, RunPaths(Path("/runs/r")))
     lines = advice.lines(decided, sites.find(site), options).splitlines()
     return [line.removeprefix("dray: note: ") for line in lines]
 

@@ -122,7 +122,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
         code += "p, t, g, plan = sys.argv; export.main(Path(p), Path(t), float(g), 'fp32', export.read(plan))\n"
         # Not getrusage's, which has also what the process was before it became this program.
         code += "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
-        checkpoint, plan = run.folder / "checkpoints" / "step-2", run.folder / "plan.json"
+        checkpoint, plan = run.folder / "checkpoints" / "step-2", run.paths.plan
         argv = [sys.executable, "-c", code, "x", checkpoint, tmp_path / gigabytes, gigabytes, plan]
         return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1024
 

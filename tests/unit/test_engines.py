@@ -27,7 +27,7 @@ def made(root: Path, folder: Path, *, site: Site, **facts: object) -> Plan:
     said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "port": 20001, "uid": 1000, "gid": 1000}
     seen = Facts.model_validate({**said, **facts})
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    return plan(recipe, site, seen, run="r1", folder=PurePosixPath(folder), dray="0")
+    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), dray="0")
 
 
 class TestStage:
@@ -35,7 +35,7 @@ class TestStage:
 
     @pytest.fixture
     def start(self, root: Path, tmp_path: Path):
-        for name in ("run/failures", "disk", "bin"):
+        for name in ("run/attempt-1/failures", "disk", "bin"):
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "my image.sif").write_bytes(IMAGE)
         tool = tmp_path / "bin" / "apptainer"
@@ -150,13 +150,13 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
     assert render.srun_options(decided).splitlines() == [
         "--container-image=/images/dray-cuda.sqsh",
         "--container-mounts=/my runs/r1:/my runs/r1,/data:/data:ro,/scratch:/scratch",
-        "--container-workdir=/my runs/r1",
+        "--container-workdir=/my runs/r1/attempt-1",
         "--no-container-mount-home",
         "--no-container-remap-root",
         "--container-writable",
     ]
     script = render.node_script(decided)
-    assert script.index("cd '/my runs/r1'\n") < script.index("\npython3 \\\n  -m \\\n  dray.runner \\\n")
+    assert script.index("cd '/my runs/r1/attempt-1'\n") < script.index("\npython3 \\\n  -m \\\n  dray.runner \\\n")
     assert "apptainer" not in script
     assert "\nexport TRITON_CACHE_DIR=/tmp/dray-r1/triton\n" in script
     odd = site.model_copy(update={"binds": (SiteBind(path="/a:b", why=""),)})
@@ -193,7 +193,7 @@ class TestPlaces:
 
     @pytest.fixture
     def node(self, root: Path, tmp_path: Path):
-        for name in ("run/failures", "bin", "real/data", "dev"):
+        for name in ("run/attempt-1/failures", "bin", "real/data", "dev"):
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "i.sif").write_bytes(IMAGE)
         tool = tmp_path / "bin" / "apptainer"
@@ -257,7 +257,7 @@ class TestPlaces:
         code, out, err = node(SiteBind(path=f"{tmp_path}/flash", why="fast data"))
         assert (code, out) == (69, [])
         assert err == f"dray: {tmp_path}/flash is not there\n  wanted: site s: fast data\n  where:  node n1\n"
-        record = json.loads((tmp_path / "run/failures/node-0.json").read_text())
+        record = json.loads((tmp_path / "run/attempt-1/failures/node-0.json").read_text())
         assert (record["node"], record["code"]) == ("n1", 69)
 
     def test_the_newest_library_that_matches_goes_in(self, node, tmp_path: Path) -> None:

@@ -49,12 +49,12 @@ class Desk:
             scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, address="127.0.0.1",
             engine="bare", image=sys.executable, port=port,
         )  # fmt: skip
-        plan = write(read_recipe(self.folder / "my.toml"), facts, runs=self.folder / "runs")
+        _, paths = write(read_recipe(self.folder / "my.toml"), facts, runs=self.folder / "runs")
         ended = subprocess.run(
-            [sys.executable, "-m", "dray.runner", f"{plan.folder}/plan.json"],
+            [sys.executable, "-m", "dray.runner", paths.plan],
             env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        record = json.loads(Path(plan.folder, "failures", "node-0.json").read_text())
+        record = json.loads((paths.failures / "node-0.json").read_text())
         assert record["why"] == ended.stderr.rstrip("\n")
         return self.said("sbatch slurm/multinode.sh my.toml   (cause in result.json)", ended.returncode, ended.stderr)
 

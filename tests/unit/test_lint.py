@@ -24,7 +24,7 @@ def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, 
         image="/i.sif", gpus_per_node=gpus,
     )  # fmt: skip
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
-    return plan(recipe, site or Site(name="s", about=""), facts, run="r", folder=PurePosixPath("/r"), dray="0")
+    return plan(recipe, site or Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), dray="0")
 
 
 def about(found: list[lint.Finding], name: str) -> list[tuple[str, str, str]]:

@@ -49,7 +49,7 @@ def made(
 ) -> Plan:
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
     seen = Facts.model_validate({**FACTS, **facts})
-    return plan(recipe, site, seen, run="r1", folder=PurePosixPath(folder), dray="0.0.0")
+    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), dray="0.0.0")
 
 
 def test_plan_json(root: Path) -> None:
@@ -91,7 +91,7 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
     tool.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\nenv -0 > "$SEEN/env"\n')
     tool.chmod(0o755)
     places = {name: tmp_path / f"{name} {HOSTILE}" for name in ("run", "data")}
-    for place in places.values():
+    for place in (*places.values(), places["run"] / "attempt-1"):
         place.mkdir()
     identity = LOCAL if engine == "docker" else {}
     decided = made(
@@ -119,7 +119,13 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
     env = dict(line.split("=", 1) for line in (tmp_path / "env").read_text(encoding="utf-8").split("\0")[:-1])
     assert env[f"{prefix}HOSTILE"] == HOSTILE + "\nsecond line"
     assert env[f"{prefix}{names['name']}"] == "n 2"
-    assert argv[-5:] == [f"{tmp_path}/{HOSTILE}.sif", "python3", "-m", "dray.runner", f"{places['run']}/plan.json"]
+    assert argv[-5:] == [
+        f"{tmp_path}/{HOSTILE}.sif",
+        "python3",
+        "-m",
+        "dray.runner",
+        f"{places['run']}/attempt-1/plan.json",
+    ]
     run, data = (str(places[name]).replace('"', '""') for name in ("run", "data"))
     read_only = "readonly" if engine == "docker" else "ro"
     assert f'--mount=type=bind,"src={run}","dst={run}"' in argv
@@ -196,7 +202,7 @@ def test_a_line_break_in_a_sites_words_stays_a_comment(root: Path) -> None:
 
 def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: Path) -> None:
     place = tmp_path / f"gone {HOSTILE}"
-    (tmp_path / "failures").mkdir()
+    (tmp_path / "attempt-1" / "failures").mkdir(parents=True)
     (tmp_path / "image.sif").touch()
     decided = made(
         root,
@@ -214,7 +220,7 @@ def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: P
     )
     wanted = "  wanted: recipe data.text: the text to train on\n"
     assert (ended.returncode, ended.stderr) == (69, f"dray: {place} is not there\n{wanted}  where:  node n2\n")
-    record = json.loads((tmp_path / "failures" / "node-1.json").read_text())
+    record = json.loads((tmp_path / "attempt-1" / "failures" / "node-1.json").read_text())
     assert time.time() - record.pop("time") < 60
     assert record == {
         "node": "n2",
@@ -231,6 +237,7 @@ def test_nothing_of_the_submitters_own_reaches_apptainer_unseen(root: Path, tmp_
     tool.write_text("#!/bin/bash\nenv\n")
     tool.chmod(0o755)
     site = SITE.model_copy(update={"binds": ()})
+    (tmp_path / "attempt-1").mkdir()
     decided = made(root, folder=str(tmp_path), site=site, image=str(tool))
     strays = ("APPTAINERENV_STRAY", "SINGULARITYENV_STRAY", "APPTAINER_BIND", "SINGULARITY_BINDPATH")
     ended = subprocess.run(

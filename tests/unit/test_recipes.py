@@ -103,8 +103,8 @@ def test_two_machines_without_a_scheduler() -> None:
         scheduler="hosts", nodelist="machine[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda"
     )
     made = plan(
-        recipe, sites.find("generic"), seen, run="20261122-000000-gpt2-micro-owt-abcdef",
-        folder=PurePosixPath("/runs/20261122-000000-gpt2-micro-owt-abcdef"), dray="0",
+        recipe, sites.find("generic"), seen,
+        run_folder=PurePosixPath("/runs/20261122-000000-gpt2-micro-owt-abcdef"), dray="0",
     )  # fmt: skip
     same("seed-hosts-gpt2-micro-owt.txt", render.text(made))
 
@@ -113,7 +113,7 @@ def test_checkpoints_of_several_machines_want_one_disk() -> None:
     seen = Facts(scheduler="hosts", nodelist="m[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda")
     recipe = read_recipe(ROOT / "recipes" / "gpt2-micro-owt.toml")
     with pytest.raises(ConfigError, match="want a disk that all of them see"):
-        plan(recipe, sites.find("generic"), seen, run="r", folder=PurePosixPath("/runs/r"), dray="0")
+        plan(recipe, sites.find("generic"), seen, run_folder=PurePosixPath("/runs/r"), dray="0")
 
 
 @pytest.mark.parametrize(

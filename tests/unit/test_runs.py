@@ -15,9 +15,11 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
 from dray.images.sif import record as records
+from dray.runner.__main__ import digest
+from dray.runs import paths as paths_module
 from dray.runs import write as writing
 from dray.runs.finish import finish, summary
-from dray.runs.paths import RunPaths, create, new_id
+from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.write import read_recipe, write
 
 FACTS = Facts(
@@ -26,7 +28,7 @@ FACTS = Facts(
 
 
 def begun(root: Path, runs: Path) -> RunPaths:
-    return RunPaths(Path(write(recipe(root), FACTS, runs=runs).folder))
+    return write(recipe(root), FACTS, runs=runs)[1]
 
 
 def recipe(root: Path) -> Recipe:
@@ -49,23 +51,80 @@ def test_ids_without_a_job_do_not_collide() -> None:
     assert len({new_id("smoke", now=0) for _ in range(30)}) == 30
 
 
-def test_a_folder_is_never_shared(tmp_path: Path) -> None:
-    create(tmp_path, "r1")
-    with pytest.raises(ConfigError, match="there is a run of this name already"):
-        create(tmp_path, "r1")
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    RunPaths(tmp_path / "r1").create(new=True)
+    with pytest.raises(FileExistsError):
+        RunPaths(tmp_path / "r1", 2).create(new=True)
+    with pytest.raises(FileExistsError):
+        RunPaths(tmp_path / "r1", 1).create(new=False)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="the run folder cannot be made"):
-        create(tmp_path / "file", "r1")
+        RunPaths(tmp_path / "file" / "r1").create(new=True)
 
 
 def test_two_steps_of_one_job_that_begin_in_the_same_second(root: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(writing, "new_id", lambda name, job: f"then-{name}-{job}")
-    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    seen = Facts(scheduler="slurm", job=7, nodelist="n[1-2]", nodes=2, port=1, engine="bare", image="/python")
-    runs = [write(recipe, seen, runs=tmp_path) for _ in range(3)]
-    assert [run.run for run in runs] == ["then-smoke-cpu-7", "then-smoke-cpu-7-2", "then-smoke-cpu-7-3"]
-    with pytest.raises(ConfigError, match="there is a run of this name already"):
-        write(recipe, seen, runs=tmp_path, name="then-smoke-cpu-7")
+    runs = [write(recipe(root), FACTS, runs=tmp_path)[0] for _ in range(3)]
+    assert [run.run for run in runs] == ["then-smoke-cpu-17", "then-smoke-cpu-17-2", "then-smoke-cpu-17-3"]
+    assert {run.attempt for run in runs} == {1}
+
+
+class TestAttempts:
+    """One run folder, whoever starts the run again."""
+
+    def test_a_run_that_is_named_again(self, root: Path, tmp_path: Path) -> None:
+        first, paths = write(recipe(root), FACTS, runs=tmp_path, run="mine")
+        (paths.checkpoints / "kept").write_text("")
+        second, again = write(recipe(root), FACTS, runs=tmp_path, run="mine")
+        assert (first.run, first.attempt, first.folder) == ("mine", 1, f"{tmp_path}/mine/attempt-1")
+        assert (second.run, second.attempt, second.folder) == ("mine", 2, f"{tmp_path}/mine/attempt-2")
+        assert second.run_folder == f"{tmp_path}/mine"
+        assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["attempt-1", "attempt-2", "checkpoints"]
+        assert (again.checkpoints / "kept").exists()
+        assert newest_attempt(tmp_path / "mine").attempt == 2
+        assert newest_attempt(paths.folder).attempt == 1
+
+    def test_a_job_that_dray_submit_queued(self, root: Path, tmp_path: Path) -> None:
+        make_run_folder(tmp_path / "queued")
+        with pytest.raises(ConfigError, match="this is not a run folder"):
+            newest_attempt(tmp_path / "queued")
+        assert write(recipe(root), FACTS, runs=tmp_path, run="queued")[0].attempt == 1
+
+    def test_a_job_that_slurm_requeues(self, root: Path, tmp_path: Path, monkeypatch) -> None:
+        """It may have begun several runs, and another job's number may begin like its own."""
+        monkeypatch.setattr(paths_module.time, "time", lambda: 0)
+        other = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.steps=30"])
+        more = FACTS.model_copy(update={"job": 170})
+        names = [write(one, facts, runs=tmp_path)[0].run for one, facts in
+                 ((recipe(root), FACTS), (other, FACTS), (recipe(root), more))]  # fmt: skip
+        again = FACTS.model_copy(update={"restarts": 1})
+        for one, name in ((recipe(root), names[0]), (other, names[1])):
+            plan = write(one, again, runs=tmp_path)[0]
+            assert (plan.run, plan.attempt) == (name, 2)
+        new = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.steps=40"])
+        assert write(new, again, runs=tmp_path)[0].attempt == 1
+
+    def test_each_has_a_secret_of_its_own_that_nobody_else_reads(self, root: Path, tmp_path: Path) -> None:
+        paths = [write(recipe(root), FACTS, runs=tmp_path, run="mine")[1] for _ in range(2)]
+        secrets = [bytes.fromhex(one.secret.read_text()) for one in paths]
+        assert [len(secret) for secret in secrets] == [32, 32]
+        assert secrets[0] != secrets[1]
+        assert {one.secret.stat().st_mode & 0o777 for one in paths} == {0o600}
+
+    def test_machines_that_share_no_disk_count_their_own(self, root: Path, tmp_path: Path) -> None:
+        """One may have failed where the other had not begun."""
+        plans = [json.loads(write(recipe(root), FACTS, runs=tmp_path, run="m")[1].plan.read_text()) for _ in range(2)]
+        other = json.loads(write(recipe(root), FACTS, runs=tmp_path, run="n")[1].plan.read_text())
+        assert digest(plans[0]) == digest(plans[1]) != digest(other)
+
+    def test_the_attempt_before_is_no_cause(self, root: Path, tmp_path: Path) -> None:
+        paths = begun(root, tmp_path)
+        record(paths, "rank-3", 10.0)
+        paths.metrics.write_text('{"event": "step", "step": 7, "loss": 1.0}\n')
+        _, again = write(recipe(root), FACTS, runs=tmp_path, run=paths.run.name)
+        record(again, "rank-0", 99.0, rank=0, code=9)
+        result = finish(again, code=1)
+        assert (result.exit_code, result.steps) == (9, None)
 
 
 def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
@@ -85,7 +144,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     written = json.loads(paths.result.read_text())
     assert written.pop("finished").endswith("Z")
     assert written == {
-        "run": paths.folder.name,
+        "run": paths.run.name,
         "status": "done",
         "exit_code": 0,
         "world_size": 4,
@@ -103,7 +162,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     assert summary(result, paths) == (
         "done: 20 steps, loss 5.500 -> 0.250, perplexity 1.25, 1,234 tokens/s, 4 ranks on n1 n2\n"
         "preflight: cxi, 122.50 GB/s of bus bandwidth, in 4.2 s\n"
-        f"sample: two: the guard\nrun folder: {paths.folder}"
+        f"sample: two: the guard\nrun folder: {paths.run}"
     )
 
 
@@ -114,7 +173,7 @@ def test_the_first_to_die_is_the_cause_and_its_code_is_the_runs(root: Path, tmp_
     result = finish(paths, code=1)
     assert (result.status, result.exit_code) == ("failed", 3)
     assert summary(result, paths) == (
-        f"failed: rank 3 on n2: exit code 3\n  | x\n  log: l\nrun folder: {paths.folder}\nexit code: 3"
+        f"failed: rank 3 on n2: exit code 3\n  | x\n  log: l\nrun folder: {paths.run}\nexit code: 3"
     )
 
 
@@ -132,7 +191,7 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
     record(paths, "rank-3", 10.0, code=135, why="killed by SIGBUS")
     result = finish(paths, code=143, stopped=True)
     assert (result.status, result.exit_code, result.cause) == ("stopped", 143, None)
-    assert summary(result, paths) == f"stopped after 0 steps\nrun folder: {paths.folder}"
+    assert summary(result, paths) == f"stopped after 0 steps\nrun folder: {paths.run}"
 
 
 def test_a_code_that_looks_like_a_stop_does_not_hide_a_cause(root: Path, tmp_path: Path) -> None:
@@ -141,19 +200,6 @@ def test_a_code_that_looks_like_a_stop_does_not_hide_a_cause(root: Path, tmp_pat
     record(paths, "node-0", 10.0, rank=None, code=75, why="port 20017 is busy on n1")
     result = finish(paths, code=143)
     assert (result.status, result.exit_code) == ("failed", 75)
-
-
-def test_a_requeued_job_does_not_answer_for_the_attempt_before(root: Path, tmp_path: Path) -> None:
-    paths = begun(root, tmp_path)
-    record(paths, "rank-3", 10.0)
-    paths.metrics.write_text('{"event": "step", "step": 7, "loss": 1.0}\n')
-    (paths.checkpoints / "kept").write_text("")
-    write(recipe(root), FACTS, runs=tmp_path, run=paths.folder.name)
-    record(paths, "rank-0", 99.0, rank=0, code=9)
-    result = finish(paths, code=1)
-    assert (result.exit_code, result.steps) == (9, None)
-    assert (paths.folder / "attempts" / "1" / "failures" / "rank-3.json").exists()
-    assert (paths.checkpoints / "kept").exists()
 
 
 def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Path) -> None:
@@ -281,6 +327,7 @@ def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
     assert probe(root, SLURM_GPUS_ON_NODE="4", **own) == {
         "scheduler": "slurm",
         "job": "17",
+        "restarts": "0",
         "nodelist": "n[1-2]",
         "nodes": "2",
         "gpus_per_node": "4",

@@ -172,9 +172,10 @@ print((memory() - before) / sum(weight.numel() * 4 for weight in network.paramet
 
 
 def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -> None:
+    plan = tmp_path / "run" / "attempt-1" / "plan.json"
     config(tmp_path, "model.config.n_embd=1024", "model.config.n_layer=6")  # 300 MB
     shares = [
-        float(subprocess.check_output([sys.executable, "-c", ROOM, tmp_path / "run/plan.json", which], text=True))
+        float(subprocess.check_output([sys.executable, "-c", ROOM, plan, which], text=True))
         for which in ("filled", "empty")
     ]
     assert shares[0] > 0.9

@@ -65,7 +65,7 @@ def reference(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     from dray.train import data, model, words
     from dray.train.config import read
 
-    config = read(str(run.folder / "plan.json"))
+    config = read(str(run.paths.plan))
     tokens = words.tokenizer(config)
     training = data.texts(config, tokens).training
     network = model.build(config, tokens, filled=True)
@@ -206,7 +206,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(run: BEGUN) -
     """A checkpoint after each step, and SIGKILL to all at random moments: what is found is always whole."""
     other = run(2, "train.steps=100000", "checkpoint.every=[[0, 1]]", "checkpoint.keep=2")
     moments = random.Random(1)
-    metrics = other.folder / "metrics.jsonl"
+    metrics = other.paths.metrics
     reached = 0
     for _ in range(20):
         before = metrics.read_text().count("\n") if metrics.exists() else 0

@@ -16,6 +16,7 @@ from dray.contract import exit_codes
 from dray.fitness import lint
 from dray.images.sources import inputs
 from dray.runs import write
+from dray.runs.paths import RunPaths
 
 app = typer.Typer(no_args_is_help=True, help="Which variables ranks get, who set them, and which will hurt.")
 
@@ -40,7 +41,7 @@ def check(
     said = words or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
     settings = chosen(said, launcher, context).recipe()
     facts = assumed(settings, nodes, gpus_per_node, site)
-    plan = write.decide(settings, facts, run="run", folder=root / "runs" / "run")
+    plan = write.decide(settings, facts, RunPaths(root / "runs" / "run"))
     found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, settings.image)))
     if as_json:
         print(json.dumps([asdict(one) for one in found], indent=1))

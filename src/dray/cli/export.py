@@ -9,9 +9,8 @@ import typer
 
 from dray.cli.run import Engine
 from dray.contract.findings import ConfigError
-from dray.planning.plan import Plan
-from dray.runs import desk
-from dray.runs.paths import existing
+from dray.runs import desk, write
+from dray.runs.paths import newest_attempt
 
 
 def export(
@@ -23,8 +22,8 @@ def export(
     engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
 ) -> None:
     """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU, whoever made it."""
-    paths = existing(run.absolute())
-    plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
+    paths = newest_attempt(run)
+    plan = write.read(paths)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit())
     if not steps or (step and step not in steps):
@@ -35,7 +34,7 @@ def export(
             fix="name one of these: --step" if steps else "set checkpoint.every; the last model is checkpoints/final",
         )
     chosen = step or steps[-1]
-    target = (to or paths.folder / "exports" / f"step-{chosen}").absolute()
+    target = (to or paths.run / "exports" / f"step-{chosen}").absolute()
     if target.exists():
         raise ConfigError("there is something already", where=target, fix="name another place: --to")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import typer
 
 from dray.runs.finish import finish as conclude
 from dray.runs.finish import summary
-from dray.runs.paths import existing
+from dray.runs.paths import newest_attempt
 
 
 def finish(
@@ -18,7 +18,7 @@ def finish(
     stopped: Annotated[bool, typer.Option("--stopped", help="The job was cancelled or ran out of time.")] = False,
 ) -> None:
     """Write result.json, print how the run ended, and end with the run's exit code."""
-    paths = existing(folder)
+    paths = newest_attempt(folder)
     result = conclude(paths, code=code, stopped=stopped)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)

@@ -20,7 +20,7 @@ from dray.images import store
 from dray.planning import advice, sizes
 from dray.runs import local, write
 from dray.runs import submit as queue
-from dray.runs.paths import default_runs, new_id
+from dray.runs.paths import RunPaths, default_runs, new_id
 
 ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 
@@ -42,7 +42,7 @@ def plan(
     site: Site = "",
     runs: Runs = None,
     save: Annotated[
-        bool, typer.Option("--write", help="Make the run folder and print its path instead of the plan.")
+        bool, typer.Option("--write", help="Make the run folder and print that of the attempt instead of the plan.")
     ] = False,
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
@@ -60,12 +60,11 @@ def plan(
     if facts_file:
         store.require_variant(settings.image)
     if save:
-        written = write.write(settings, seen, runs=folder, run=run)
+        written, paths = write.write(settings, seen, runs=folder, run=run)
         print(lint.aloud(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
-        print(written.folder)
+        print(paths.folder)
         return
-    name = new_id(settings.name, job=seen.job)
-    decided = write.decide(settings, seen, run=name, folder=folder / name)
+    decided = write.decide(settings, seen, RunPaths(folder / new_id(settings.name, job=seen.job)))
     if form == "json":
         print(decided.model_dump_json(indent=1))
     elif form == "bash":

@@ -13,7 +13,7 @@ from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
-from dray.runs.paths import RunPaths, default_runs
+from dray.runs.paths import default_runs
 
 Engine = Literal["bare", "docker", "podman", "apptainer", "singularity"]
 
@@ -34,14 +34,16 @@ def run(
         typer.Option(metavar="FILE", help="Machines, one a line; type the same command on each. No SSH, no scheduler."),
     ] = None,
     node: Annotated[int | None, typer.Option(help="Which line of the hostfile this machine is, from 0.")] = None,
-    run_id: Annotated[str, typer.Option("--run", metavar="ID", help="With --hostfile: a name for this run.")] = "",
+    run_id: Annotated[
+        str, typer.Option("--run", metavar="ID", help="A name for this run; of one that is there, its next attempt.")
+    ] = "",
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
 ) -> None:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
     asked = chosen(words, launcher, context)
     settings = asked.recipe()
     if not hostfile:
-        _refuse({"--node": node is not None, "--run": bool(run_id), "--print": show}, "goes with --hostfile")
+        _refuse({"--node": node is not None, "--print": show}, "goes with --hostfile")
         _refuse({f"--engine {engine}": engine in ("apptainer", "singularity")}, "goes with --hostfile, or with sbatch")
     if settings.image_digest and engine not in ("apptainer", "singularity"):
         raise ConfigError(
@@ -64,13 +66,12 @@ def run(
         only: int | None = machines.here(node)
         image = local.image_of(engine, settings)
         facts = machines.facts(settings, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
-        plan = write.write(settings, facts, runs=folder, name=name)
+        plan, paths = write.write(settings, facts, runs=folder, run=name)
     else:
         only = None
         image = local.image_of(engine, settings)
         facts = local.facts(settings, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
-        plan = write.write(settings, facts, runs=folder)
-    paths = RunPaths(Path(plan.folder))
+        plan, paths = write.write(settings, facts, runs=folder, run=run_id or None)
     with Progress(plan, paths) as progress:
         try:
             code, stopped = local.run(plan, paths, watch=progress.update, only=only), False

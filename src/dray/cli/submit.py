@@ -20,7 +20,7 @@ from dray.images import store
 from dray.planning import advice, sizes
 from dray.runs import submit as queue
 from dray.runs import write
-from dray.runs.paths import default_runs, new_id
+from dray.runs.paths import RunPaths, default_runs, new_id
 
 
 def submit(
@@ -63,7 +63,7 @@ def submit(
     folder = (runs or default_runs()).absolute() / new_id(settings.name)
     chosen_site, _ = sites.choose(facts)
     queue.require_account(chosen_site, sbatch or [])
-    plan = write.decide(settings, facts, run=folder.name, folder=folder)
+    plan = write.decide(settings, facts, RunPaths(folder))
     estimate = sizes.words(plan, chosen_site, gpu_memory)
     options = [
         *render.sbatch_options(settings, chosen_site, facts.gpus_per_node),

@@ -25,7 +25,7 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 
 
-def attempt(number: int) -> str:
+def attempt(number: int | str) -> str:
     """The folder of an attempt; the first is 1."""
     return f"attempt-{number}"
 

@@ -82,7 +82,7 @@ def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
         return
     if bind.made:
         yield f"mkdir -p -- {place} || true"
-    if bind.path != plan.folder:
+    if bind.path != plan.run_folder:
         yield _call("need", bind.path, f"{bind.source}: {bind.why}")
     yield f"bind {place} {mode}"
 

@@ -33,18 +33,18 @@ class Bind(BaseModel):
         return f"{self.source}: {self.why}"
 
 
-def resolve(recipe: Recipe, site: Site, facts: Facts, *, folder: PurePosixPath) -> tuple[Bind, ...]:
+def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_folder: PurePosixPath) -> tuple[Bind, ...]:
     """All binds, each place once; who needs to write decides."""
     chosen: dict[str, Bind] = {}
-    for bind in _wanted(recipe, site, facts, folder):
+    for bind in _wanted(recipe, site, facts, run_folder):
         known = chosen.get(bind.path)
         if known is None or (bind.write and not known.write):
             chosen[bind.path] = bind
     return tuple(chosen.values())
 
 
-def _wanted(recipe: Recipe, site: Site, facts: Facts, folder: PurePosixPath) -> Iterator[Bind]:
-    yield Bind(path=str(folder), write=True, source="dray", why="the run folder: plan, logs, metrics, checkpoints")
+def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath) -> Iterator[Bind]:
+    yield Bind(path=str(run_folder), write=True, source="dray", why="the run folder: plan, logs, metrics, checkpoints")
     if recipe.command:
         yield Bind(path=recipe.command.folder, write=True, source="recipe command.folder", why="where the command runs")
     if facts.hf_home and "HF_HOME" not in recipe.env:

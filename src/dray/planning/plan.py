@@ -11,65 +11,19 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric, Site
 from dray.config.training import Batch
+from dray.contract import run_folder as names
 from dray.contract.findings import ConfigError
 from dray.facts import Engine, Facts
-from dray.planning import batch, binds, environment, launchers
+from dray.planning import batch, binds, environment, launchers, world
+from dray.planning.world import SLURM, World
 
-_Identity = Literal["node", "nodes", "name", "cpus", "image"]
-# Which variable tells a node who it is and what it has, by who started it.
-_LOCAL: dict[_Identity, str] = {
-    "node": "DRAY_NODE",
-    "nodes": "DRAY_NODES",
-    "name": "DRAY_NODE_NAME",
-    "cpus": "DRAY_CPUS",
-    "image": "DRAY_IMAGE_ID",
-}
-_SLURM: dict[_Identity, str] = {
-    "node": "SLURM_NODEID",
-    "nodes": "SLURM_STEP_NUM_NODES",
-    "name": "SLURMD_NODENAME",
-    "cpus": "SLURM_CPUS_ON_NODE",
-    "image": "DRAY_IMAGE_ID",
-}
-_IDENTITY = {"slurm": _SLURM, "local": _LOCAL, "hosts": _LOCAL}
 # By which Slurm says whose GPUs a job has, where nothing else keeps it from the others'. ROCm reads CUDA's name too,
 # and numbers anew what is left: of two such lists the second would name GPUs that are not there.
 _VISIBLE = {"cpu": (), "cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES",)}
-# What to type where the scheduler gave no GPU, or none was asked for before there is a job.
-_MORE_GPUS = {
-    "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
-    "login": 'add --gpus-per-node N; where sbatch wants --gres, a site file says gpu_option = "gres" (docs/launch.md)',
-    "local": "add --gpus-per-node N; image=cpu trains without",
-    "hosts": "add slots=N to each line of the hostfile, or --gpus-per-node N",
-}
-_FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
 
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Node(_Model):
-    """A node as the others reach it."""
-
-    name: str
-    address: str
-
-
-class World(_Model):
-    """Who takes part, and where they meet."""
-
-    nodes: tuple[Node, ...]
-    ranks_per_node: int
-    size: int
-    master: str
-    port: int
-    interfaces: tuple[str, ...]
-    meet_within: int
-    cores: tuple[str, ...]
-    one_machine: bool
-    shared_folder: bool
-    identity: dict[_Identity, str]
 
 
 class Plan(_Model):
@@ -78,7 +32,10 @@ class Plan(_Model):
     version: Literal[1] = 1
     dray: str
     run: str
+    run_folder: str
+    attempt: int
     folder: str
+    """Of this attempt; the checkpoints of all of them are in the run's."""
     engine: Engine
     image: str
     image_sha256: str
@@ -105,24 +62,27 @@ class Plan(_Model):
     @property
     def by_slurm(self) -> bool:
         """Whether Slurm starts the nodes."""
-        return self.world.identity == _SLURM
-
-
-def port_of(job: int) -> int:
-    """A port that another job on the same nodes will hardly have."""
-    return _FIRST_PORT + job % _PORTS
+        return self.world.identity == SLURM
 
 
 def plan(
-    recipe: Recipe, site: Site, facts: Facts, *, run: str, folder: PurePosixPath, dray: str, site_why: str = "given"
+    recipe: Recipe,
+    site: Site,
+    facts: Facts,
+    *,
+    run_folder: PurePosixPath,
+    attempt: int = 1,
+    dray: str,
+    site_why: str = "given",
 ) -> Plan:
     """Decide everything, with the reason of every automatic choice."""
+    run, folder = run_folder.name, run_folder / names.attempt(attempt)
     _refuse_other_gpus(recipe, site)
     _refuse_parted_checkpoints(recipe, facts)
     hosts = facts.hosts()
-    nodes = tuple(Node(name=host, address=facts.address or host) for host in hosts)
-    ranks_per_node, ranks_why = _ranks_per_node(recipe, facts)
-    port, port_why = _port(recipe, facts)
+    nodes = tuple(world.Node(name=host, address=facts.address or host) for host in hosts)
+    ranks_per_node, ranks_why = world.ranks_per_node(recipe, facts)
+    port, port_why = world.port(recipe, facts)
     size = len(nodes) * ranks_per_node
     shares = batch.divide(recipe.batch, world_size=size) if recipe.batch else None
     reasons = {
@@ -155,7 +115,7 @@ def plan(
         recipe.launcher, python=python, folder=str(folder), hosts=hosts, each=ranks_per_node, port=port,
         restarts=recipe.restarts,
     )  # fmt: skip
-    world = World(
+    everyone = world.World(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         size=size,
@@ -166,7 +126,7 @@ def plan(
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",
-        identity=_IDENTITY[facts.scheduler],
+        identity=world.IDENTITY[facts.scheduler],
     )
     env = environment.resolve(recipe, site, facts, run_id=run)
     visible = (name for name in _VISIBLE[ACCELERATORS[recipe.image]] if name not in recipe.env)
@@ -174,6 +134,8 @@ def plan(
     return Plan(
         dray=dray,
         run=run,
+        run_folder=str(run_folder),
+        attempt=attempt,
         folder=str(folder),
         engine=facts.engine,
         image=facts.image,
@@ -185,7 +147,7 @@ def plan(
         fabric=_fabric(site, facts),
         preflight=_preflight(recipe, facts),
         user=f"{facts.uid}:{facts.gid}",
-        world=world,
+        world=everyone,
         batch=shares,
         launcher=launcher,
         command=_command(recipe, python=python, folder=folder),
@@ -196,7 +158,7 @@ def plan(
         left_outside=tuple(sorted(set(facts.environment) - {*passed, *(variable.name for variable in env)}))
         if facts.engine not in ("bare", "pyxis")
         else (),
-        binds=binds.resolve(recipe, site, facts, folder=folder),
+        binds=binds.resolve(recipe, site, facts, run_folder=run_folder),
         reasons=reasons,
         recipe=recipe,
     )
@@ -240,24 +202,6 @@ def _preflight(recipe: Recipe, facts: Facts) -> Preflight | None:
     return recipe.preflight if wanted else None
 
 
-def _ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
-    if facts.gpus_per_node and facts.scheduler == "hosts":
-        return facts.gpus_per_node, f"{facts.gpus_per_node}: the hostfile's slots"
-    if facts.gpus_per_node:
-        idle = ", which stay idle: image = cpu" if recipe.image == "cpu" else ""
-        return facts.gpus_per_node, f"{facts.gpus_per_node}: one for each GPU that the scheduler gave{idle}"
-    if recipe.image != "cpu":
-        raise ConfigError(
-            f"a {recipe.image} run needs GPUs, and the scheduler gave none",
-            wanted="at least one GPU on each node",
-            found="0 GPUs on a node",
-            fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
-        )
-    if recipe.ranks_per_node:
-        return recipe.ranks_per_node, f"{recipe.ranks_per_node}: the recipe says so, and no GPUs were given"
-    return 1, "1: neither GPUs nor ranks_per_node were given"
-
-
 def _training(recipe: Recipe) -> str:
     """What decides most of how it goes, a file of DeepSpeed's read in."""
     train, model = recipe.train, recipe.model
@@ -270,18 +214,8 @@ def _training(recipe: Recipe) -> str:
     )
 
 
-def _port(recipe: Recipe, facts: Facts) -> tuple[int, str]:
-    if recipe.port:
-        return recipe.port, f"{recipe.port}: the recipe says so"
-    if facts.port:
-        why = "from the run's name" if facts.scheduler == "hosts" else "free on the first node when probed"
-        return facts.port, f"{facts.port}: {why}"
-    port = port_of(facts.job)
-    return port, f"{port}: from job number {facts.job}, not probed"
-
-
 def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:
     if recipe.command is None:
-        return (python, "-m", "dray.train", str(folder / "plan.json"))
+        return (python, "-m", "dray.train", str(folder / names.PLAN))
     argv = recipe.command.argv
     return (python, *argv) if argv[0].endswith(".py") else argv

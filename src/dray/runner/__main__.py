@@ -41,9 +41,10 @@ def main(path: str) -> int:
 
 
 def digest(plan: Mapping[str, Any]) -> str:
-    """What all nodes must agree on; each machine without a shared disk has a user of its own."""
-    same = {key: value for key, value in plan.items() if key != "user"}
-    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+    """What all nodes must agree on; each machine without a shared disk has its own user and counts its own attempts."""
+    same = {key: value for key, value in plan.items() if key not in ("user", "attempt")}
+    folder = json.dumps(plan["folder"])[1:-1]
+    return hashlib.sha256(json.dumps(same, sort_keys=True).replace(folder, "").encode()).hexdigest()
 
 
 def argv(plan: Mapping[str, Any], me: int, master: str) -> list[str]:

@@ -13,14 +13,13 @@ from dray.facts import Engine
 from dray.planning.plan import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, existing, new_id
+from dray.runs.paths import new_id, newest_attempt
 
 
 def ended(run: Path) -> tuple[Plan, Path]:
     """The plan of a run, and the model that it left."""
-    paths = existing(run.absolute())
-    plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
-    final = paths.checkpoints / "final"
+    paths = newest_attempt(run)
+    plan, final = write.read(paths), paths.final_model
     if not final.is_dir():
         raise ConfigError(
             "the run has left no model",
@@ -67,14 +66,13 @@ def once(
             preflight=Preflight(when="never"),
             command=Command(argv=argv, folder=str(where)),
         ).model_copy(update=seen)  # of the cpu image, whatever is in it: no GPU is wanted
-        plan = write.write(program, facts, runs=Path(folder), name=named)
+        plan, paths = write.write(program, facts, runs=Path(folder), run=named)
         told.write_text(given, encoding="utf-8")
-        paths = RunPaths(Path(plan.folder))
         shown = 0
 
         def show() -> None:
             nonlocal shown
-            log = paths.logs / "rank-0.log"
+            log = paths.rank_log(0)
             if log.exists():
                 with log.open("rb") as file:
                     file.seek(shown)

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dray.planning.plan import Plan
+from dray.contract.files import write_atomic
 from dray.runs.paths import RunPaths
+from dray.runs.write import read
 
 
 class Cause(BaseModel):
@@ -50,7 +51,7 @@ class Result(BaseModel):
 
 def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
-    plan = Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
+    plan = read(paths)
     status = "stopped" if stopped else "failed" if code else "done"
     # Ranks that were stopped may die in any way; none of them is a cause.
     cause = (_first_cause(paths) or _unrecorded(paths, code)) if status == "failed" else None
@@ -67,16 +68,14 @@ def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
     )
     if status == "done":
         _tidy(paths)
-    part = paths.result.with_suffix(".part")
-    part.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    part.replace(paths.result)
+    write_atomic(paths.result, result.model_dump_json(indent=1) + "\n")
     return result
 
 
 def _preflight(paths: RunPaths) -> str | None:
     """What the nodes proved before the launch, in a line."""
     try:
-        said = json.loads((paths.preflight / "report.json").read_text(encoding="utf-8"))
+        said = json.loads(paths.preflight_report.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there was none, or the disk was full
         return None
     wires = " and ".join(sorted({rank["wire"] for rank in said["ranks"]}))
@@ -139,12 +138,12 @@ def summary(result: Result, paths: RunPaths) -> str:
         head = ", ".join(["done: " + (f"{result.steps} steps" if result.steps else "exit code 0"), *figures, where])
         sample = [f"preflight: {result.preflight}"] if result.preflight else []
         sample += [f"sample: {result.sample}"] if result.sample else []
-        return "\n".join([head, *sample, f"run folder: {paths.folder}"])
+        return "\n".join([head, *sample, f"run folder: {paths.run}"])
     cause = result.cause
     if cause is None:
-        return f"stopped after {result.steps or 0} steps\nrun folder: {paths.folder}"
+        return f"stopped after {result.steps or 0} steps\nrun folder: {paths.run}"
     who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
     lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
     lines += [f"  | {line}" for line in cause.last_lines[-12:]]
     lines += [f"  log: {cause.log}"] if cause.log else []
-    return "\n".join([*lines, f"run folder: {paths.folder}", f"exit code: {result.exit_code}"])
+    return "\n".join([*lines, f"run folder: {paths.run}", f"exit code: {result.exit_code}"])

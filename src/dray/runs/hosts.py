@@ -12,7 +12,7 @@ from pathlib import Path
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Engine, Facts
-from dray.planning.plan import port_of
+from dray.planning.world import port_of
 from dray.runs import local
 
 _FORM = "a machine a line: its name or address as the others reach it, then slots=N for its ranks where they differ"

@@ -1,49 +1,68 @@
-"""The run folder. This class owns every file name in it on the host side; plan.json tells the image's side."""
+"""The folder of a run and those of its attempts. On the host this class owns every path in them."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from pathlib import Path
 
+from dray.contract import run_folder as names
 from dray.contract.findings import ConfigError
 
 
 class RunPaths:
-    """One run's folder."""
+    """One attempt at a run: a folder of its own, beside the checkpoints that all attempts share."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.plan = folder / "plan.json"
-        self.node_script = folder / "node.sh"
-        self.srun_options = folder / "srun.options"
-        self.facts = folder / "facts.txt"
-        self.logs = folder / "logs"
-        self.failures = folder / "failures"
-        self.preflight = folder / "preflight"
-        self.metrics = folder / "metrics.jsonl"
-        self.checkpoints = folder / "checkpoints"
-        self.result = folder / "result.json"
+    def __init__(self, run: Path, attempt: int = 1) -> None:
+        self.run, self.attempt = run, attempt
+        self.checkpoints = run / names.CHECKPOINTS
+        self.final_model = self.checkpoints / names.FINAL_MODEL
+        self.folder = run / names.attempt(attempt)
+        self.plan = self.folder / names.PLAN
+        self.node_script = self.folder / names.NODE_SCRIPT
+        self.srun_options = self.folder / names.SRUN_OPTIONS
+        self.facts = self.folder / names.FACTS
+        self.secret = self.folder / names.SECRET
+        self.logs = self.folder / names.LOGS
+        self.failures = self.folder / names.FAILURES
+        self.preflight = self.folder / names.PREFLIGHT
+        self.preflight_report = self.folder / names.PREFLIGHT_REPORT
+        self.metrics = self.folder / names.METRICS
+        self.result = self.folder / names.RESULT
 
     def node_log(self, node: int) -> Path:
-        """What the launcher on this node said."""
-        return self.logs / f"node-{node}.log"
+        """What the runner and the launcher of a node write."""
+        return self.folder / names.node_log(node)
 
-    @property
-    def of_one_attempt(self) -> tuple[Path, ...]:
-        """What a next attempt must not mistake for its own; checkpoints are for it to use."""
-        return (
-            self.plan,
-            self.node_script,
-            self.srun_options,
-            self.facts,
-            self.logs,
-            self.failures,
-            self.preflight,
-            self.metrics,
-            self.result,
-        )
+    def rank_log(self, rank: int) -> Path:
+        """Both streams of a rank."""
+        return self.folder / names.rank_log(rank)
+
+    def create(self, *, new: bool) -> None:
+        """Make the folder of this attempt. FileExistsError: another has it, or the run, which was to be `new`."""
+        make_run_folder(self.run, new=new)
+        self.folder.mkdir()
+        for inner in (self.logs, self.failures, self.checkpoints):
+            inner.mkdir(exist_ok=True)
+
+
+def make_run_folder(run: Path, *, new: bool = True) -> None:
+    """Make the folder of a run, before it has an attempt."""
+    try:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        run.mkdir(exist_ok=not new)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and run.is_dir():
+            raise
+        raise ConfigError(
+            "the run folder cannot be made",
+            where=run.parent,
+            wanted="a folder that this user may write, on a disk that all nodes share",
+            found=error.strerror or error,
+            fix="set DRAY_RUNS to such a folder, or give --runs",
+        ) from error
 
 
 def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
@@ -52,61 +71,42 @@ def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
     return f"{stamp}-{name}-{job or secrets.token_hex(3)}"
 
 
-class TakenError(ConfigError):
-    """A run of this name is there already."""
+def of_job(runs: Path, name: str, job: int) -> list[str]:
+    """The runs that this job has begun, in an attempt of Slurm's before this one."""
+    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
+    return sorted(path.name for path in runs.glob(f"*-{name}-{job}*") if pattern.fullmatch(path.name))
 
 
-def create(runs: Path, run: str) -> RunPaths:
-    """Make the folder. It must be new: a run never writes into another's."""
-    paths = RunPaths(runs / run)
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        paths.folder.mkdir()
-        for inner in (paths.logs, paths.failures, paths.checkpoints):
-            inner.mkdir()
-    except OSError as error:
-        if isinstance(error, FileExistsError) and paths.folder.is_dir():
-            raise TakenError(
-                "there is a run of this name already", where=paths.folder, fix="name another: --run"
-            ) from error
-        raise ConfigError(
-            "the run folder cannot be made",
-            where=runs,
-            wanted="a new folder that this user may write, on a disk that all nodes share",
-            found=error.strerror or error,
-            fix="set DRAY_RUNS to such a place, or give --runs",
-        ) from error
-    return paths
+def attempts(run: Path) -> list[int]:
+    """The attempts of a run, in their order."""
+    numbers = (path.name.removeprefix(names.attempt("")) for path in run.glob(names.attempt("*")))
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
-def reopen(runs: Path, run: str) -> RunPaths:
-    """The folder that `dray submit` made. What an attempt before a requeue left in it goes aside."""
-    paths = RunPaths(runs / run)
-    if paths.plan.exists():
-        aside = paths.folder / "attempts" / str(len(list(paths.folder.glob("attempts/*"))) + 1)
-        aside.mkdir(parents=True)
-        for left in paths.of_one_attempt:
-            if left.exists():
-                left.rename(aside / left.name)
-        paths.logs.mkdir()
-        paths.failures.mkdir()
-    return paths
+def next_attempt(run: Path) -> RunPaths:
+    """The attempt after the newest one."""
+    return RunPaths(run, max(attempts(run), default=0) + 1)
 
 
 def default_runs() -> Path:
-    """Where run folders go: DRAY_RUNS, else `runs` in the folder we stand in."""
+    """Where run folders go: DRAY_RUNS, else `runs` in the working directory."""
     return Path(os.environ.get("DRAY_RUNS") or "runs").absolute()
 
 
-def existing(folder: Path) -> RunPaths:
-    """A run folder that is there."""
-    paths = RunPaths(folder.absolute())
-    if not paths.plan.is_file():
-        raise ConfigError(
-            "this is not a run folder",
-            where=folder,
-            wanted="a folder with plan.json in it",
-            found="a folder without" if folder.is_dir() else "a file" if folder.exists() else "nothing there",
-            fix="name the `run folder:` of the run's last line; one that waits in a queue has no plan yet",
-        )
-    return paths
+def newest_attempt(folder: Path) -> RunPaths:
+    """The newest attempt of a run, or that whose own folder this is."""
+    folder = folder.absolute()
+    if (folder / names.PLAN).is_file():
+        number = folder.name.removeprefix(names.attempt(""))
+        if number.isdigit():
+            return RunPaths(folder.parent, int(number))
+    for attempt in reversed(attempts(folder)):
+        if (paths := RunPaths(folder, attempt)).plan.is_file():
+            return paths
+    raise ConfigError(
+        "this is not a run folder",
+        where=folder,
+        wanted=f"a folder with {names.attempt(1)}/{names.PLAN} in it",
+        found="a folder without" if folder.is_dir() else "a file" if folder.exists() else "nothing there",
+        fix="name the `run folder:` of the run's last line; a job that is still in the queue has no plan yet",
+    )

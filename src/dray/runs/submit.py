@@ -10,7 +10,7 @@ from pathlib import Path
 from dray import process
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs.paths import create
+from dray.runs.paths import make_run_folder
 
 
 def sbatch(
@@ -56,11 +56,10 @@ def cluster() -> str:
 
 def submit(argv: Sequence[str], folder: Path) -> str:
     """Make the run folder, queue the job and return its number. A refused job leaves no folder."""
-    paths = create(folder.parent, folder.name)
+    make_run_folder(folder)
     try:
         done = process.run(argv)
     except DrayError:
-        for inner in (paths.logs, paths.failures, paths.checkpoints, paths.folder):
-            inner.rmdir()
+        folder.rmdir()
         raise
     return done.out.strip().split(";")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,10 +12,11 @@ from dray import __version__, render
 from dray.config import deepspeed, sites
 from dray.config.model import check, load
 from dray.config.recipe import Recipe
+from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.planning.plan import Plan, plan
-from dray.runs.paths import RunPaths, TakenError, create, new_id, reopen
+from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job
 
 
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
@@ -59,23 +61,6 @@ def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  
     return table.model_copy(update={key: _with(getattr(table, key), rest, value) if rest else value})
 
 
-def _begun(
-    recipe: Recipe, facts: Facts, runs: Path, run: str | None, name: str, *, may_differ: bool
-) -> tuple[Plan, RunPaths]:
-    if run:
-        return decide(recipe, facts, run=run, folder=runs / run), reopen(runs, run)
-    number = 1
-    while True:  # two steps of one job may begin in the same second
-        numbered = name if number == 1 else f"{name}-{number}"
-        decided = decide(recipe, facts, run=numbered, folder=runs / numbered)
-        try:
-            return decided, create(runs, numbered)
-        except TakenError:
-            if not may_differ:
-                raise
-            number += 1
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -83,24 +68,55 @@ def _read(path: Path) -> str:
         raise ConfigError("a file that the recipe names cannot be read", where=path, found=error) from error
 
 
-def decide(recipe: Recipe, facts: Facts, *, run: str, folder: Path) -> Plan:
+def decide(recipe: Recipe, facts: Facts, paths: RunPaths) -> Plan:
     """The plan of this recipe on these facts, for the site that the facts name."""
     site, why = sites.choose(facts)
-    return plan(recipe, site, facts, run=run, folder=PurePosixPath(folder), dray=__version__, site_why=why)
+    return plan(
+        recipe, site, facts, run_folder=PurePosixPath(paths.run), attempt=paths.attempt, dray=__version__, site_why=why
+    )
 
 
-def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, name: str | None = None) -> Plan:
-    """Decide first, so that a run that cannot be leaves no folder; then write plan.json and node.sh.
+def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None) -> tuple[Plan, RunPaths]:
+    """Decide first, so that a run that is refused leaves no folder; then write all that a node needs.
 
-    `run` is the id of a folder that `dray submit` has made and whose job this is, `name` that of a new one.
+    With the id of a run this is its next attempt, whether it has one yet or not; else it is a new run, unless Slurm has
+    requeued the job that began it.
     """
-    decided, paths = _begun(recipe, facts, runs, run, name or new_id(recipe.name, job=facts.job), may_differ=not name)
-    paths.facts.write_text(to_text(facts), encoding="utf-8")
-    paths.plan.write_text(decided.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    for name_of, text in decided.files.items():
-        (paths.folder / name_of).write_text(text, encoding="utf-8")
-    paths.node_script.write_text(render.node_script(decided), encoding="utf-8")
-    paths.node_script.chmod(0o755)
+    decided, paths = _begin(recipe, facts, runs, run or _requeued(recipe, facts, runs))
+    write_atomic(paths.facts, to_text(facts))
+    write_atomic(paths.secret, secrets.token_hex(32) + "\n", mode=0o600)
+    for name, text in decided.files.items():
+        write_atomic(paths.folder / name, text)
+    write_atomic(paths.node_script, render.node_script(decided), mode=0o777)
     if decided.engine == "pyxis":
-        paths.srun_options.write_text(render.srun_options(decided), encoding="utf-8")
-    return decided
+        write_atomic(paths.srun_options, render.srun_options(decided))
+    write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
+    return decided, paths
+
+
+def _begin(recipe: Recipe, facts: Facts, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:
+    name = unnumbered = run or new_id(recipe.name, job=facts.job)
+    number = 1
+    while True:
+        paths = next_attempt(runs / name)
+        decided = decide(recipe, facts, paths)
+        try:
+            paths.create(new=run is None)
+        except FileExistsError:  # two steps of one job may begin in the same second
+            number += 1
+            name = run or f"{unnumbered}-{number}"
+        else:
+            return decided, paths
+
+
+def _requeued(recipe: Recipe, facts: Facts, runs: Path) -> str | None:
+    """The run that this job began before Slurm requeued it; a job may have several, of other recipes."""
+    for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
+        if read(newest_attempt(runs / name)).recipe == recipe:
+            return name
+    return None
+
+
+def read(paths: RunPaths) -> Plan:
+    """The plan of an attempt."""
+    return Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))

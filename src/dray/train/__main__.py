@@ -67,7 +67,7 @@ def main(path: str) -> None:
         )
     if texts.test is not None:
         evaluator.text("test", config.steps, texts.test)
-    final = Path(config.folder, "checkpoints", "final")
+    final = Path(config.run_folder, "checkpoints", "final")
     _save(shared, tokenizer, final, config.model.name)
     if dist.get_rank() == 0:
         card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)

@@ -59,6 +59,7 @@ class Config:
 
     name: str
     folder: str
+    run_folder: str
     name_variable: str
     variant: str
     global_size: int
@@ -118,6 +119,7 @@ def read(path: str) -> Config:
     return Config(
         name=recipe["name"],
         folder=plan["folder"],
+        run_folder=plan["run_folder"],
         name_variable=plan["world"]["identity"]["name"],
         variant=plan["variant"],
         **plan["batch"],
@@ -127,7 +129,7 @@ def read(path: str) -> Config:
         every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
         at_start=recipe["checkpoint"]["at_start"],
         keep=recipe["checkpoint"]["keep"],
-        checkpoints=recipe["checkpoint"]["folder"] or f"{plan['folder']}/checkpoints",
+        checkpoints=recipe["checkpoint"]["folder"] or f"{plan['run_folder']}/checkpoints",
         evaluate={name: Evaluation(**one) for name, one in recipe["evaluate"].items()},
         lora=recipe["lora"] if recipe["lora"] and recipe["lora"]["on"] else None,
         analog=recipe["analog"] if recipe["analog"] and recipe["analog"]["on"] else None,

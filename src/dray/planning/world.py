@@ -1,0 +1,97 @@
+"""Who takes part in a run, how many ranks a node has, and at which port the nodes find one another."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
+
+_Identity = Literal["node", "nodes", "name", "cpus", "image"]
+# Which variable tells a node who it is and what it has, by who started it.
+_LOCAL: dict[_Identity, str] = {
+    "node": "DRAY_NODE",
+    "nodes": "DRAY_NODES",
+    "name": "DRAY_NODE_NAME",
+    "cpus": "DRAY_CPUS",
+    "image": "DRAY_IMAGE_ID",
+}
+SLURM: dict[_Identity, str] = {
+    "node": "SLURM_NODEID",
+    "nodes": "SLURM_STEP_NUM_NODES",
+    "name": "SLURMD_NODENAME",
+    "cpus": "SLURM_CPUS_ON_NODE",
+    "image": "DRAY_IMAGE_ID",
+}
+IDENTITY = {"slurm": SLURM, "local": _LOCAL, "hosts": _LOCAL}
+# What to type where the scheduler gave no GPU, or none was asked for before there is a job.
+_MORE_GPUS = {
+    "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
+    "login": 'add --gpus-per-node N; where sbatch wants --gres, a site file says gpu_option = "gres" (docs/launch.md)',
+    "local": "add --gpus-per-node N; image=cpu trains without",
+    "hosts": "add slots=N to each line of the hostfile, or --gpus-per-node N",
+}
+_FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), where any client may sit on a port
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Node(_Model):
+    """A node as the others reach it."""
+
+    name: str
+    address: str
+
+
+class World(_Model):
+    """Who takes part, and where they meet."""
+
+    nodes: tuple[Node, ...]
+    ranks_per_node: int
+    size: int
+    master: str
+    port: int
+    interfaces: tuple[str, ...]
+    meet_within: int
+    cores: tuple[str, ...]
+    one_machine: bool
+    shared_folder: bool
+    identity: dict[_Identity, str]
+
+
+def port_of(job: int) -> int:
+    """A port that another job on the same nodes will hardly have."""
+    return _FIRST_PORT + job % _PORTS
+
+
+def ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
+    if facts.gpus_per_node and facts.scheduler == "hosts":
+        return facts.gpus_per_node, f"{facts.gpus_per_node}: the hostfile's slots"
+    if facts.gpus_per_node:
+        idle = ", which stay idle: image = cpu" if recipe.image == "cpu" else ""
+        return facts.gpus_per_node, f"{facts.gpus_per_node}: one for each GPU that the scheduler gave{idle}"
+    if recipe.image != "cpu":
+        raise ConfigError(
+            f"a {recipe.image} run needs GPUs, and the scheduler gave none",
+            wanted="at least one GPU on each node",
+            found="0 GPUs on a node",
+            fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
+        )
+    if recipe.ranks_per_node:
+        return recipe.ranks_per_node, f"{recipe.ranks_per_node}: the recipe says so, and no GPUs were given"
+    return 1, "1: neither GPUs nor ranks_per_node were given"
+
+
+def port(recipe: Recipe, facts: Facts) -> tuple[int, str]:
+    if recipe.port:
+        return recipe.port, f"{recipe.port}: the recipe says so"
+    if facts.port:
+        why = "from the run's name" if facts.scheduler == "hosts" else "free on the first node when probed"
+        return facts.port, f"{facts.port}: {why}"
+    derived = port_of(facts.job)
+    return derived, f"{derived}: from job number {facts.job}, not probed"
