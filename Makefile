@@ -15,7 +15,7 @@ BASE_OPTION = $(if $(BASE),--base "$(BASE)")
 IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle "$(BUNDLE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check check-rest smoke cluster cluster-down clean
+.PHONY: help install demo test check check-rest release smoke cluster cluster-down clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -34,7 +34,7 @@ check: .venv/dev ## Lint, types, shell scripts, architecture
 	@$(BIN)/mypy & types=$$!; $(MAKE) --silent check-rest; rest=$$?; wait $$types && exit $$rest
 
 check-rest:
-	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run | xargs -d '\n' shellcheck -x; \
+	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run .ci/release | xargs -d '\n' shellcheck -x; \
 	  elif [[ "$${DRAY_TEST_ALL:-}" == 1 ]]; then echo "shellcheck is not installed" >&2; exit 1; \
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py
@@ -53,6 +53,9 @@ cluster: .venv/host ## A real two-node Slurm on this machine (NODES=, GPUS_PER_N
 
 cluster-down: .venv/host ## Take it down
 	@$(BIN)/dray cluster down
+
+release: .venv/dev ## Build and try dist/: the wheel and the sources, the same bytes each time
+	@.ci/release
 
 clean: ## Remove what was built here; runs stay
 	rm -rf build .venv

@@ -97,7 +97,7 @@ def checkout(client, base, tmp_path_factory) -> Checkout:
     path = tmp_path_factory.mktemp("images") / "my work"
     shutil.copytree(ROOT / "containers", path / "containers")
     shutil.copytree(ROOT / "src", path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", ".gitignore"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore"):
         shutil.copy(ROOT / name, path)
     containers = path / "containers"
     for step in (containers / "steps").glob("[0-9]*"):

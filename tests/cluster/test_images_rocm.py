@@ -52,7 +52,7 @@ def checkout(tmp_path) -> Path:
     copy = tmp_path / "my work"
     shutil.copytree(ROOT / "containers", copy / "containers", symlinks=True)
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", ".gitignore"):
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore"):
         shutil.copy(ROOT / name, copy)
     pins = {pin.name: pin for pin in lock.read(ROOT / "containers" / "cpu" / "requirements.lock")}
     standing_in = {one for name in ("torch", "triton") for one in pins[name].hashes}

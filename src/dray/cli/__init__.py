@@ -26,7 +26,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("plan", "prefetch", "run", "submit", "generate", "eval", "export", "push", "finish", "doctor")
+_VERBS = ("init", "plan", "prefetch", "run", "submit", "generate", "eval", "export", "push", "finish", "doctor")
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")
 _GROUPS = ("recipe", "image", "cluster", "site", "env")

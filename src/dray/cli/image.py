@@ -62,7 +62,7 @@ def build(
     if bundled and wheels:
         raise ConfigError("a bundle has wheels of its own", found=f"--bundle {bundled} --wheels {wheels}")
     built = make.build(
-        checkout.root(),
+        checkout.root(build=True),
         variant,
         formats=formats,
         base=base or None,
@@ -84,7 +84,7 @@ def bundle_(
     wheels: Wheels = None,
 ) -> None:
     """Gather all that a build reads in one folder, for a machine without a network."""
-    root = checkout.root()
+    root = checkout.root(build=True)
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
     with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say:
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=say)
@@ -96,7 +96,7 @@ def bundle_(
 @app.command()
 def enter(variant: Variant) -> None:
     """Open a shell in what a failed build has left, with the build's inputs in /mnt."""
-    root = checkout.root()
+    root = checkout.root(build=True)
     failed = store.failed(root, variant)
     if not (failed / ROOTFS).is_dir():
         raise ConfigError("no build of this image has failed", where=failed, fix=f"dray image build {variant}")

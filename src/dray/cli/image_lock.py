@@ -24,7 +24,7 @@ def lock(
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
     """Resolve requirements.in to requirements.lock, or debian.in to debian.lock, with the hash of every file."""
-    root = checkout.root()
+    root = checkout.root(build=True)
     if variant == "debian":
         if check:
             raise ConfigError(

@@ -113,7 +113,7 @@ class Desk:
         return Path(self.part(CONTROLLER).labels["dray.shared"])
 
     def _spec(self, size: Size, base: str, share: Path | None, say: Callable[[str], None]) -> Spec:
-        root = checkout.root()
+        root = checkout.root(build=True)
         shared = (share or root / "build/cluster/shared").resolve()
         uid, gid = _owner(root)
         _make_shared(shared, uid, gid)

@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tomllib
 from pathlib import Path
 
 from dray.contract.findings import ConfigError
 
 _MARK = "containers/steps"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CLONE = _PACKAGE.parents[1]
+_INSTALLED = _PACKAGE / "checkout"  # in a wheel alone (hatch_build.py)
 
 
-def root() -> Path:
-    """The checkout: DRAY_HOME if set, else the folder we stand in or one above it, else where this package lies."""
+def root(*, build: bool = False) -> Path:
+    """The checkout: DRAY_HOME, else the working folder or one above it, else the package's own. `build`: writable."""
     named = os.environ.get("DRAY_HOME")
     if named:
         if (Path(named) / _MARK).is_dir():
             return Path(named).resolve()
         raise ConfigError("DRAY_HOME is not a dray checkout", found=named, wanted=f"a folder with {_MARK}/ in it")
-    here = Path.cwd().resolve()
-    for folder in (here, *here.parents, Path(__file__).resolve().parents[3]):
-        if (folder / _MARK).is_dir():
-            return folder
+    folder = Path.cwd().resolve()
+    own = (_CLONE,) if build else (_CLONE, _INSTALLED)
+    for candidate in (folder, *folder.parents, *own):
+        if (candidate / _MARK).is_dir():
+            return candidate
     raise ConfigError(
         "no dray checkout found",
-        where=here,
+        where=folder,
         wanted=f"a folder with {_MARK}/ in it",
-        fix="change into your clone of dray, or set DRAY_HOME to it",
+        fix="dray init FOLDER && cd FOLDER; or change into your clone of dray, or set DRAY_HOME to it",
     )
+
+
+def write(folder: Path) -> None:
+    """A new checkout, from which images build with the same bytes as from the one that this package was made from."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("a checkout needs a folder", where=folder, found="a file", fix="give another name")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError("the folder is not empty", where=folder, fix="give the name of a new one")
+    source = _INSTALLED if _INSTALLED.is_dir() else _CLONE
+    hook = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in hook["custom"]["files"]:
+            _copy(source / name, folder / name)
+        _copy(_PACKAGE, folder / "src" / "dray")
+    except OSError as error:
+        raise ConfigError("the checkout cannot be written", where=folder, found=error.strerror) from error
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        # The package's own copy of the checkout and bytecode stay behind.
+        ignored = shutil.ignore_patterns("__pycache__", _INSTALLED.name if source == _PACKAGE else "")
+        shutil.copytree(source, target, ignore=ignored)
+    else:
+        shutil.copy(source, target)

@@ -50,7 +50,7 @@ def fetch(
 
 def own(*, checkout: Path, folder: Path) -> Path:
     """dray's own wheel, made again when its sources are others."""
-    names = (checkout / name for name in ("pyproject.toml", "README.md", ".gitignore"))
+    names = (checkout / name for name in ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore"))
     packaged = (path for path in (checkout / "src").rglob("*") if path.is_file() and path.suffix != ".pyc")
     sources = [path for path in (*names, *sorted(packaged)) if path.exists()]
     lines = "".join(f"{_digest(path)} {path.relative_to(checkout)}\n" for path in sources)
@@ -58,7 +58,7 @@ def own(*, checkout: Path, folder: Path) -> Path:
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
         argv = [*pip.command("wheel"), "--quiet", "--wheel-dir", str(made), str(checkout)]
-        process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH})
+        process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH, "DRAY_WHEEL": "image"})
     return next(made.glob("*.whl"))
 
 
