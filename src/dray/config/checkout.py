@@ -23,7 +23,7 @@ def root(*, build: bool = False) -> Path:
             return Path(named).resolve()
         raise ConfigError("DRAY_HOME is not a dray checkout", found=named, wanted=f"a folder with {_MARK}/ in it")
     folder = Path.cwd().resolve()
-    own = (_CLONE,) if build else (_CLONE, _INSTALLED)
+    own: list[Path] = [_CLONE] if build else [_CLONE, _INSTALLED]
     for candidate in (folder, *folder.parents, *own):
         if (candidate / _MARK).is_dir():
             return candidate
