@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from dray.checks import transport
+from dray.contract.findings import DrayError
 from dray.runner import preflight
-from dray.runner.record import Refusal
 
 WANTED = {"within": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001}
 NODES = [{"name": "n1", "address": "127.0.0.1"}, {"name": "n2", "address": "127.0.0.1"}]
@@ -37,14 +37,14 @@ def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
 NODE = """
 import json, os, sys
 from dray.runner import preflight
-from dray.runner.record import Refusal
+from dray.contract.findings import DrayError
 preflight._GRACE = preflight._OTHERS = 3.0
 plan = json.load(open(sys.argv[1]))
 try:
     preflight.check(plan, int(sys.argv[2]), "127.0.0.1", dict(os.environ))
-except Refusal as refusal:
+except DrayError as refusal:
     print(refusal)
-    sys.exit(refusal.code)
+    sys.exit(refusal.finding.code)
 """
 
 
@@ -192,7 +192,7 @@ class TestWhoIsToBlame:
 
     def blame(self, ranks: dict[int, dict[str, Any]], *, last: bool = True) -> tuple[str, str, int | None] | None:
         refusal = preflight.finding(self.PLAN, ranks, "the log", last=last)
-        return refusal and (str(refusal).splitlines()[0], refusal.node, refusal.rank)
+        return refusal and (str(refusal).splitlines()[0], refusal.finding.node, refusal.finding.rank)
 
     def test_who_stopped_in_the_same_collective_as_all_others(self) -> None:
         ranks = self.ranks(*["all-reduce"] * 4, r2={"expired": False})
@@ -242,7 +242,7 @@ def test_a_node_without_room_is_unfit(tmp_path: Path, which: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "dray-test", small], check=True)
     try:
         wanted = {**WANTED, "shared_memory_gb": 0.5 if which == "shm" else 0.001, "free_gb": 0.1}
-        with pytest.raises(Refusal) as refusal:
+        with pytest.raises(DrayError) as refusal:
             preflight.room(str(tmp_path), wanted, **{which: str(small)})
     finally:
         subprocess.run(["umount", small], check=True)
@@ -251,7 +251,7 @@ def test_a_node_without_room_is_unfit(tmp_path: Path, which: str) -> None:
         "shm": (f"{small} is too small", "  found:  0.067 GB"),
         "scratch": (f"{small} is full", "  found:  0.067 GB"),
     }[which]
-    assert refusal.value.code == 69
+    assert refusal.value.finding.code == 69
 
 
 # Lines as the libraries write them; each log ends in what is decisive.
@@ -343,12 +343,14 @@ class TestTheSitesExpectation:
         with pytest.raises(Exception, match="rank 1 on n2 does not use the fast network") as wrong:
             self.hold(transport.used(LOGS["silent fallback, new"]))
         assert wrong.value.said == {
-            "why": "rank 1 on n2 does not use the fast network",
+            "problem": "rank 1 on n2 does not use the fast network",
             "wanted": "cxi (site s)",
             "found": "Socket: NCCL INFO NET/Plugin: Could not find: libnccl-net.so",
             "fix": "where the network wants a plugin, it is not in the container: name its file in fabric.plugin",
             "node": "n2",
             "rank": 1,
+            "where": "",
+            "code": 69,
         }
 
     def test_the_fast_network_is_good_and_a_cpu_has_none_to_prove(self) -> None:

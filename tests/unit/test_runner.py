@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
+from dray.contract.cores import parse, render
+from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import cores, locks, meeting, record
+from dray.runner import cores, locks, meeting
 from dray.runner import rank as rank_module
 
-RANK_KEEPER = Path(rank_module.__file__)
-RANKS = [sys.executable, "-S", "-E", RANK_KEEPER.with_name("ranks.py")]
+RANK = Path(rank_module.__file__)
+RANKS = [sys.executable, "-S", "-E", RANK.with_name("ranks.py")]
 
 
 def free_port() -> int:
@@ -70,8 +72,9 @@ def start(plan: dict[str, Any], tmp_path: Path):
     started = []
 
     def begin(
-        node: object = "0", nodes: object = "2", name: str | None = "node1", path: Path | None = None, **more: str
-    ):
+        node: object = "0", nodes: object = "2", name: str | None = "node1", path: Path | None = None,
+        start_new_session: bool = False, **more: str,
+    ):  # fmt: skip
         file = path or tmp_path / "plan.json"
         if path is None:
             file.write_text(json.dumps(plan))
@@ -83,6 +86,7 @@ def start(plan: dict[str, Any], tmp_path: Path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=start_new_session,
         )
         started.append(process)
         return process
@@ -102,11 +106,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out + err
 
 
-def test_two_nodes_meet_and_become_the_launcher(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+def test_two_nodes_supervise_their_launchers(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
     nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
     for number, node in enumerate(nodes):
         given = [
-            *["--node-rank", str(number), sys.executable, "-S", "-E", str(RANK_KEEPER), str(tmp_path), "4"],
+            *["--node-rank", str(number), sys.executable, "-S", "-E", str(RANK), str(tmp_path), "4"],
             *[f"node{number + 1}", "train", "{node_rank}"],
         ]
         assert ended(node) == (0, f"{UNBOUND}\n{given}\n")
@@ -247,6 +251,65 @@ def test_a_launcher_that_is_not_there_is_recorded(plan, start: Start, tmp_path: 
     assert json.loads((tmp_path / "failures" / "node-0.json").read_text())["why"] == why
 
 
+def one_node(plan: dict[str, Any], script: str) -> None:
+    """A plan of one node, whose launcher is this Python."""
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    plan["launcher"] = [sys.executable, "-c", script]
+
+
+def test_the_runner_passes_signals_on_once(plan, start: Start, tmp_path: Path) -> None:
+    """node.sh signals the engine's group; a launcher in it would hear each signal twice."""
+    script = (
+        "import os, signal, sys, time\n"
+        "heard = []\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))\n"
+        "open('ready', 'w').close()\n"
+        "while not heard: time.sleep(0.01)\n"
+        "time.sleep(0.5)\n"
+        "sys.exit(40 + len(heard))"
+    )
+    one_node(plan, f"import os; os.chdir({str(tmp_path)!r})\n{script}")
+    node = start(0, 1, "node1", start_new_session=True)
+    while not (tmp_path / "ready").exists():
+        assert node.poll() is None
+    os.killpg(node.pid, signal.SIGTERM)
+    assert ended(node)[0] == 41
+    assert not (tmp_path / "failures").exists()  # it was stopped: that is no cause
+
+
+def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, tmp_path: Path) -> None:
+    one_node(plan, "raise SystemExit(3)")
+    assert ended(start(0, 1, "node1"))[0] == 3
+    failure = json.loads((tmp_path / "failures" / "node-0.json").read_text())
+    assert (failure["code"], failure["node"], failure["why"]) == (3, "node1", "the launcher ended with exit code 3")
+    (tmp_path / "failures" / "node-0.json").rename(tmp_path / "failures" / "rank-1.json")
+    assert ended(start(0, 1, "node1"))[0] == 3
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]
+
+
+def test_a_launcher_that_is_killed_is_recorded_with_the_signal(plan, start: Start, tmp_path: Path) -> None:
+    one_node(plan, "import os; os.kill(os.getpid(), 9)")
+    assert ended(start(0, 1, "node1"))[0] == 137
+    assert json.loads((tmp_path / "failures" / "node-0.json").read_text())["code"] == 137
+
+
+def test_launcher_and_ranks_end_with_a_runner_that_is_killed(plan, start: Start, tmp_path: Path) -> None:
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    plan["launcher"] = [sys.executable, "-S", "-E", "{ranks}", "1", "2", "0", "127.0.0.1", "1"]
+    plan["world"]["size"] = 2
+    plan["command"] = ["sh", "-c", f"echo $$ > {tmp_path}/pid-$RANK; exec sleep 60"]
+    node = start(0, 1, "node1")
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    while not all(pid.exists() and pid.read_text().endswith("\n") for pid in pids):
+        assert node.poll() is None
+    ranks = [Path("/proc", pid.read_text().strip()) for pid in pids]
+    node.kill()
+    deadline = time.monotonic() + 10
+    while any(map(runs, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> None:
     words = runner.argv(
         {
@@ -258,7 +321,7 @@ def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> N
         7,
         "10.0.0.1",
     )
-    ranks = RANK_KEEPER.with_name("ranks.py")
+    ranks = RANK.with_name("ranks.py")
     assert words[:7] == ["l", "7", "x{node_rank}", "10.0.0.1", "10.0.0.1:5", "is_host=0", str(ranks)]
     assert words[-1] == "{node_rank}"
 
@@ -310,20 +373,20 @@ def test_a_clock_that_is_far_away_is_unfit() -> None:
     mine = hello(node=0, name="n1", host="n1")
     assert meeting._odd(hello(time=1007.0), mine, {}, None) is None
     refusal = meeting._odd(hello(time=990.0), mine, {}, None)
-    assert (refusal.code, str(refusal).splitlines()[0]) == (
+    assert (refusal.finding.code, str(refusal).splitlines()[0]) == (
         69,
         "the clock of node 1 (n2) is 10 s away from the first node's",
     )
     other = meeting._odd(hello(dray="2"), mine, {}, None)
-    assert (other.code, str(other).splitlines()[0]) == (78, "node 1 (n2) holds another dray")
+    assert (other.finding.code, str(other).splitlines()[0]) == (78, "node 1 (n2) holds another dray")
 
 
 def test_the_address_is_that_of_the_sites_interface() -> None:
     assert meeting.address({"interfaces": ["nothsn9", "lo"], "master": "node1"}) == "127.0.0.1"
     assert meeting.address({"interfaces": [], "master": "node1"}) == "node1"
-    with pytest.raises(record.Refusal) as refused:
+    with pytest.raises(UnfitError) as refused:
         meeting.address({"interfaces": ["hsn0", "hsn1"], "master": "node1"})
-    assert (refused.value.code, str(refused.value).splitlines()[1]) == (69, "  wanted: hsn0 or hsn1")
+    assert (refused.value.finding.code, str(refused.value).splitlines()[1]) == (69, "  wanted: hsn0 or hsn1")
 
 
 # Ranks without an agent.
@@ -383,9 +446,9 @@ def test_what_the_job_is_told_every_rank_hears() -> None:
     ],
 )
 def test_cores_are_shared_out(allowed: str, ranks: int, nodes: list[str], gpus: list[int], shares: list[str]) -> None:
-    known = {number: cores.parse(node) for number, node in enumerate(nodes)}
-    found = cores.split(cores.parse(allowed), ranks, known, gpus)
-    assert [cores.write(share) for share in found] == shares
+    known = {number: parse(node) for number, node in enumerate(nodes)}
+    found = cores.split(parse(allowed), ranks, known, gpus)
+    assert [render(share) for share in found] == shares
 
 
 def test_the_machine_is_read(tmp_path: Path) -> None:
@@ -444,14 +507,14 @@ def test_only_locks_that_nobody_can_hold_are_removed(tmp_path: Path, capsys) -> 
     assert capsys.readouterr().out == f"dray: removed {old}, a lock 60 minutes old: its compiler was killed\n"
 
 
-# The keeper of one rank.
+# The supervisor of one rank.
 
 
 @contextmanager
 def kept(folder: Path, *command: str, **env: str):
     (folder / "logs").mkdir(exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-S", "-E", RANK_KEEPER, folder, "2", "node2", *command],
+        [sys.executable, "-S", "-E", RANK, folder, "2", "node2", *command],
         env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2", **env},
     )
     try:
@@ -536,7 +599,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     )
     command = ["sh", "-c", "echo $$; exec sleep 60"]
     started = subprocess.Popen(
-        [sys.executable, "-c", launcher, sys.executable, "-S", "-E", RANK_KEEPER, tmp_path, "2", "node2", *command],
+        [sys.executable, "-c", launcher, sys.executable, "-S", "-E", RANK, tmp_path, "2", "node2", *command],
         env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2"},
         stdout=subprocess.PIPE,
     )
@@ -583,7 +646,7 @@ def test_the_runner_loads_nothing_that_is_slow_to_load() -> None:
     assert not slow & set(ended.stdout.split())
 
 
-def test_a_keeper_loads_almost_nothing() -> None:
-    loaded = f"import sys; sys.path.insert(0, {str(RANK_KEEPER.parent)!r}); import rank; print(*sys.modules)"
+def test_a_rank_supervisor_loads_almost_nothing() -> None:
+    loaded = f"import sys; sys.path.insert(0, {str(RANK.parent)!r}); import rank; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-S", "-E", "-c", loaded], capture_output=True, text=True, check=True)
     assert not {"json", "socket", "re"} & set(ended.stdout.split())

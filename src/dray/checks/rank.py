@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
+
 
 class Wrong(Exception):  # noqa: N818  it is what was found
     """What does not hold, and what would mend it."""
 
     def __init__(self, why: str, *, wanted: str, found: str, fix: str, node: str = "", rank: int | None = None) -> None:
-        self.said = {"why": why, "wanted": wanted, "found": found, "fix": fix, "node": node, "rank": rank}
+        finding = Finding(why, wanted=wanted, found=found, fix=fix, code=exit_codes.UNFIT, node=node, rank=rank)
+        self.said = finding._asdict()
         super().__init__(why)
 
 

@@ -1,4 +1,4 @@
-"""`python -m dray.runner PLAN.json`: find out who this node is, meet the others, become the launcher."""
+"""`python -m dray.runner PLAN.json`: find out who this node is, meet the others, supervise the launcher."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dray.runner import cores, locks, meeting, node, preflight, record
+from dray.contract import files, run_folder
+from dray.contract.cores import render
+from dray.contract.findings import DrayError
+from dray.runner import children, cores, locks, meeting, node, preflight, record
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 
 
 def main(path: str) -> int:
-    """Only comes back when the launch failed."""
+    """What the launcher ended with, or what kept it from being started."""
     with open(path, "rb") as file:
         plan = json.load(file)
     world = plan["world"]
@@ -27,17 +30,38 @@ def main(path: str) -> int:
         master = meeting.meet(world, me, digest(plan))
         placement = {**os.environ, **placed(world, os.environ)}
         preflight.check(plan, me, master, placement)
-    except record.Refusal as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.code if refusal.recorded else _failed(plan, number, refusal.code, str(refusal), refusal)
-    locks.clear(os.environ.get("TORCH_EXTENSIONS_DIR", ""))
-    command = argv(plan, me, master)
+        locks.clear(os.environ.get("TORCH_EXTENSIONS_DIR", ""))
+        return launch(plan, me, argv(plan, me, master), placement)
+    except DrayError as error:
+        print(error, file=sys.stderr)
+        found = error.finding
+        if not isinstance(error, meeting.StoppedError):
+            name = found.node or os.environ.get(world["identity"]["name"], "")
+            _record(plan, number, node=name, rank=found.rank, code=found.code, why=str(error))
+        return found.code
+
+
+def launch(plan: Mapping[str, Any], me: int, command: list[str], environ: Mapping[str, str]) -> int:
+    """Run the launcher, pass on what this process is told, and record its failure where no rank has recorded one."""
+    name = plan["world"]["nodes"][me]["name"]
+    launcher = children.Children()
     try:
-        os.execvpe(command[0], command, placement)
+        # A session of its own: what the engine's group hears, it would hear twice.
+        launcher.start(command, env=environ, session=True)
     except OSError as error:
         why = f"the launcher cannot start: {command[0]}: {error.strerror}"
-        print(why, file=sys.stderr)
-        return _failed(plan, number, 127, why)
+        raise DrayError(why, code=127, node=name) from error
+    stopped, code = False, 0
+    while launcher.running:
+        events = launcher.wait()
+        for signal in events.signals:
+            stopped = True
+            launcher.tell(signal)
+        code = events.ended.get(0, 0)
+    if code and not stopped and not _rank_failures(plan, me):
+        why = f"the launcher ended with {children.ended_with(code)}"
+        _record(plan, str(me), node=name, rank=None, code=children.exit_code(code), why=why)
+    return children.exit_code(code)
 
 
 def digest(plan: Mapping[str, Any]) -> str:
@@ -69,7 +93,7 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     count = min(map(len, shares)) if shares else int(given if given.isdigit() else 1) // world["ranks_per_node"]
     found = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, count))}
     if shares:
-        found["DRAY_CORES"] = ";".join(map(cores.write, shares))
+        found["DRAY_CORES"] = ";".join(map(render, shares))
     told, ranks = found.get("DRAY_CORES", "not bound"), world["ranks_per_node"]
     if not shares and given.isdigit() and int(given) < ranks:
         told += f" ({given} for {ranks} ranks: ask for more, --cpus-per-task)"
@@ -77,11 +101,16 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     return found
 
 
-def _failed(plan: Mapping[str, Any], number: str, code: int, why: str, refusal: record.Refusal | None = None) -> int:
-    name = (refusal and refusal.node) or os.environ.get(plan["world"]["identity"]["name"], "")
-    rank = refusal.rank if refusal else None
-    record.write(plan["folder"], f"node-{number}", node=name, rank=rank, code=code, why=why, log=None, last_lines=[])
-    return code
+def _rank_failures(plan: Mapping[str, Any], me: int) -> list[str]:
+    """Paths of the records that this node's ranks have left."""
+    each = plan["world"]["ranks_per_node"]
+    paths = (f"{plan['folder']}/{run_folder.failure(f'rank-{me * each + local}')}" for local in range(each))
+    return [path for path in paths if os.path.exists(path)]
+
+
+def _record(plan: Mapping[str, Any], number: str, **found: object) -> None:
+    log = f"{plan['folder']}/{run_folder.node_log(number)}"
+    record.write(plan["folder"], f"node-{number}", **found, log=log, last_lines=files.tail(log))
 
 
 if __name__ == "__main__":

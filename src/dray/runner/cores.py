@@ -5,26 +5,12 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
+
+from dray.contract.cores import parse
 
 _DISPLAYS = ("0x0300", "0x0302", "0x0380", "0x1200")  # PCI classes of GPUs: display, 3D, other, accelerator
 _VENDORS = ("0x10de", "0x1002")
-
-
-def parse(text: str) -> list[int]:
-    """0-3,8 as the kernel writes it."""
-    cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return cores
-
-
-def write(cores: Sequence[int]) -> str:
-    """As `parse` reads it."""
-    runs = [[core for _, core in run] for _, run in groupby(enumerate(sorted(cores)), lambda pair: pair[1] - pair[0])]
-    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
 
 
 def shares(ranks: int, world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> list[list[int]]:

@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray import __version__
-from dray.runner.record import Refusal
+from dray.contract.findings import ConfigError, DrayError, RetryError, UnfitError
 
-_UNFIT, _RETRY, _CONFIG = 69, 75, 78
 _MOST_SKEW_S = 8.0  # beyond what a stranger at the door can hold up the others
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+class StoppedError(DrayError):
+    """The first node has refused the launch, and recorded why."""
 
 
 def meet(world: Mapping[str, Any], number: int, digest: str) -> str:
@@ -52,8 +55,7 @@ def address(world: Mapping[str, Any]) -> str:
             except OSError:
                 continue
     if world["interfaces"]:
-        raise Refusal(
-            _UNFIT,
+        raise UnfitError(
             "the first node has none of the site's network interfaces",
             wanted=" or ".join(world["interfaces"]),
             found=" ".join(name for _, name in socket.if_nameindex()),
@@ -66,7 +68,7 @@ def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
     nodes, hosts, master = world["nodes"], {mine["host"]: mine["name"]}, address(world)
     guests: dict[int, socket.socket] = {}
     waiting: list[socket.socket] = []  # also one that says another's number, which is told so
-    refusal = None
+    refusal: DrayError | None = None
     with _listen(world) as door:
         while refusal is None and len(guests) < len(nodes) - 1:
             door.settimeout(max(0.01, deadline - time.monotonic()))
@@ -86,7 +88,7 @@ def _host(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
             waiting.append(guest)
     answer = {"go": True, "master": master}
     if refusal is not None:
-        answer = {"go": False, "code": refusal.code, "why": str(refusal)}
+        answer = {"go": False, "code": refusal.finding.code, "why": str(refusal)}
     for guest in waiting:
         with guest:
             guest.sendall(json.dumps(answer).encode() + b"\n")
@@ -101,8 +103,7 @@ def _listen(world: Mapping[str, Any]) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise Refusal(
-            _RETRY,
+        raise RetryError(
             f"port {world['port']} is busy on {world['nodes'][0]['name']}",
             wanted=f"port {world['port']} free on the first node",
             found="another program listens there",
@@ -124,8 +125,7 @@ def _join(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
         except OSError as error:  # not listening yet, name not there yet
             reason = str(error)
         if time.monotonic() >= deadline:
-            raise Refusal(
-                _UNFIT,
+            raise UnfitError(
                 f"node {mine['node']} ({mine['name']}) could not meet the master in {world['meet_within']} s",
                 wanted=f"a line to {place[0]} port {place[1]}",
                 found=reason,
@@ -133,13 +133,12 @@ def _join(world: Mapping[str, Any], mine: Mapping[str, Any], deadline: float) ->
             )
         time.sleep(0.05)
     if not answer["go"]:
-        raise Refusal(
-            answer["code"],
+        raise StoppedError(
             "the master stopped the launch",
             wanted="go",
             found=answer["why"],
             fix="see failures/node-0.json",
-            recorded=True,
+            code=answer["code"],
         )
     return str(answer["master"])
 
@@ -156,20 +155,18 @@ def _receive(line: socket.socket, *, within: float) -> dict[str, Any] | None:
 
 def _odd(
     hello: Mapping[str, Any], mine: Mapping[str, Any], guests: Mapping[int, object], twin: str | None
-) -> Refusal | None:
+) -> DrayError | None:
     """What is wrong with a node that has come. `mine` is what the master holds, at the time at which it came."""
     who = f"node {hello['node']} ({hello['name']})"
     if hello["node"] in guests or hello["node"] == mine["node"]:
-        return Refusal(
-            _CONFIG,
+        return ConfigError(
             f"two nodes believe that they are node {hello['node']}",
             wanted="every node has its own number",
             found=f"{hello['name']} is the second one",
             fix="the node's number must come from each node's own task; do not export it before srun",
         )
     if twin:
-        return Refusal(
-            _CONFIG,
+        return ConfigError(
             f"{who} and {twin} have the same host name",
             wanted="nodes of different host names: libraries tell nodes apart by them",
             found=hello["host"],
@@ -177,8 +174,7 @@ def _odd(
         )
     skew = abs(hello["time"] - mine["time"])
     if skew > _MOST_SKEW_S:
-        return Refusal(
-            _UNFIT,
+        return UnfitError(
             f"the clock of {who} is {skew:.0f} s away from the first node's",
             wanted=f"at most {_MOST_SKEW_S:.0f} s",
             found=f"{skew:.0f} s",
@@ -193,8 +189,7 @@ def _odd(
         ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
     ):
         if hello[held] != mine[held]:
-            return Refusal(
-                _CONFIG,
+            return ConfigError(
                 f"{who} holds another {held}",
                 wanted=f"{held} {mine[held][:12] or '(unknown)'}",
                 found=f"{held} {hello[held][:12] or '(unknown)'}",
@@ -203,10 +198,9 @@ def _odd(
     return None
 
 
-def _missing(world: Mapping[str, Any], guests: Mapping[int, object]) -> Refusal:
+def _missing(world: Mapping[str, Any], guests: Mapping[int, object]) -> UnfitError:
     absent = [node["name"] for number, node in enumerate(world["nodes"]) if number not in guests and number != 0]
-    return Refusal(
-        _UNFIT,
+    return UnfitError(
         f"{len(absent)} of {len(world['nodes'])} nodes did not come in {world['meet_within']} s",
         wanted=f"all nodes at {world['master']} port {world['port']}",
         found=f"missing: {' '.join(absent[:20])}{' ...' if len(absent) > 20 else ''}",

@@ -6,9 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dray.runner.record import Refusal
-
-_CONFIG = 78
+from dray.contract.findings import ConfigError
 
 
 def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
@@ -17,8 +15,7 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
     nodes = world["nodes"]
     count = _number(names["nodes"], environ)
     if count != len(nodes):
-        raise Refusal(
-            _CONFIG,
+        raise ConfigError(
             f"the plan is for another number of nodes than {names['nodes']} says",
             wanted=f"{len(nodes)} nodes",
             found=f"{names['nodes']}={count}",
@@ -26,8 +23,7 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
         )
     number = _number(names["node"], environ)
     if not 0 <= number < count:
-        raise Refusal(
-            _CONFIG,
+        raise ConfigError(
             f"{names['node']} is not a node of the plan",
             wanted=f"0 to {count - 1}",
             found=f"{names['node']}={number}",
@@ -35,8 +31,7 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
         )
     name = environ.get(names["name"], "")
     if name != nodes[number]["name"]:
-        raise Refusal(
-            _CONFIG,
+        raise ConfigError(
             f"this node believes that it is node {number}, and the plan has another host there",
             wanted=f"node {number} is {nodes[number]['name']}",
             found=f"{names['name']}={name or '(not set)'}, {names['node']}={number}",
@@ -51,8 +46,7 @@ def require(plan: Mapping[str, Any]) -> None:
     programs = [word for word in rest[:1] if word.endswith(".py")] + [first] * ("/" in first)
     for word in programs:
         if not os.path.exists(os.path.join(plan["where"], word)):
-            raise Refusal(
-                _CONFIG,
+            raise ConfigError(
                 f"the program is not in the container: {word}",
                 wanted=f"a file {os.path.join(plan['where'], word)}",
                 found="no such file, seen from inside",
@@ -63,8 +57,7 @@ def require(plan: Mapping[str, Any]) -> None:
 def _number(name: str, environ: Mapping[str, str]) -> int:
     value = environ.get(name)
     if value is None or not value.isdigit():
-        raise Refusal(
-            _CONFIG,
+        raise ConfigError(
             f"{name} does not tell this node who it is",
             wanted=f"{name}=0 or more",
             found=f"{name}={value}" if value is not None else f"{name} is not set",

@@ -4,26 +4,20 @@ One rank that dies ends the others, and its own exit code is this program's.
 """
 
 import os
-import signal
 import sys
-import time
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# As in rank.py.
+sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+
+from dray.runner import children  # noqa: E402
+
 _GRACE = 10.0  # seconds from asking the other ranks to end to ending them
 
 
 def main(nodes: int, each: int, node: int, master: str, port: str, command: list[str]) -> int:
     """Run the command once for each local rank; the first code that is not 0."""
-    running: dict[int, int] = {}
-
-    def pass_on(number: int, _frame: object) -> None:
-        for child in running:
-            os.kill(child, number)
-
-    # Nobody may be asked to end before it is known here.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    for number in _SIGNALS:
-        signal.signal(number, pass_on)
+    runner = os.getppid()
+    ranks = children.Children()
     for local in range(each):
         rank = node * each + local
         world = {
@@ -32,36 +26,19 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
             **{"MASTER_ADDR": master, "MASTER_PORT": port},
         }
         # A session of its own, as torchrun's ranks have: a signal to the group comes from here alone.
-        child = os.posix_spawn(command[0], command, {**os.environ, **world}, setsigmask=(), setsid=True)
-        running[child] = rank
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    return _wait(running)
-
-
-def _wait(running: dict[int, int]) -> int:
-    first, deadline = 0, 0.0
-    while running:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | (os.WNOHANG if first else 0))
-        if ended:
-            # Between reaping and forgetting nobody may be signalled: its number may be another's by then.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            code = os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1])
-            running.pop(ended.si_pid, None)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            if code and not first:
-                first, deadline = (code if code > 0 else 128 - code), time.monotonic() + _GRACE
-                _tell(running, signal.SIGTERM)
-        elif time.monotonic() > deadline:
-            _tell(running, signal.SIGKILL)
-            deadline += _GRACE
-        else:
-            time.sleep(0.01)
+        ranks.start(command, label=rank, env={**os.environ, **world}, session=True)
+    first = 0
+    while ranks.running:
+        events = ranks.wait()
+        for number in events.signals:
+            ranks.tell(number)
+        if events.signals and os.getppid() != runner:
+            ranks.end(_GRACE)
+        for code in events.ended.values():
+            first = first or children.exit_code(code)
+        if first:
+            ranks.end(_GRACE)
     return first
-
-
-def _tell(running: dict[int, int], number: int) -> None:
-    for child in running:
-        os.kill(child, number)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""The supervisor of child processes: the launcher, ranks without an agent, a rank's program, the preflight's ranks.
+
+Signals and the ends of children come through one pipe, and children are signalled only between two looks at it: the
+number of a process that has ended is never signalled, since it may be another's by then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+class Events:
+    """What happened: signals to this process, codes of ended children by label, files that can be read."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.ended: dict[int, int] = {}
+        self.ready: list[int] = []
+
+
+class Children:
+    """The children of this process, each by a label of the caller's, such as a rank."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, int] = {}
+        self._poll = select.poll()
+        self._pipe, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll.register(self._pipe, select.POLLIN)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for number in (*STOPS, signal.SIGCHLD):
+            signal.signal(number, _through_the_pipe)
+        self._kill_at = 0.0
+
+    def start(
+        self,
+        argv: list[str],
+        *,
+        label: int = 0,
+        env: Mapping[str, str] | None = None,
+        on_parent_death: int = signal.SIGTERM,
+        session: bool = False,
+        output: int | None = None,
+        inherit: int | None = None,
+    ) -> None:
+        """Start a program; an OSError says why it cannot. It hears `on_parent_death` when this process is killed.
+
+        A session of its own keeps away signals to this one's group, which this process passes on.
+        """
+        here = os.getpid()
+        failed, report = os.pipe2(os.O_CLOEXEC)
+        # A signal between fork and exec would be lost, or wake the parent by the pipe that both have.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        child = os.fork()
+        if child == 0:
+            try:
+                _prctl(_PR_SET_PDEATHSIG, on_parent_death)
+                if os.getppid() != here:  # it died before it was asked for
+                    os._exit(128 + on_parent_death)
+                if session:
+                    os.setsid()
+                if output is not None:
+                    os.dup2(output, 1)
+                    os.dup2(output, 2)
+                if inherit is not None:
+                    os.set_inheritable(inherit, True)
+                for number in STOPS:
+                    signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+                os.execvpe(argv[0], argv, os.environ if env is None else env)
+            except OSError as error:
+                os.write(report, str(error.errno).encode())
+            finally:
+                os._exit(127)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        os.close(report)
+        with open(failed, "rb") as answer:
+            reason = answer.read()
+        if reason:
+            os.waitpid(child, 0)
+            raise OSError(int(reason), os.strerror(int(reason)), argv[0])
+        self.running[child] = label
+
+    def watch(self, file: int) -> None:
+        """Name this file among what can be read."""
+        self._poll.register(file, select.POLLIN)
+
+    def forget(self, file: int) -> None:
+        """Before it is closed."""
+        self._poll.unregister(file)
+
+    def tell(self, number: int) -> None:
+        """Signal all children."""
+        for child in self.running:
+            os.kill(child, number)
+
+    def end(self, grace: float) -> None:
+        """Ask all children to end; `wait` kills those that have not ended after this many seconds."""
+        if not self._kill_at:
+            self._kill_at = time.monotonic() + grace
+            self.tell(signal.SIGTERM)
+
+    def wait(self, seconds: float | None = None) -> Events:
+        """What happens next; nothing if these seconds pass."""
+        if self._kill_at:
+            left = self._kill_at - time.monotonic()
+            if left <= 0:
+                self.tell(signal.SIGKILL)
+                left = 1.0
+            seconds = left if seconds is None else min(seconds, left)
+        events = Events()
+        for file, _ in self._poll.poll(None if seconds is None else max(0, int(seconds * 1000) + 1)):
+            if file == self._pipe:
+                events.signals += [number for number in os.read(file, 4096) if number != signal.SIGCHLD]
+            else:
+                events.ready.append(file)
+        while self.running:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                break
+            if child in self.running:  # others are orphans that the kernel gave to the first process of a container
+                events.ended[self.running.pop(child)] = os.waitstatus_to_exitcode(status)
+        return events
+
+
+def die_with_parent() -> int:
+    """Be sent SIGTERM when the parent ends; the parent's number, which `os.getppid` gives no longer after that."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return os.getppid()
+
+
+def exit_code(code: int) -> int:
+    """As a shell has it: 128 and more for a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def ended_with(code: int) -> str:
+    """In words."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _through_the_pipe(_number: int, _frame: object) -> None:
+    """Python writes the number into the pipe before it calls this."""
