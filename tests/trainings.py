@@ -58,7 +58,7 @@ class Run:
         said = [
             f"ranks_per_node={ranks}",
             f"batch.per_device={8 // ranks}",
-            f"data.cache={folder.parent}/tokens",
+            f"data.cache_dir={folder.parent}/tokens",
         ]
         chosen = write.read_recipe(ROOT / "tests" / "tiny.toml", [*said, f"train.{steps}", *model, *words])
         facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
@@ -115,7 +115,7 @@ def config(folder: Path, *words: str):
     from dray.train.config import read
 
     chosen = write.read_recipe(
-        ROOT / "tests" / "tiny.toml", [*GPT, f"data.cache={folder}/tokens", "train.steps=20", *words]
+        ROOT / "tests" / "tiny.toml", [*GPT, f"data.cache_dir={folder}/tokens", "train.steps=20", *words]
     )
     facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
     _, paths = write.write(chosen, facts, runs=folder, run="run")

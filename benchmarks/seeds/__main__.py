@@ -102,15 +102,15 @@ class Bench:
         """What is other than in the tiny form: a text that both sides read, and more steps."""
         return [
             "scale=tiny", f"train.steps={steps}", "train.warmup_steps=2", "train.log_every=5", "train.eval_every=10",
-            f"data.text={self.folder}/text.jsonl", f"data.validation={self.folder}/validation.jsonl", "data.test=",
-            "data.validation_samples=24", "nodes=1", f"ranks_per_node={RANKS}",
+            f"data.train={self.folder}/text.jsonl", f"data.validation={self.folder}/validation.jsonl", "data.test=",
+            "data.max_eval_samples=24", "nodes=1", f"ranks_per_node={RANKS}",
         ]  # fmt: skip
 
     def ours(self, name: str, steps: int, *more: str) -> dict[str, Any]:
         """`dray run`."""
         self.count += 1
         runs = self.folder / f"ours-{self.count}"
-        cache = f"data.cache={self.folder}/cold-{self.count}"
+        cache = f"data.cache_dir={self.folder}/cold-{self.count}"
         argv = ["python3", "-m", "dray", "run", f"{self.recipes}/{name}.toml", *self.words(steps), cache, *more]
         began, seconds = self.inside([*argv, "--runs", str(runs)])
         (folder,) = runs.iterdir()
@@ -140,7 +140,7 @@ class Bench:
         found = json.loads((out / "found.json").read_text())
         assert recipe.batch is not None
         each = statistics.mean(after - before for before, after in pairwise(found["ends"]))
-        tokens = recipe.batch.global_size * recipe.data.block
+        tokens = recipe.batch.global_size * recipe.data.sequence_length
         return {**found, "seconds": seconds, "speed": tokens / each, "first": found["ends"][0]}
 
     def _settings(self, name: str, recipe: Recipe, final: Path, out: Path) -> dict[str, Any]:
@@ -164,13 +164,13 @@ class Bench:
             }  # fmt: skip
         return {
             "type": recipe.model.type, "config": {**kept, **recipe.model.config}, "tokenizer": str(final),
-            "text": recipe.data.text, "validation": recipe.data.validation, "block": recipe.data.block,
-            "joined": name in JOINED, "per_device": per_device, "evaluated": recipe.data.validation_samples,
+            "text": recipe.data.train, "validation": recipe.data.validation, "block": recipe.data.sequence_length,
+            "joined": name in JOINED, "per_device": per_device, "evaluated": recipe.data.max_eval_samples,
             "accumulation": batch.global_size // (per_device * RANKS), "steps": train.steps, "lr": train.lr,
-            "schedule": train.schedule, "warmup": train.warmup_steps, "log_every": train.log_every,
+            "schedule": train.lr_scheduler_type, "warmup": train.warmup_steps, "log_every": train.log_every,
             "eval_every": train.eval_every,
             "save_every": recipe.checkpoint.every[-1][1] if recipe.checkpoint.every else 0,
-            "seed": train.seed, "bf16": train.precision == "bf16", "recompute": train.recompute,
+            "seed": train.seed, "bf16": train.precision == "bf16", "recompute": train.activation_checkpointing,
             "objective": train.objective, "deepspeed": deepspeed, "report_to": ["tensorboard"],
             "analog": recipe.analog.model_dump() if recipe.analog else None, "out": str(out),
         }  # fmt: skip
@@ -227,7 +227,12 @@ def scaling(rounds: int = 3) -> None:
             for ranks, runs in seen.items():
                 words = [f"model.config.{key}={value}" for key, value in wide.items()]
                 words += [f"ranks_per_node={ranks}", f"batch.per_device={16 // ranks}", "batch.global_size=16"]
-                words += ["data.block=128", "data.samples=320", "train.eval_every=20", "train.precision=fp32"]
+                words += [
+                    "data.sequence_length=128",
+                    "data.max_train_samples=320",
+                    "train.eval_every=20",
+                    "train.precision=fp32",
+                ]
                 words += ["train.log_every=20", "env.OMP_NUM_THREADS=1"]
                 runs.append(bench.ours("opt125m-yelp", 60, *words))
         base = statistics.median(run["lines"][-1]["train_seconds"] for run in seen[1])

@@ -37,7 +37,7 @@ launcher = "python"
 [batch]
 global_size = {BATCH}
 [data]
-block = {BLOCK}
+sequence_length = {BLOCK}
 [model.config]
 n_layer = 4
 n_embd = 256
@@ -45,7 +45,7 @@ n_head = 4
 n_positions = {BLOCK}
 [train]
 lr = {RATE}
-schedule = "linear"
+lr_scheduler_type = "linear"
 log_every = 1
 """
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -93,8 +93,8 @@ class Bench:
         shutil.rmtree(self.folder / "cold", ignore_errors=True)
         said = [
             f"train.steps={steps}", f"train.seed={seed}", f"ranks_per_node={ranks}",
-            f"batch.per_device={BATCH // ranks}", f"data.text={self.text}", f"data.cache={cache}",
-            f"model.tokenizer={self.tokenizer}", "data.validation_samples=8", *words,
+            f"batch.per_device={BATCH // ranks}", f"data.train={self.text}", f"data.cache_dir={cache}",
+            f"model.tokenizer={self.tokenizer}", "data.max_eval_samples=8", *words,
         ]  # fmt: skip
         argv = [sys.executable, "-m", "dray", "run", str(self.folder / "bench.toml"), *said]
         began, _ = self._run([*argv, "--nodes", "1", "--runs", str(self.folder / name)])

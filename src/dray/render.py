@@ -187,7 +187,8 @@ def _fabric(plan: Plan) -> list[tuple[str, str]]:
         *([("plugin", fabric.plugin)] if fabric.plugin else []),
         (
             "proof",
-            f"ranks of several nodes must use {proof}" + (f", at {fabric.floor} GB/s or more" if fabric.floor else ""),
+            f"ranks of several nodes must use {proof}"
+            + (f", at {fabric.min_bus_bandwidth_gb_s} GB/s or more" if fabric.min_bus_bandwidth_gb_s else ""),
         ),
     ]
 

@@ -119,8 +119,8 @@ def full_run(desk, root: Path) -> Ended:
 
 
 SHORT = (
-    "train.steps=6", "train.warmup_steps=2", "train.log_every=1", "train.schedule=constant",
-    "preflight.when=never", "model.config.n_layer=2", "data.validation_samples=8",
+    "train.steps=6", "train.warmup_steps=2", "train.log_every=1", "train.lr_scheduler_type=constant",
+    "preflight.when=never", "model.config.n_layer=2", "data.max_eval_samples=8",
 )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: di
         found[engine] = losses(folder)
         for words, said in (
             (("generate", folder, "one: the", "--tokens", "4"), "one: the"),
-            (("eval", folder, f"evaluate.mine.text={root}/recipes/tiny/validation.jsonl"), "evaluation mine loss"),
+            (("eval", folder, f"evaluate.mine.dataset={root}/recipes/tiny/validation.jsonl"), "evaluation mine loss"),
             (("export", folder, "--to", tmp_path / engine / "made" / "model"), f"{tmp_path}/{engine}/made/model: "),
         ):
             after = subprocess.run(

@@ -188,7 +188,7 @@ def test_ranks_that_torchrun_starts_again(sbatch, root: Path, folder: Path) -> N
         "sys.exit(0) if again else sys.exit(5) if rank == '1' else time.sleep(60)"
     )
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", QUICK, "restarts=1", "ranks_per_node=1", "--", "python3", "-c", dies_once,
+        f"{root}/slurm/multinode.sh", QUICK, "max_restarts=1", "ranks_per_node=1", "--", "python3", "-c", dies_once,
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output

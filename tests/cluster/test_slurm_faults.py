@@ -42,11 +42,11 @@ def test_another_image_than_the_recipe_s_stops_before_it_starts(sbatch, sif) -> 
 
 
 def test_a_place_that_the_nodes_lack(sbatch) -> None:
-    ended = sbatch(*RECIPE, "data.text=/no/such/text.txt")
+    ended = sbatch(*RECIPE, "data.train=/no/such/text.txt")
     assert ended.code == 69
     cause = ended.result()["cause"]
     assert (cause["node"] in ("n1", "n2"), cause["rank"]) == (True, None)
-    assert cause["why"] == "/no/such/text.txt is not there\n  wanted: recipe data.text: the text to train on"
+    assert cause["why"] == "/no/such/text.txt is not there\n  wanted: recipe data.train: the text to train on"
 
 
 def test_a_busy_port_is_try_again(sbatch, desk) -> None:

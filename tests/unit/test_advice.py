@@ -72,9 +72,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     (line,) = said(name="gpt2-wikitext-ddp")
     assert "not there, since HF_HOME is not set: openai-community/gpt2, Salesforce/wikitext; " in line
     assert said("env.HF_HUB_OFFLINE=0", name="gpt2-wikitext-ddp") == []
-    (line,) = said("data.text=/no/such.txt")
-    assert line == "data.text = /no/such.txt is not here; the nodes must have it (what the hub has is hub:OWNER/NAME)"
-    assert said("data.text=/no/such-*.txt") == []
+    (line,) = said("data.train=/no/such.txt")
+    assert line == "data.train = /no/such.txt is not here; the nodes must have it (what the hub has is hub:OWNER/NAME)"
+    assert said("data.train=/no/such-*.txt") == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
 TEXT = f"{ROOT}/recipes/tiny/validation.jsonl"
-WORDS = (f"evaluate.words.text={TEXT}", "evaluate.words.last_word=true", f"data.test={TEXT}")
+WORDS = (f"evaluate.words.dataset={TEXT}", "evaluate.words.last_word=true", f"data.test={TEXT}")
 
 
 def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
             folder / "streamed",
             1,
             "data.streaming=true",
-            f"data.text={TEXT}",
+            f"data.train={TEXT}",
             f"data.validation={TEXT}",
             steps="steps=2",
         ).end(),
@@ -69,14 +69,14 @@ def test_a_model_that_learnt_from_a_stream_scores_too(runs) -> None:
 
 def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("one: the tug pulls the red box against the tide.\n" * 9)
-    words = (f"evaluate.mine.text={tmp_path}/mine.txt", "evaluate.mine.stride=8", "data.test=")
+    words = (f"evaluate.mine.dataset={tmp_path}/mine.txt", "evaluate.mine.stride=8", "data.test=")
     ended = dray("eval", runs["ended"].folder, *words)
     assert [line.split(" loss")[0] for line in ended.stdout.splitlines()] == [
         "evaluation", "evaluation words", "evaluation mine",
     ]  # fmt: skip
     wrong = dray("eval", runs["ended"].folder, "evaluate.mine.txt=x")
     assert (wrong.returncode, "unknown key: did you mean" in wrong.stderr) == (78, True)
-    lost = dray("eval", runs["ended"].folder, "evaluate.mine.text=/not/there.txt")
+    lost = dray("eval", runs["ended"].folder, "evaluate.mine.dataset=/not/there.txt")
     assert (lost.returncode, "there is no text" in lost.stdout + lost.stderr) == (78, True)
 
 

@@ -34,9 +34,10 @@ def test_what_the_file_says_becomes_the_recipes_and_auto_is_the_recipes(tmp_path
     found = agreed(tmp_path, GIVEN)
     train = found.train
     assert train
-    assert (train.strategy, train.offload, train.clip, train.betas, train.schedule, train.lr, train.precision) == (
-        "zero2", "optimizer", 0.5, (0.8, 0.95), "linear", 1e-2, "fp32",
+    assert (train.strategy, train.offload, train.max_grad_norm, train.betas, train.lr_scheduler_type) == (
+        "zero2", "optimizer", 0.5, (0.8, 0.95), "linear",
     )  # fmt: skip
+    assert (train.lr, train.precision) == (1e-2, "fp32")
     assert json.loads(train.deepspeed or "") == {
         "fp16": {"loss_scale_window": 100},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -45,12 +46,12 @@ def test_what_the_file_says_becomes_the_recipes_and_auto_is_the_recipes(tmp_path
 
 @pytest.mark.parametrize("name", ["zero2", "zero2-offload", "zero3", "zero3-offload"])
 def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> None:
-    words = [f"train.deepspeed=deepspeed/{name}.json", "train.clip=0.25", "train.precision=bf16"]
+    words = [f"train.deepspeed=deepspeed/{name}.json", "train.max_grad_norm=0.25", "train.precision=bf16"]
     train = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words).train
     assert train
     stage, _, offload = name.partition("-")
     wanted = {"": "", "offload": "all" if stage == "zero3" else "optimizer"}[offload]
-    assert (train.strategy, train.offload, train.clip, train.precision) == (stage, wanted, 0.25, "bf16")
+    assert (train.strategy, train.offload, train.max_grad_norm, train.precision) == (stage, wanted, 0.25, "bf16")
     assert "auto" not in (train.deepspeed or "")
 
 
@@ -65,9 +66,9 @@ def test_the_files_that_come_with_dray_leave_all_to_the_recipe(name: str) -> Non
             "  found:  train_batch_size = 16, on line 2 of my ds.json\n"
             '  fix:    write "train_batch_size": "auto" in my ds.json, or make them the same',
         ),
-        ({}, ("train.clip=1.0",), "train.clip and gradient_clipping do not agree"),
+        ({}, ("train.max_grad_norm=1.0",), "train.max_grad_norm and gradient_clipping do not agree"),
         ({}, ("train.strategy=fsdp",), "train.strategy and zero_optimization.stage do not agree"),
-        ({}, ("train.schedule=cosine",), "train.schedule and scheduler.type do not agree"),
+        ({}, ("train.lr_scheduler_type=cosine",), "train.lr_scheduler_type and scheduler.type do not agree"),
         ({"bf16": {"enabled": True}}, (), "train.precision and bf16.enabled do not agree"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, (), "fp16 and bf16 are both enabled"),
         ({"zero_optimization": {}}, (), "nobody names DeepSpeed's stage"),

@@ -84,8 +84,8 @@ class TestCommands:
             ('name = "r"\n[command]\nargv = ["x"]\nfolder = "/"\n', "command.folder is /, which would hide"),
             ('name = "r"\nlauncher = "mpirun"\n[command]\nargv = ["x"]\n', 'expected one of "torchrun", "accelerate"'),
             (
-                'name = "r"\nlauncher = "python"\nrestarts = 1\n[command]\nargv = ["x"]\n',
-                "restarts is torchrun's; no other launcher can start ranks again",
+                'name = "r"\nlauncher = "python"\nmax_restarts = 1\n[command]\nargv = ["x"]\n',
+                "max_restarts is torchrun's; no other launcher can start ranks again",
             ),
             (
                 'name = "r"\npass_env = ["RANK"]\n[command]\nargv = ["x"]\n',

@@ -91,7 +91,7 @@ def test_who_parts_what_holds_less_of_it() -> None:
     away = gpu("train.strategy=zero3", "train.offload=all")
     assert set(away) == {"layers at work", "activations", "the rest"}
     assert gpu("batch.per_device=1")["activations"] == pytest.approx(gpu()["activations"] / 8)
-    assert gpu("train.recompute=true")["activations"] < gpu()["activations"] / 4
+    assert gpu("train.activation_checkpointing=true")["activations"] < gpu()["activations"] / 4
     assert gpu("lora.rank=8")["optimizer"] < gpu()["optimizer"] / 100
     small = gpu("model.dtype=bf16")
     assert [small.get(part, 0) / count for part in ("weights", "their 16-bit copies", "gradients", "optimizer")] == [
@@ -140,17 +140,22 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
 
 
 def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: Path) -> None:
-    words = ("plan", "recipes/opt-billions-zero3-offload.toml", "train.recompute=false", "data.block=2048")
+    words = (
+        "plan",
+        "recipes/opt-billions-zero3-offload.toml",
+        "train.activation_checkpointing=false",
+        "data.sequence_length=2048",
+    )
     ended = dray(*words, "batch.global_size=64", "batch.per_device=8", "--gpus-per-node", "4", "--gpu-memory", "8",
                  HF_HOME=str(home))  # fmt: skip
     assert ended.returncode == 78
-    assert "fix:    with batch.per_device=1 train.recompute=true: " in ended.stderr
+    assert "fix:    with batch.per_device=1 train.activation_checkpointing=true: " in ended.stderr
     never = dray(*words, "--gpus-per-node", "4", "--gpu-memory", "1", HF_HOME=str(home))
     assert "fix:    more nodes, a smaller model or [lora]" in never.stderr
     file = dray("plan", "recipes/gpt2-wikitext-zero2.toml", "model.name=facebook/opt-6.7b", "--gpus-per-node", "4",
                 "--gpu-memory", "16", HF_HOME=str(home))  # fmt: skip
-    words = "train.deepspeed= batch.per_device=1 train.recompute=true train.strategy=zero3 train.offload=optimizer"
-    assert f"fix:    with {words}: 4.8 GB on each GPU" in file.stderr
+    words = "train.deepspeed= batch.per_device=1 train.activation_checkpointing=true train.strategy=zero3"
+    assert f"fix:    with {words} train.offload=optimizer: 4.8 GB on each GPU" in file.stderr
 
 
 def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:

@@ -96,7 +96,7 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
     identity = LOCAL if engine == "docker" else {}
     decided = made(
         root,
-        f"data.text={places['data']}",
+        f"data.train={places['data']}",
         folder=str(places["run"]),
         site=SITE.model_copy(update={"binds": ()}),
         **{**identity, "engine": engine, "image": f"{tmp_path}/{HOSTILE}.sif"},
@@ -206,7 +206,7 @@ def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: P
     (tmp_path / "image.sif").touch()
     decided = made(
         root,
-        f"data.text={place}",
+        f"data.train={place}",
         folder=str(tmp_path),
         site=SITE.model_copy(update={"binds": ()}),
         image=f"{tmp_path}/image.sif",
@@ -218,7 +218,7 @@ def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: P
         text=True,
         check=False,
     )
-    wanted = "  wanted: recipe data.text: the text to train on\n"
+    wanted = "  wanted: recipe data.train: the text to train on\n"
     assert (ended.returncode, ended.stderr) == (69, f"dray: {place} is not there\n{wanted}  where:  node n2\n")
     record = json.loads((tmp_path / "attempt-1" / "failures" / "node-1.json").read_text())
     assert time.time() - record.pop("time") < 60
@@ -274,7 +274,7 @@ def test_a_job_sees_the_gpus_that_slurm_gave_it(root: Path, image: str, name: st
 def test_what_a_recipe_reads_and_keeps_is_bound(root: Path) -> None:
     """A pattern's folder, and places that the node makes."""
     decided = made(
-        root, "data.text=/d/train-*.parquet", "data.validation=hub:a/b", "data.cache=/node/tokens",
+        root, "data.train=/d/train-*.parquet", "data.validation=hub:a/b", "data.cache_dir=/node/tokens",
         "model.name=/m/gpt2", "model.tokenizer=gpt2", "checkpoint.folder=/scratch/kept",
     )  # fmt: skip
     ours = [(bind.path, bind.write, bind.made) for bind in decided.binds if bind.source.startswith("recipe")]

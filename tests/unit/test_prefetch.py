@@ -28,9 +28,9 @@ name = "named"
 [batch]
 global_size = 2
 [data]
-text = "hub:me/texts"
-block = 32
-validation_samples = 4
+train = "hub:me/texts"
+sequence_length = 32
+max_eval_samples = 4
 [model]
 name = "me/small"
 [train]
@@ -76,9 +76,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_splits_may_be_one_text(hub: str, recipe: Path, tmp_path: Path) -> None:
-    fetched = dray("prefetch", recipe, "data.text=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
-    assert "data.text = hub:me/texts:train+more\n  2 files" in fetched.stdout
-    wrong = dray("prefetch", recipe, "data.text=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    fetched = dray("prefetch", recipe, "data.train=hub:me/texts:train+more", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    assert "data.train = hub:me/texts:train+more\n  2 files" in fetched.stdout
+    wrong = dray("prefetch", recipe, "data.train=hub:me/texts:train+none", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
     assert (wrong.returncode, "wanted: default/none/*.parquet" in wrong.stdout) == (78, True)
 
 
@@ -87,7 +87,9 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
     fetched = dray("prefetch", recipe, HF_HOME=home, HF_ENDPOINT=hub)
     assert (fetched.returncode, fetched.stderr) == (0, "")
     assert re.fullmatch(
-        r"data\.text = hub:me/texts\n  1 files, 0\.\d MB\nmodel\.name = me/small\n  5 files, 0\.\d MB\n", fetched.stdout
+        r"data\.train = hub:me/texts\n  1 files, 0\.\d MB\n"
+        r"model\.name = me/small\n  5 files, 0\.\d MB\n",
+        fetched.stdout,
     )
     nowhere = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}
     ended = dray("run", recipe, "ranks_per_node=1", "--runs", runs, **nowhere)
@@ -103,10 +105,10 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
     [
         ((), {}, 78, "found:  HF_HOME is not set"),
         ((), {"HF_HOME": "here"}, 78, "found:  HF_HOME = 'here'"),
-        (("data.text=builtin", "model.name="), {}, 0, "names nothing of the hub; there is nothing to fetch"),
+        (("data.train=builtin", "model.name="), {}, 0, "names nothing of the hub; there is nothing to fetch"),
         (("model.name=me/gated",), {"HF_HOME": "{tmp}"}, 78, "accept the terms on its page"),
         (("model.name=me/none",), {"HF_HOME": "{tmp}"}, 78, "check its name and revision"),
-        (("data.text=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such part"),
+        (("data.train=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such part"),
         (("data.texts=x",), {"HF_HOME": "{tmp}"}, 78, "unknown key"),
     ],
 )

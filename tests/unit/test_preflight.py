@@ -25,7 +25,7 @@ def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
     for name in ("logs", "preflight"):
         (folder / name).mkdir(parents=True)
     world = {"nodes": NODES, "ranks_per_node": 1, "size": 2, "port": port, "shared_folder": True}
-    fabric = {"strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"], "floor": 0.0}
+    fabric = {"strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0}
     plan = {"folder": str(folder), "variant": "cpu", "site": "site s", "world": world, "fabric": fabric}
     world["meet_within"] = wanted.pop("meet_within", 60)
     plan["preflight"] = {**WANTED, **wanted}
@@ -336,7 +336,10 @@ class TestTheSitesExpectation:
     ) -> None:
         collectives = pytest.importorskip("dray.checks.collectives")
         rank = type("Rank", (), {"number": 1, "plan": {"site": "site s"}, "node_of": lambda _, __: "n2"})()
-        rank.plan |= {"fabric": {"transport": ["cxi"], "floor": 0.0, **fabric}, "world": {"nodes": nodes}}
+        rank.plan |= {
+            "fabric": {"transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0, **fabric},
+            "world": {"nodes": nodes},
+        }
         collectives._hold(rank, wire, best, gpus=gpus)
 
     def test_a_silent_fallback_is_said_with_its_reason_and_fix(self) -> None:
@@ -362,10 +365,12 @@ class TestTheSitesExpectation:
         with pytest.raises(Exception, match="does not use the fast network"):
             self.hold(None)
 
-    def test_the_floor_is_for_few_nodes(self) -> None:
-        self.hold(transport.used(LOGS["old plugin on Slingshot"]), best=5.43, floor=60.0, nodes=NODES * 8)
+    def test_the_minimum_bandwidth_is_for_few_nodes(self) -> None:
+        self.hold(
+            transport.used(LOGS["old plugin on Slingshot"]), best=5.43, min_bus_bandwidth_gb_s=60.0, nodes=NODES * 8
+        )
 
-    def test_the_floor(self) -> None:
+    def test_the_minimum_bandwidth(self) -> None:
         with pytest.raises(Exception, match="more slowly than this cluster can") as wrong:
-            self.hold(transport.used(LOGS["old plugin on Slingshot"]), best=5.43, floor=60.0)
+            self.hold(transport.used(LOGS["old plugin on Slingshot"]), best=5.43, min_bus_bandwidth_gb_s=60.0)
         assert wrong.value.said["found"] == "5.43 GB/s"

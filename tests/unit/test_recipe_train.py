@@ -21,17 +21,20 @@ def told(*words: str) -> str:
         ((), "expected one of steps and epochs; neither is set"),
         (("train.steps=5", "train.epochs=2"), "both are set: steps = 5, epochs = 2.0"),
         (("train.steps=5", "train.warmup_steps=6"), "warmup_steps = 6 is more than steps = 5"),
-        (("train.steps=5", "train.final_lr=1.0"), "final_lr = 1.0 is more than lr = 0.01"),
-        (("train.steps=5", "train.cycles=3"), "cycles = 3 is of schedule restarts, and it is cosine"),
-        (("train.steps=5", "train.power=2"), "power = 2.0 is of schedule polynomial, and it is cosine"),
+        (("train.steps=5", "train.min_lr=1.0"), "min_lr = 1.0 is more than lr = 0.01"),
+        (
+            ("train.steps=5", "train.lr_cycles=3"),
+            'lr_cycles = 3 wants lr_scheduler_type = "cosine_with_restarts", not cosine',
+        ),
+        (("train.steps=5", "train.lr_power=2"), 'lr_power = 2.0 wants lr_scheduler_type = "polynomial", not cosine'),
         (("train.steps=5", "train.offload=all"), "offload = all wants strategy zero3, and it is ddp"),
         (("train.steps=5", "train.offload=optimizer", "train.strategy=fsdp"), "wants strategy zero1, zero2 or zero3"),
         (("train.epochs=1", "data.streaming=true", "data.validation=v"), "set train.steps, not train.epochs"),
-        (("train.steps=5", "data.streaming=true", "data.text=t"), "data.streaming wants data.validation"),
+        (("train.steps=5", "data.streaming=true", "data.train=t"), "data.streaming wants data.validation"),
         (("train.steps=5", "data.streaming=true", "data.validation=v"), "what is built in is no stream"),
-        (("train.steps=5", "data.text=~/corpus"), "~ and $ are the shell's"),
+        (("train.steps=5", "data.train=~/corpus"), "~ and $ are the shell's"),
         (("train.steps=5", "checkpoint.folder=$SCRATCH/x"), "checkpoint.folder = $SCRATCH/x: it is taken as it stands"),
-        (("train.steps=5", "data.text=data/**/*.jsonl"), "* may be in a file's name alone"),
+        (("train.steps=5", "data.train=data/**/*.jsonl"), "* may be in a file's name alone"),
         (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs that reach further each"),
         (("train.steps=5", "checkpoint.every=0"), "checkpoint.every"),
         (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
@@ -47,9 +50,13 @@ def test_a_number_alone_is_how_often_for_ever() -> None:
 
 
 def test_paths_begin_beside_the_recipe() -> None:
-    words = ("data.text=a b", "data.cache=c", "checkpoint.folder=../k", "model.name=./m", "model.tokenizer=gpt2")
+    words = ("data.train=a b", "data.cache_dir=c", "checkpoint.folder=../k", "model.name=./m", "model.tokenizer=gpt2")
     recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=5", "data.validation=hub:a/b", *words])
     tests = str(ROOT / "tests")
-    assert (recipe.data.text, recipe.data.cache, recipe.data.validation) == (f"{tests}/a b", f"{tests}/c", "hub:a/b")
+    assert (recipe.data.train, recipe.data.cache_dir, recipe.data.validation) == (
+        f"{tests}/a b",
+        f"{tests}/c",
+        "hub:a/b",
+    )
     assert (recipe.checkpoint.folder, recipe.model.name) == (f"{tests}/../k", f"{tests}/m")
     assert recipe.model.tokenizer == "gpt2"

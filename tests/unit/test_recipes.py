@@ -53,7 +53,7 @@ def test_a_recipe_is_good_whole_and_tiny(path: Path) -> None:
     )
     # It needs nothing but this checkout.
     assert (tiny.image, tiny.model.name, tiny.model.tokenizer) == ("cpu", "", "")
-    for place in (tiny.data.text, tiny.data.validation, tiny.data.test):
+    for place in (tiny.data.train, tiny.data.validation, tiny.data.test):
         assert place in ("", "builtin") or Path(place).is_file(), place
     assert tiny.batch
     for ranks in (1, 2, 4):

@@ -149,7 +149,7 @@ class TestWhichSite:
         ("stage = 'tmp'", 'stage = "tmp"'),
         ("interfaces = ['a b']", 'interfaces.0 = "a b"'),
         ("gpu_option = 'gpus'", 'gpu_option = "gpus"'),
-        ("[fabric]\nfloor = -1", "fabric.floor = -1"),
+        ("[fabric]\nmin_bus_bandwidth_gb_s = -1", "fabric.min_bus_bandwidth_gb_s = -1"),
     ],
 )  # fmt: skip
 def test_a_wrong_site_says_what_is_wrong(tmp_path: Path, said: str, found: str) -> None:

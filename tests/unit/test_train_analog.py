@@ -112,7 +112,7 @@ def test_embeddings_stay_tied(run) -> None:
 
 def test_off_it_is_the_digital_training(run) -> None:
     plain = run(1, steps=6).end()
-    off = run(1, *SEED, "analog.on=false", steps=6).end()
+    off = run(1, *SEED, "analog.enabled=false", steps=6).end()
     assert off.losses() == plain.losses()
     assert run(1, *SEED, steps=6).end().losses() != plain.losses()
 

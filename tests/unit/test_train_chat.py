@@ -114,7 +114,7 @@ def test_what_is_no_conversation_is_said(row: object, capsys) -> None:
         chat.conversation(row, "my.jsonl", "messages")
     said = capsys.readouterr().err
     assert "column 'messages' holds no conversations" in said
-    assert "set data.column and data.answer" in said
+    assert "set data.column and data.answer_column" in said
 
 
 def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:
@@ -125,7 +125,9 @@ def test_questions_and_answers_may_be_two_columns(tmp_path: Path) -> None:
 
 
 def test_targets_follow_the_marks_and_positions_the_documents(tmp_path: Path) -> None:
-    settings = config(tmp_path, "train.objective=answers", "data.apart=true", "data.column=messages", "data.block=6")
+    settings = config(
+        tmp_path, "train.objective=sft", "data.document_mask=true", "data.column=messages", "data.sequence_length=6"
+    )
     tokens = words.tokenizer(settings)
     task = objective.task(settings, tokens, words.ended(tokens))
     row = np.array([[1, 2 | WANTED, 3 | WANTED | LAST, 4, 5 | WANTED, words.ended(tokens)]])
@@ -152,7 +154,7 @@ def covered(windows: list[Window]) -> list[int]:
 @pytest.mark.parametrize("total", [2, 9, 10, 11, 19, 20, 21, 57])
 @pytest.mark.parametrize("stride", [1, 3, 9])
 def test_with_a_stride_each_token_counts_once_and_has_much_before_it(tmp_path: Path, total: int, stride: int) -> None:
-    settings = config(tmp_path, "data.block=10")
+    settings = config(tmp_path, "data.sequence_length=10")
     tokens = Tokens(np.arange(total), np.array([0, total]))
     windows = _blocks(tokens, settings, stride)
     assert covered(windows) == list(range(1, total))
@@ -161,6 +163,6 @@ def test_with_a_stride_each_token_counts_once_and_has_much_before_it(tmp_path: P
 
 
 def test_a_document_is_seen_as_far_back_as_a_block_reaches(tmp_path: Path) -> None:
-    settings = config(tmp_path, "data.block=10")
+    settings = config(tmp_path, "data.sequence_length=10")
     tokens = Tokens(np.arange(25), np.array([0, 5, 25]))
     assert _documents(tokens, settings) == [Window(0, 0, 3), Window(14, 0, 9)]

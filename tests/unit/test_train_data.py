@@ -161,10 +161,10 @@ def test_no_token_is_lost(tmp_path: Path) -> None:
 
 def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
     path = written(tmp_path, "csv")
-    said = [f"data.text={path}", f"data.validation={path}", f"data.test={path}"]
+    said = [f"data.train={path}", f"data.validation={path}", f"data.test={path}"]
     found = texts(tmp_path / "a", *said)
     assert found.total == len(found.validation.ids) == len(found.test.ids) == sum(len(t.encode()) + 1 for t in TEXTS)
-    short = texts(tmp_path / "b", *said, "data.samples=5", "data.validation_samples=2")
+    short = texts(tmp_path / "b", *said, "data.max_train_samples=5", "data.max_eval_samples=2")
     assert (short.total, len(short.validation.ids), len(short.test.ids)) == (5 * 32, 64, 64)
 
 
@@ -196,7 +196,7 @@ def test_texts_that_are_not(tmp_path: Path, capsys, name: str, content: bytes | 
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    told = refused(capsys, texts, tmp_path, f"data.text={path}")
+    told = refused(capsys, texts, tmp_path, f"data.train={path}")
     assert told.splitlines()[0] == said
     assert str(path) in told
     assert "  fix:    " in told
@@ -205,19 +205,19 @@ def test_texts_that_are_not(tmp_path: Path, capsys, name: str, content: bytes | 
 
 def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path, capsys) -> None:
     path = written(tmp_path, "parquet")
-    told = refused(capsys, texts, tmp_path, f"data.text={path}", "data.column=body")
+    told = refused(capsys, texts, tmp_path, f"data.train={path}", "data.column=body")
     assert (
         told == f"there is no column 'body'\n  wanted: body in {path}\n  found:  text, id\n  fix:    set data.column\n"
     )
     path.write_bytes(path.read_bytes()[:-100])
-    assert refused(capsys, texts, tmp_path / "b", f"data.text={path}").startswith("the text cannot be read\n")
+    assert refused(capsys, texts, tmp_path / "b", f"data.train={path}").startswith("the text cannot be read\n")
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sources, "_LONGEST", 1 << 20)
     path = tmp_path / "endless.txt"
     path.write_bytes(b"a fine line\n" + b"x" * (1 << 21))
-    told = refused(capsys, texts, tmp_path, f"data.text={path}")
+    told = refused(capsys, texts, tmp_path, f"data.train={path}")
     assert told.startswith("a line is too long to be a document\n  wanted: lines of less than 1 MiB\n")
     assert "at byte 12 of" in told
 
@@ -297,7 +297,7 @@ class TestTask:
         assert (batch.positions, batch.wanted) == (None, 3)
 
     def test_apart_nothing_is_foretold_across_an_end(self, tmp_path: Path) -> None:
-        batch = self.task(tmp_path, "data.apart=true").batch(np.array([[5, 6, 256, 7, 8, 256]]), range(1))
+        batch = self.task(tmp_path, "data.document_mask=true").batch(np.array([[5, 6, 256, 7, 8, 256]]), range(1))
         assert batch.targets.tolist() == [[6, 256, -100, 8, 256, -100]]
         assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2]]
 

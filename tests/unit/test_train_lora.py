@@ -47,8 +47,8 @@ def run(folder: Path) -> Iterator[Callable[..., Run]]:
 
 
 def chats(folder: Path) -> tuple[str, ...]:
-    said = ("train.objective=answers", "data.column=messages", "data.apart=true")
-    return (*said, f"data.text={folder}/chats.jsonl", "data.validation_percent=20")
+    said = ("train.objective=sft", "data.column=messages", "data.document_mask=true")
+    return (*said, f"data.train={folder}/chats.jsonl", "data.validation_split_percentage=20")
 
 
 def test_all_strategies_learn_the_same(run, folder) -> None:
@@ -107,10 +107,10 @@ def test_a_run_that_goes_on_is_the_same_and_its_checkpoints_are_small(run, folde
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (('lora.targets=["q_prox"]',), "lora.targets names what the model has not"),
-        (('lora.targets=["proj"]',), "ends of names such as down_proj, gate_proj"),
+        (('lora.target_modules=["q_prox"]',), "lora.target_modules names what the model has not"),
+        (('lora.target_modules=["proj"]',), "ends of names such as down_proj, gate_proj"),
         (("data.column=text",), "there is no column 'text'"),
-        (("data.answer=answer",), "column 'messages' is not text"),
+        (("data.answer_column=answer",), "column 'messages' is not text"),
     ],
 )
 def test_what_cannot_be_is_said(run, folder, words: tuple[str, ...], said: str) -> None:
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_said(run, folder, words: tuple[str, ...], said: str) 
 
 def test_some_layers_and_16_bits(run, folder) -> None:
     some = run(
-        2, *chats(folder), *LORA, 'lora.targets=["q_proj", "v_proj"]', "model.dtype=bf16", "train.precision=bf16"
+        2, *chats(folder), *LORA, 'lora.target_modules=["q_proj", "v_proj"]', "model.dtype=bf16", "train.precision=bf16"
     )
     (start,) = some.end().events("start")
     assert start["trained"] == 2 * 4 * ((32 + 32) + (32 + 16))

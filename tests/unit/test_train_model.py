@@ -43,10 +43,10 @@ def saved(folder: Path) -> Path:
     [
         ("model.type=gpt9", "transformers knows no such model"),
         ("model.config.n_layers=1", "a gpt2 configuration has no 'n_layers'"),
-        ("data.block=64", "a block is longer than the model's positions"),
+        ("data.sequence_length=64", "a block is longer than the model's positions"),
         ("model.config.vocab_size=100", "the tokenizer gives tokens that the model has not"),
         ("model.type=t5", "a t5 configuration has no 'n_layer'"),
-        ("model.attention=flash_attention_2", "the model cannot be made"),
+        ("model.attn_implementation=flash_attention_2", "the model cannot be made"),
         ("train.objective=masked", "the model cannot be made"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp
     named = replace(chosen, model=replace(chosen.model, name=str(folder), weights=False, type="", config={}))
     network = model.build(named, words.tokenizer(named), filled=True)
     assert metrics._flops_a_token(network, named) > 0
-    long = replace(named, data=replace(named.data, block=64))
+    long = replace(named, data=replace(named.data, sequence_length=64))
     assert refused(capsys, long).startswith("a block is longer than the model's positions\n")
 
 
@@ -89,7 +89,7 @@ def test_time_of_an_evaluation_is_no_step_s(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_documents_cannot_be_apart_in_a_model_without_positions(tmp_path: Path, capsys) -> None:
-    chosen = config(tmp_path, "data.apart=true", "model.attention=eager")
+    chosen = config(tmp_path, "data.document_mask=true", "model.attn_implementation=eager")
     small = replace(chosen.model, type="bloom", config={"n_layer": 1, "hidden_size": 8, "n_head": 1})
     told = refused(capsys, replace(chosen, model=small))
     assert told.startswith("this model cannot keep documents apart\n")
@@ -107,7 +107,7 @@ def test_documents_cannot_be_apart_in_a_model_without_positions(tmp_path: Path, 
 def test_documents_are_apart_or_it_is_refused(
     tmp_path: Path, capsys, kind: str, words: tuple, found: str | None
 ) -> None:
-    chosen = config(tmp_path, "data.apart=true", *words)
+    chosen = config(tmp_path, "data.document_mask=true", *words)
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     sizes |= {"opt": {"ffn_dim": 16, "word_embed_proj_dim": 16}, "llama": {"intermediate_size": 16}}.get(kind, {})
     kind = "bert" if words else kind
@@ -198,13 +198,13 @@ def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
         ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
-        ("polynomial train.power=2", [0.5, 1.0, 1.0, 0.60625, 0.325, 0.15625]),
-        ("restarts train.cycles=2", [0.5, 1.0, 1.0, 0.55, 1.0, 0.55]),
+        ("polynomial train.lr_power=2", [0.5, 1.0, 1.0, 0.60625, 0.325, 0.15625]),
+        ("cosine_with_restarts train.lr_cycles=2", [0.5, 1.0, 1.0, 0.55, 1.0, 0.55]),
     ],
 )
 def test_the_learning_rate(tmp_path: Path, kind: str, wanted: list[float]) -> None:
-    said = ("train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.final_lr=0.1")
-    chosen = config(tmp_path, *said, *f"train.schedule={kind}".split())
+    said = ("train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.min_lr=0.1")
+    chosen = config(tmp_path, *said, *f"train.lr_scheduler_type={kind}".split())
     assert [schedule.rate(chosen, step) for step in range(6)] == pytest.approx(wanted, abs=1e-6)
 
 

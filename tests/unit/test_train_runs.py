@@ -158,6 +158,7 @@ def handed_on(first: Run, again: Run, alone: Run) -> None:
     same_weights(again, alone.weights())
 
 
+DIVERGES = ("train.lr=1e30", "train.max_grad_norm=0", "train.warmup_steps=0", "train.log_every=7")
 EIGHT = ("checkpoint.every=[[0, 8]]", "checkpoint.keep=9")
 
 
@@ -267,7 +268,7 @@ def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> No
     """Two documents in a block: the second one's loss is what it is alone."""
     text = tmp_path / "two.txt"
     text.write_text("first words\nsecond is another\n")
-    together = run(1, f"data.validation={text}", "data.apart=true", "train.steps=3").end()
+    together = run(1, f"data.validation={text}", "data.document_mask=true", "train.steps=3").end()
     (found,) = together.events("eval")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -281,9 +282,9 @@ def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> No
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("words", [("train.recompute=true",), ("model.attention=eager",)], ids=str)
-def test_what_only_saves_memory_or_time_changes_nothing(run: BEGUN, alone: Run, words: tuple[str, ...]) -> None:
-    assert run(1, *words).end().losses() == pytest.approx(alone.losses(), rel=2e-5)
+@pytest.mark.parametrize("words", ["train.activation_checkpointing=true", "model.attn_implementation=eager"])
+def test_what_only_saves_memory_or_time_changes_nothing(run: BEGUN, alone: Run, words: str) -> None:
+    assert run(1, words).end().losses() == pytest.approx(alone.losses(), rel=2e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -297,9 +298,7 @@ def test_half_precision_is_near(run: BEGUN, alone: Run, strategy: str) -> None:
 
 
 def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(run: BEGUN) -> None:
-    other = run(
-        2, "train.lr=1e30", "train.clip=0", "checkpoint.every=[[0, 1]]", "train.warmup_steps=0", "train.log_every=7"
-    )
+    other = run(2, *DIVERGES, "checkpoint.every=[[0, 1]]")
     other.end(code=1)
     said = other.log().read_text()
     assert "is not finite any more" in said
@@ -311,20 +310,20 @@ def test_a_run_that_diverges_stops_with_the_step_and_the_last_whole_checkpoint(r
     ("first", "there"), [("false", "there is no checkpoint yet"), ("true", "the newest checkpoint is of step 0")]
 )
 def test_a_run_that_diverges_stops_before_an_evaluation_too(run: BEGUN, first: str, there: str) -> None:
-    words = ("train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.log_every=7", "train.eval_every=3")
+    words = (*DIVERGES, "train.eval_every=3")
     said = run(2, *words, f"checkpoint.at_start={first}").end(code=1).said()
     assert f"  found:  NaN or Inf at step 2, on rank 0, 1; {there}\n" in said
 
 
 def test_a_model_that_cannot_be_is_told_before_the_text_is_read(run: BEGUN, tmp_path: Path) -> None:
-    other = run(1, "model.config.n_layers=3", f"data.cache={tmp_path}/tokens").end(code=78)
+    other = run(1, "model.config.n_layers=3", f"data.cache_dir={tmp_path}/tokens").end(code=78)
     assert "a gpt2 configuration has no 'n_layers'\n" in other.said()
     assert not (tmp_path / "tokens").exists()
 
 
 def test_a_model_that_is_not_finite_in_the_end_is_not_saved(run: BEGUN) -> None:
     """An evaluation between steps says null; the one after the last step fails the run."""
-    words = ("train.lr=1e30", "train.clip=0", "train.warmup_steps=0", "train.eval_every=1", "train.log_every=7")
+    words = (*DIVERGES, "train.eval_every=1")
     last = run(2, *words, steps="steps=1")
     assert "the model is not finite\n" in last.end(code=1).said()
     assert not (last.folder / "checkpoints" / "final").exists()
@@ -334,7 +333,7 @@ def test_a_model_that_is_not_finite_in_the_end_is_not_saved(run: BEGUN) -> None:
 
 
 def test_fp16_leaves_out_steps_that_overflow(run: BEGUN) -> None:
-    other = run(2, "train.precision=fp16", f"train.loss_scale={2.0**24}", "train.steps=30").end()
+    other = run(2, "train.precision=fp16", f"train.initial_loss_scale={2.0**24}", "train.steps=30").end()
     skipped = [event["skipped_steps"] for event in other.events("step")]
     scales = [event["loss_scale"] for event in other.events("step")]
     assert skipped[0] == 1
@@ -380,7 +379,7 @@ def test_a_stream_is_the_same_on_any_ranks_and_goes_on_where_it_was(run: BEGUN, 
 
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in list(corpus.documents())[:30]))
-    words = ("data.streaming=true", f"data.text={text}", f"data.validation={text}", "checkpoint.every=[[0, 9]]")
+    words = ("data.streaming=true", f"data.train={text}", f"data.validation={text}", "checkpoint.every=[[0, 9]]")
     one = run(1, *words, "checkpoint.keep=9", "train.steps=50").end()
     assert one.events("step")[-1]["tokens"] > 30 * 300  # more than a pass
     two = run(2, *words, "train.steps=50", "batch.per_device=2")
@@ -419,7 +418,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BE
 def test_epochs_in_place_of_steps(run: BEGUN, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words to learn\n" * 200)
-    other = run(1, f"data.text={text}", steps="epochs=2").end()
+    other = run(1, f"data.train={text}", steps="epochs=2").end()
     tokens = other.events("start")[0]["tokens"]
     assert other.events("start")[0]["steps"] == round(2 * tokens / (8 * 32))
 

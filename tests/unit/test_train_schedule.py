@@ -22,23 +22,23 @@ pytestmark = pytest.mark.torch
         ("constant", "constant", {}, {}),
         ("linear", "linear", {}, {}),
         ("cosine", "cosine", {}, {}),
-        ("restarts", "cosine_with_restarts", {"cycles": 3}, {"num_cycles": 3}),
-        ("polynomial", "polynomial", {"power": 2.0, "final_lr": 0.001}, {"power": 2.0, "lr_end": 0.001}),
+        ("cosine_with_restarts", "cosine_with_restarts", {"lr_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", "polynomial", {"lr_power": 2.0, "min_lr": 0.001}, {"power": 2.0, "lr_end": 0.001}),
     ],
 )
 def test_each_step_has_the_rate_of_transformers(
     schedule: str, theirs: str, own: dict[str, Any], said: dict[str, Any]
 ) -> None:
-    settings = {"lr": 0.01, "steps": 20, "warmup_steps": 0, "final_lr": 0.0, "power": 1.0, "cycles": 1, **own}
+    settings = {"lr": 0.01, "steps": 20, "warmup_steps": 0, "min_lr": 0.0, "lr_power": 1.0, "lr_cycles": 1, **own}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
     wanted = get_scheduler(theirs, optimizer, num_warmup_steps=0, num_training_steps=20, scheduler_specific_kwargs=said)
     for step in range(20):
-        found = rate(SimpleNamespace(schedule=schedule, **settings), step)  # type: ignore[arg-type]
+        found = rate(SimpleNamespace(lr_scheduler_type=schedule, **settings), step)  # type: ignore[arg-type]
         assert found == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
         optimizer.step()
         wanted.step()
 
 
 def test_a_warm_up_ends_at_the_peak() -> None:
-    config: Any = SimpleNamespace(schedule="linear", lr=0.01, steps=6, warmup_steps=4, final_lr=0.0)
+    config: Any = SimpleNamespace(lr_scheduler_type="linear", lr=0.01, steps=6, warmup_steps=4, min_lr=0.0)
     assert [rate(config, step) for step in range(6)] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.005])

@@ -146,10 +146,10 @@ def _hold(rank: Rank, wire: transport.Wire | None, best: float, *, gpus: bool) -
                 node=rank.node_of(rank.number),
                 rank=rank.number,
             )
-    if 1 < len(nodes) <= _FLOOR_NODES and best < fabric["floor"]:
+    if 1 < len(nodes) <= _FLOOR_NODES and best < fabric["min_bus_bandwidth_gb_s"]:
         raise Wrong(
             "the nodes hear one another more slowly than this cluster can",
-            wanted=f"{fabric['floor']} GB/s of bus bandwidth at least ({rank.plan['site']})",
+            wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s of bus bandwidth at least ({rank.plan['site']})",
             found=f"{best} GB/s",
             fix="see preflight/nccl-*.log; a slower network may be in use. preflight.when=never leaves this out",
         )

@@ -15,7 +15,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, whose checkpoints/final is taken.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.text=some.txt."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.dataset=some.txt."),
     ] = None,
     engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
 ) -> None:

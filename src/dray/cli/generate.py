@@ -24,7 +24,7 @@ def generate(
     """Print a prompt and what the model of a run that has ended makes of it, on this machine's CPUs."""
     plan, final = desk.ended(run)
     recipe = plan.recipe
-    chats = bool(recipe.train and recipe.train.objective == "answers")
+    chats = bool(recipe.train and recipe.train.objective == "sft")
     words = [str(final), prompt, str(tokens or 0), str(temperature), str(seed), str(recipe.model.trust_remote_code)]
     words.append(str(chats))
     raise typer.Exit(desk.once(recipe, "dray.train.generate", words, engine=engine, where=final))

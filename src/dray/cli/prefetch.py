@@ -22,8 +22,8 @@ def prefetch(
 ) -> None:
     """Fetch a recipe's model, tokenizer and texts into HF_HOME, on a machine that reaches the hub; runs are offline."""
     settings = read_recipe(recipe, overrides or [])
-    texts = (settings.data.text, settings.data.validation, settings.data.test)
-    named = [said for said in (*texts, *(one.text for one in settings.evaluate.values())) if said.startswith("hub:")]
+    texts = (settings.data.train, settings.data.validation, settings.data.test)
+    named = [said for said in (*texts, *(one.dataset for one in settings.evaluate.values())) if said.startswith("hub:")]
     named += [said for said in (settings.model.name, settings.model.tokenizer) if said and said[0] not in "/."]
     if not named:
         print(f"{recipe}: names nothing of the hub; there is nothing to fetch")

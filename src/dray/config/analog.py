@@ -15,7 +15,7 @@ Natural = Annotated[int, Field(ge=0)]
 class Analog(Spec):
     """Linear layers become analog ones: quantised inputs, noisy and clipped weights."""
 
-    on: bool = True
+    enabled: bool = True
     """Whether it is done at all: off, the same recipe is its own digital comparison."""
     exclude: tuple[str, ...] = ()
     """Layers that stay digital, by their names in the model; one that is tied to the embeddings always does."""

@@ -15,8 +15,8 @@ from dray.contract.findings import ConfigError
 _SAME = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.per_device",
-    "gradient_accumulation_steps": "batch.accumulation",
-    "gradient_clipping": "train.clip",
+    "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
+    "gradient_clipping": "train.max_grad_norm",
     "optimizer.params.lr": "train.lr",
     "optimizer.params.betas": "train.betas",
     "optimizer.params.eps": "train.eps",
@@ -122,7 +122,7 @@ def _of_precision(said: dict[str, Any], path: Path) -> list[_Said]:
             fix='write "min_loss_scale": 1; a scale below 1 makes what is small smaller',
         )
     power = _at(said, "fp16.initial_scale_power")
-    scale = [("train.loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
+    scale = [("train.initial_loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
     on = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is True]
     if len(on) == 2:
         raise ConfigError("fp16 and bf16 are both enabled", where=path, fix="enable one, or write auto for both")
@@ -182,9 +182,9 @@ def _of_sections(said: dict[str, Any], path: Path) -> list[_Said]:
     if scheduler not in _SCHEDULES:
         raise ConfigError(
             "this schedule is not known", where=f"{path}: scheduler.type", wanted=", ".join(_SCHEDULES),
-            found=json.dumps(scheduler), fix="leave the section out, and set train.schedule",
+            found=json.dumps(scheduler), fix="leave the section out, and set train.lr_scheduler_type",
         )  # fmt: skip
-    return [("train.schedule", "scheduler.type", _SCHEDULES[scheduler])]
+    return [("train.lr_scheduler_type", "scheduler.type", _SCHEDULES[scheduler])]
 
 
 def _without_auto(value: Any) -> Any:  # noqa: ANN401  any JSON value

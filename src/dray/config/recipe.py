@@ -79,7 +79,7 @@ class Recipe(Spec):
     """Environment of every rank. Wins over the site's and over dray's own."""
     pass_env: tuple[Annotated[str, Field(pattern=_VARIABLE)], ...] = ()
     """Variables that ranks get with the value that they have where the job was submitted, such as HF_TOKEN."""
-    restarts: Annotated[int, Field(ge=0)] = 0
+    max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often torchrun starts all ranks again after one has died. Ranks then follow the order in which nodes come."""
     accelerate: str | None = None
     """A configuration file of accelerate's, in the place of dray's own. A relative path starts beside the recipe."""
@@ -90,20 +90,20 @@ class Recipe(Spec):
     model: Model = Model()
     train: Train | None = None
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], Evaluation] = {}
-    """More texts to evaluate, by the names that metrics have for them."""
+    """More datasets to evaluate, by the names that metrics have for them."""
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     analog: Analog | None = None
 
     def all_places(self) -> dict[str, str]:
         """Those, and the folders where something is kept."""
-        kept = {"checkpoint.folder": self.checkpoint.folder, "data.cache": self.data.cache}
+        kept = {"checkpoint.folder": self.checkpoint.folder, "data.cache_dir": self.data.cache_dir}
         return self.places() | {key: place for key, place in kept.items() if place}
 
     def texts(self) -> dict[str, str]:
         """The keys that name a text, and what they name."""
-        data = {f"data.{name}": getattr(self.data, name) for name in ("text", "validation", "test")}
-        return data | {f"evaluate.{name}.text": one.text for name, one in self.evaluate.items()}
+        data = {f"data.{name}": getattr(self.data, name) for name in ("train", "validation", "test")}
+        return data | {f"evaluate.{name}.dataset": one.dataset for name, one in self.evaluate.items()}
 
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
@@ -123,21 +123,21 @@ class Recipe(Spec):
         if self.scale == "tiny" and not self.tiny:
             raise ValueError("scale = tiny: the recipe has no [tiny], which says what is other at that scale")
         train = self.train
-        if self.analog and self.analog.on and train and train.strategy == "fsdp":
+        if self.analog and self.analog.enabled and train and train.strategy == "fsdp":
             raise ValueError("[analog] goes with ddp and zero1 to zero3; train.strategy is fsdp")
-        if self.analog and self.analog.on and self.image in ("cuda12", "rocm"):
+        if self.analog and self.analog.enabled and self.image in ("cuda12", "rocm"):
             raise ValueError(f"[analog] wants the cpu or the cuda image; aihwkit-lightning has none for {self.image}")
-        if self.analog and self.analog.on and self.lora and self.lora.on:
+        if self.analog and self.analog.enabled and self.lora and self.lora.enabled:
             raise ValueError("[analog] and [lora] both put other layers in the place of the model's; take one")
-        if self.lora and self.lora.on and train and train.strategy == "fsdp" and self.model.dtype != "fp32":
+        if self.lora and self.lora.enabled and train and train.strategy == "fsdp" and self.model.dtype != "fp32":
             raise ValueError(f'[lora] with train.strategy = "fsdp" wants model.dtype = "fp32", not {self.model.dtype}')
-        if self.data.answer and train and train.objective != "answers":
-            raise ValueError(f'data.answer is for train.objective = "answers", and that is {train.objective}')
+        if self.data.answer_column and train and train.objective != "sft":
+            raise ValueError(f'data.answer_column is for train.objective = "sft", and that is {train.objective}')
         for name, one in self.evaluate.items():
-            if one.stride >= self.data.block:
-                raise ValueError(f"evaluate.{name}.stride = {one.stride} wants to be less than data.block")
+            if one.stride >= self.data.sequence_length:
+                raise ValueError(f"evaluate.{name}.stride = {one.stride} wants to be less than data.sequence_length")
             if (one.stride or one.last_word) and train and train.objective == "masked":
-                raise ValueError(f"evaluate.{name}: stride and last_word are for models that foretell the next token")
+                raise ValueError(f"evaluate.{name}: stride and last_word are for models that predict the next token")
         return self
 
     @model_validator(mode="after")
@@ -163,16 +163,16 @@ class Recipe(Spec):
             raise ValueError("data.streaming: nobody knows how long a stream is; set train.steps, not train.epochs")
         if self.data.streaming and not self.data.validation:
             raise ValueError("data.streaming wants data.validation: a stream has no last documents to evaluate")
-        if self.data.streaming and self.data.text == "builtin":
-            raise ValueError("data.streaming wants data.text: what is built in is no stream")
+        if self.data.streaming and self.data.train == "builtin":
+            raise ValueError("data.streaming wants data.train: what is built in is no stream")
         for key, place in self.all_places().items():
             if _SHELLS.match(place) or "*" in str(PurePosixPath(place).parent):
                 raise ValueError(
                     f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's "
                     "name alone (a folder is searched whole)"
                 )
-        if self.restarts and self.launcher != "torchrun":
-            raise ValueError("restarts is torchrun's; no other launcher can start ranks again")
+        if self.max_restarts and self.launcher != "torchrun":
+            raise ValueError("max_restarts is torchrun's; no other launcher can start ranks again")
         if self.accelerate and self.launcher != "accelerate":
             raise ValueError(f"accelerate names a file for that launcher, and the launcher is {self.launcher}")
         return self

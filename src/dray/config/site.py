@@ -58,7 +58,7 @@ class Fabric(Spec):
     """NCCL's or RCCL's network plugin by its full path; a * takes the newest that matches."""
     transport: tuple[str, ...] = ()
     """What NCCL or RCCL may say that it uses between nodes, such as cxi or IB. Anything else is a silent fallback."""
-    floor: Annotated[float, Field(ge=0)] = 0.0
+    min_bus_bandwidth_gb_s: Annotated[float, Field(ge=0)] = 0.0
     """The least bus bandwidth of an all-reduce over two to eight nodes, GB/s; 0 sets none."""
 
     @model_validator(mode="after")

@@ -19,43 +19,43 @@ class Batch(Spec):
     global_size: Count
     """Samples in one optimizer step over all ranks."""
     per_device: Count | None = None
-    """Samples that one rank takes at once. Left out: as many as the world and the accumulation leave."""
-    accumulation: Count | None = None
-    """Backward passes before one optimizer step. Left out: as many as it takes to reach the global size."""
+    """Samples of one micro-batch on each rank. Left out: as many as the world size and the accumulation leave."""
+    gradient_accumulation_steps: Count | None = None
+    """Micro-batches before one optimizer step. Left out: as many as it takes to reach the global size."""
 
 
 class Data(Spec):
     """What is trained on."""
 
-    text: str = "builtin"
-    """What is learnt: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a pattern of
-    txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or
+    train: str = "builtin"
+    """The dataset to train on: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a
+    pattern of txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or
     `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. A relative path starts at the recipe's own folder."""
     validation: str = ""
-    """What is evaluated, said likewise. Left out: the last documents of the text."""
+    """The dataset to evaluate, named likewise. Left out: the last documents of `train`."""
     test: str = ""
-    """What is evaluated once, after training."""
-    validation_percent: Annotated[int, Field(ge=1, le=50)] = 5
-    """Share of the documents kept for evaluation where `validation` is left out."""
+    """The dataset to evaluate once, after training."""
+    validation_split_percentage: Annotated[int, Field(ge=1, le=50)] = 5
+    """Percentage of the documents of `train` kept for evaluation where `validation` is left out."""
     column: str = "text"
-    """Which column or key holds a document, where there are several; with train.objective = "answers" a conversation, a
+    """Which column or key holds a document, where there are several; with train.objective = "sft" a conversation, a
     list of messages with role and content."""
-    answer: str = ""
-    """With train.objective = "answers": the column of the answers, where `column` is that of the questions."""
+    answer_column: str = ""
+    """With train.objective = "sft": the column of the answers, where `column` is that of the questions."""
     min_characters: Annotated[int, Field(ge=0)] = 0
     """Shorter documents are left out; a conversation counts with the names of its roles."""
-    block: Annotated[int, Field(ge=2)] = 128
-    """Tokens in one sample. Documents are put in a row and cut into blocks; not one token is left out."""
-    apart: bool = False
-    """Whether attention stops at the end of a document, where a block holds several."""
-    samples: Annotated[int, Field(ge=0)] = 0
-    """At most so many blocks to learn from; 0 is all."""
-    validation_samples: Annotated[int, Field(ge=0)] = 0
-    """At most so many blocks for evaluation and for the test; 0 is all."""
+    sequence_length: Annotated[int, Field(ge=2)] = 128
+    """Tokens in one sample. Documents are joined and cut into samples of this length; no token is dropped."""
+    document_mask: bool = False
+    """Whether attention stays within each document, where a sample holds several."""
+    max_train_samples: Annotated[int, Field(ge=0)] = 0
+    """Train on at most this many samples; 0 is all."""
+    max_eval_samples: Annotated[int, Field(ge=0)] = 0
+    """Evaluate and test on at most this many samples; 0 is all."""
     streaming: bool = False
-    """Turn text into tokens while training, and keep none on the disk: for what is larger than a node's disk."""
-    cache: str = ""
-    """Where a node keeps texts as tokens, made once; else a folder in /tmp."""
+    """Tokenize while training, and keep no tokens on the disk: for datasets larger than a node's disk."""
+    cache_dir: str = ""
+    """Where a node keeps tokenized datasets, made once; else a folder in /tmp."""
 
 
 class Model(Spec):
@@ -76,7 +76,7 @@ class Model(Spec):
     """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
     tokenizer: str = ""
     """A tokenizer, said like a name. Left out: the named model's own, or one token a byte."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     """Which of transformers' attention functions; auto is sdpa, or eager where a model has no other."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer moves; auto is the named model's own."""
@@ -88,24 +88,24 @@ class Train(Spec):
     steps: Count | None = None
     """Optimizer steps."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the text, in place of steps."""
-    objective: Literal["causal", "masked", "answers"] = "causal"
-    """causal: each token is foretold from those before it. masked: hidden tokens are, from all around them. answers: as
-    causal, of conversations in the model's chat template, and only what the assistant says is to be foretold."""
-    masked_percent: Annotated[float, Field(gt=0, lt=100)] = 15.0
-    """Share of the tokens that are to be foretold, where the objective is masked."""
+    """Epochs over the training dataset, in place of steps."""
+    objective: Literal["causal", "masked", "sft"] = "causal"
+    """causal: predict each token from those before it. masked: predict masked tokens from all others. sft: causal, on
+    conversations in the model's chat template, with labels on the assistant's messages alone."""
+    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Probability that a token is masked, where the objective is masked."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises; it reaches its peak with the last of them."""
-    schedule: Literal["linear", "cosine", "constant", "polynomial", "restarts"] = "cosine"
-    """How the learning rate falls after the warm-up; restarts: a cosine that begins anew."""
-    power: Annotated[float, Field(gt=0)] = 1.0
-    """Of schedule polynomial: 1 is linear."""
-    cycles: Count = 1
-    """Of schedule restarts: how many cosines there are."""
-    final_lr: Annotated[float, Field(ge=0)] = 0.0
-    """What it falls to."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "polynomial", "cosine_with_restarts"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    lr_power: Annotated[float, Field(gt=0)] = 1.0
+    """The polynomial's power; 1 is linear."""
+    lr_cycles: Count = 1
+    """How many cosines cosine_with_restarts has."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the schedule."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """How slowly AdamW's two averages forget."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -114,14 +114,14 @@ class Train(Spec):
     """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of the matrix products; weights stay in 32 bits (model.dtype)."""
-    loss_scale: Annotated[float, Field(ge=1)] = 4096.0
-    """fp16 alone: what losses are multiplied by at first; it then finds its own value."""
+    initial_loss_scale: Annotated[float, Field(ge=1)] = 4096.0
+    """Loss scale of the first step with fp16; it then adapts."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seeds weights, data order and dropout."""
     log_every: Count = 10
     """Steps between two lines of metrics."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    """Norm to which gradients are scaled down; 0 leaves them."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are clipped to this norm; 0 does not clip."""
     strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which part the optimizer, the gradients and the weights in turn."""
@@ -129,8 +129,8 @@ class Train(Spec):
     """What the host's memory holds in place of the GPU's, with zero1 to zero3; all is the weights, too (zero3)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
-    recompute: bool = False
-    """Whether activations are computed again in the backward pass instead of kept (gradient checkpointing)."""
+    activation_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass instead of kept."""
     deepspeed: str | None = None
     """A DeepSpeed JSON file; it decides the strategy. What it says `auto` for, the recipe decides; where both speak,
     they must agree. A relative path starts beside the recipe."""
@@ -148,11 +148,12 @@ class Train(Spec):
             raise ValueError(f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}")
         if self.steps is not None and self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}")
-        for name, value, schedule in (("power", self.power, "polynomial"), ("cycles", self.cycles, "restarts")):
-            if value != 1 and self.schedule != schedule:
-                raise ValueError(f"{name} = {value} is of schedule {schedule}, and it is {self.schedule}")
-        if self.final_lr > self.lr:
-            raise ValueError(f"final_lr = {self.final_lr} is more than lr = {self.lr}")
+        wants = (("lr_power", self.lr_power, "polynomial"), ("lr_cycles", self.lr_cycles, "cosine_with_restarts"))
+        for name, value, kind in wants:
+            if value != 1 and self.lr_scheduler_type != kind:
+                raise ValueError(f'{name} = {value} wants lr_scheduler_type = "{kind}", not {self.lr_scheduler_type}')
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr} is more than lr = {self.lr}")
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.offload and self.strategy not in stages and not unread:
@@ -163,7 +164,7 @@ class Train(Spec):
 class Lora(Spec):
     """Small matrices beside the model's own are trained, and the model's own stay as they are (LoRA, by peft)."""
 
-    on: bool = True
+    enabled: bool = True
     """Whether it is done: off, the same recipe trains all weights."""
     rank: Count = 16
     """Their inner size."""
@@ -171,29 +172,29 @@ class Lora(Spec):
     """What they add is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of their inputs that is left out in training."""
-    targets: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()
     """Ends of the names of the layers that get them, such as q_proj; left out: all linear layers but the head."""
 
 
 class Evaluation(Spec):
-    """One more text to evaluate, beside data.validation."""
+    """One more dataset to evaluate, beside data.validation."""
 
-    text: str
-    """Said as data.text is."""
+    dataset: str
+    """Named as data.train is."""
     column: str = ""
     """Which column holds a document; left out: as data.column."""
     stride: Annotated[int, Field(ge=0)] = 0
-    """Tokens from one window to the next: each is foretold from at least data.block - stride before it. 0: blocks side
-    by side."""
+    """Tokens from one window to the next: each is predicted from at least data.sequence_length - stride before it. 0:
+    windows side by side."""
     last_word: bool = False
-    """Whether only the last word of each document is to be foretold; loss and accuracy are then by words."""
-    samples: Annotated[int, Field(ge=0)] = 0
-    """At most so many blocks, or documents with last_word; 0 is all."""
+    """Whether only the last word of each document has labels; loss and accuracy are then by words."""
+    max_samples: Annotated[int, Field(ge=0)] = 0
+    """Evaluate at most this many samples, or documents with last_word; 0 is all."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Evaluation:
         if self.stride and self.last_word:
-            raise ValueError("stride and last_word are two ways to evaluate a text; name it twice to have both")
+            raise ValueError("stride and last_word are two ways to evaluate a dataset; name it twice to have both")
         return self
 
 

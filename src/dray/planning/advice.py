@@ -42,7 +42,7 @@ def _gpus(plan: Plan, site: Site) -> Iterator[str]:
 
 def _weights(plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
-    small = recipe.train and recipe.train.strategy in ("ddp", "fsdp") and not (recipe.lora and recipe.lora.on)
+    small = recipe.train and recipe.train.strategy in ("ddp", "fsdp") and not (recipe.lora and recipe.lora.enabled)
     if small and recipe.model.dtype == "bf16":
         yield "weights of 16 bits lose changes that are small beside them: model.dtype=fp32 (train.precision stays)"
 

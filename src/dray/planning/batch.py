@@ -8,7 +8,7 @@ from dray.contract.findings import ConfigError
 
 def divide(batch: Batch, *, world_size: int) -> Batch:
     """Spread the global size over the ranks, exactly: with what the recipe left open."""
-    size, per_device, accumulation = batch.global_size, batch.per_device, batch.accumulation
+    size, per_device, accumulation = batch.global_size, batch.per_device, batch.gradient_accumulation_steps
     fixed = world_size * (per_device or 1) * (accumulation or 1)
     rest, left_over = divmod(size, fixed)
     both_given = per_device is not None and accumulation is not None
@@ -16,16 +16,16 @@ def divide(batch: Batch, *, world_size: int) -> Batch:
         raise ConfigError(
             f"a global batch of {size} does not come out on {world_size} ranks",
             where="recipe [batch]",
-            wanted="global_size = per_device x accumulation x ranks",
+            wanted="global_size = per_device x gradient_accumulation_steps x ranks",
             found=_product(batch, world_size),
             fix=f"set batch.global_size to {_nearest(size, fixed, only=both_given)}, or change the others or the ranks",
         )
     accumulation = accumulation or (1 if per_device is None else rest)
-    return batch.model_copy(update={"per_device": per_device or rest, "accumulation": accumulation})
+    return batch.model_copy(update={"per_device": per_device or rest, "gradient_accumulation_steps": accumulation})
 
 
 def _product(batch: Batch, world_size: int) -> str:
-    shown = [str(number) if number else "?" for number in (batch.per_device, batch.accumulation)]
+    shown = [str(number) if number else "?" for number in (batch.per_device, batch.gradient_accumulation_steps)]
     return f"{batch.global_size} = {shown[0]} x {shown[1]} x {world_size}"
 
 

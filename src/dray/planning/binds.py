@@ -50,11 +50,11 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath)
     if facts.hf_home and "HF_HOME" not in recipe.env:
         yield Bind(path=facts.hf_home, write=True, source="HF_HOME", why="models and datasets that are there already")
     for key, named in recipe.places().items():
-        why = "the text to train on" if key == "data.text" else "what the recipe reads"
+        why = "the text to train on" if key == "data.train" else "what the recipe reads"
         yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
     for place, key, why in (
         (recipe.checkpoint.folder, "checkpoint.folder", "what this run goes on from"),
-        (recipe.data.cache, "data.cache", "texts as tokens, made once"),
+        (recipe.data.cache_dir, "data.cache_dir", "texts as tokens, made once"),
     ):
         if place:
             yield Bind(path=place, write=True, source=f"recipe {key}", why=why, made=True)

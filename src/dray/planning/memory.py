@@ -98,7 +98,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     train = recipe.train
     assert train is not None
     assert recipe.batch is not None
-    lora = recipe.lora if recipe.lora and recipe.lora.on else None
+    lora = recipe.lora if recipe.lora and recipe.lora.enabled else None
     moved = lora.rank * model.linear * model.layers if lora else model.parameters
     half = 2 if train.precision != "fp32" else 4
     kept = 2 if recipe.model.dtype == "bf16" else 4
@@ -128,18 +128,18 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
 def _activations(recipe: Recipe, model: Shape, ranks: int, half: int) -> float:
     assert recipe.train is not None
     assert recipe.batch is not None
-    tokens = (batch.divide(recipe.batch, world_size=ranks).per_device or 1) * recipe.data.block
+    tokens = (batch.divide(recipe.batch, world_size=ranks).per_device or 1) * recipe.data.sequence_length
     layer = 17 * half * tokens * model.hidden
     layers = layer * model.layers
-    if recipe.train.recompute:
+    if recipe.train.activation_checkpointing:
         layers = half * tokens * model.hidden * model.layers + layer
     logits = 12 if half == 4 else 16  # with their logarithms and gradients, in 32 bits
     return float(layers + tokens * model.vocabulary * logits)
 
 
 _CHANGES: tuple[dict[str, Any], ...] = (
-    {"batch.per_device": 1, "batch.accumulation": None},
-    {"train.recompute": True},
+    {"batch.per_device": 1, "batch.gradient_accumulation_steps": None},
+    {"train.activation_checkpointing": True},
     {"train.strategy": "zero2", "train.offload": ""},
     {"train.strategy": "zero3", "train.offload": ""},
     {"train.strategy": "zero3", "train.offload": "optimizer"},

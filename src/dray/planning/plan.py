@@ -106,14 +106,14 @@ def plan(
         "fabric": site.why.get("fabric", f"site {site.name}"),
     }
     if shares:
-        product = f"{shares.per_device} a device x {shares.accumulation} x {size} ranks"
+        product = f"{shares.per_device} a device x {shares.gradient_accumulation_steps} x {size} ranks"
         reasons["batch"] = f"{shares.global_size} = {product}"
     if recipe.train:
         reasons["training"] = _training(recipe)
     python = facts.image if facts.engine == "bare" else "python3"
     launcher = launchers.start(
         recipe.launcher, python=python, folder=str(folder), hosts=hosts, each=ranks_per_node, port=port,
-        restarts=recipe.restarts,
+        restarts=recipe.max_restarts,
     )  # fmt: skip
     everyone = world.World(
         nodes=nodes,
@@ -206,12 +206,11 @@ def _training(recipe: Recipe) -> str:
     """What decides most of how it goes, a file of DeepSpeed's read in."""
     train, model = recipe.train, recipe.model
     assert train is not None
-    length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} passes over the text"
+    length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epoch{'s' if train.epochs != 1 else ''}"
     offload = f", offload {train.offload}" if train.offload else ""
     words = model.tokenizer or model.name or "one for each byte"
-    return (
-        f"{length}, {train.strategy}{offload}, {train.precision}, {train.schedule} from {train.lr:g}; tokens: {words}"
-    )
+    schedule = f"{train.lr_scheduler_type} from {train.lr:g}"
+    return f"{length}, {train.strategy}{offload}, {train.precision}, {schedule}; tokens: {words}"
 
 
 def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:

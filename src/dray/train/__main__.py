@@ -62,7 +62,7 @@ def main(path: str) -> None:
             "the model is not finite",
             wanted="a loss on the validation text",
             found=f"NaN or Inf after the last step; {checkpoints.said()}",
-            fix="a smaller train.lr or more train.warmup_steps; train.clip = 1; precision bf16 in place of fp16",
+            fix="a smaller train.lr or more train.warmup_steps; train.max_grad_norm = 1; bf16 in place of fp16",
             code=EXIT_FAILED,
         )
     if texts.test is not None:
@@ -122,9 +122,9 @@ def _reload(final: Path, validation: Tokens, config: Config) -> str:
         AutoModelForMaskedLM.from_pretrained(final, **code)
         return ""
     network: Any = AutoModelForCausalLM.from_pretrained(final, **code).eval()
-    prompt = torch.from_numpy(validation.block(0, config.data.block // 4)[None] & IDS)
+    prompt = torch.from_numpy(validation.block(0, config.data.sequence_length // 4)[None] & IDS)
     written = network.generate(
-        prompt, max_new_tokens=config.data.block // 2, do_sample=False, pad_token_id=tokens.pad_token_id
+        prompt, max_new_tokens=config.data.sequence_length // 2, do_sample=False, pad_token_id=tokens.pad_token_id
     )
     return str(tokens.decode(written[0], skip_special_tokens=True))
 

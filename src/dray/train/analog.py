@@ -62,7 +62,7 @@ def convert(network: Any, said: dict[str, Any], folder: str) -> None:  # noqa: A
             "there is nothing to make analog in this model",
             wanted="torch.nn.Linear layers besides those that are excluded or tied to the embeddings",
             found=f"{type(network).__name__} with {len(linear)}{': ' if linear else ''}{', '.join(linear)}",
-            fix="another model.type, such as bert or llama (GPT-2's layers are Conv1D), or analog.on = false",
+            fix="another model.type, such as bert or llama (GPT-2's layers are Conv1D), or analog.enabled = false",
         )
     _take_up(network, folder)
 

@@ -20,8 +20,8 @@ def write(folder: Path, config: Config, *, parameters: int, ranks: int, figures:
 def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
     """The whole card."""
     named = config.model.name if not config.model.name.startswith(("/", ".")) else ""
-    texts = {"text": config.data.text, "validation": config.data.validation, "test": config.data.test}
-    texts |= {f"evaluate.{name}": one.text for name, one in config.evaluate.items()}
+    texts = {"train": config.data.train, "validation": config.data.validation, "test": config.data.test}
+    texts |= {f"evaluate.{name}": one.dataset for name, one in config.evaluate.items()}
     hub = sorted({"/".join(said.removeprefix("hub:").partition(":")[0].split("/")[:2]) for said in texts.values()
                   if said.startswith("hub:")})  # fmt: skip
     head: dict[str, Any] = {"library_name": "transformers"}
@@ -31,7 +31,7 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
         head["base_model"] = named
     if hub:
         head["datasets"] = hub
-    kind = {"causal": "text as it comes", "masked": "hidden tokens", "answers": "the answers of conversations"}
+    kind = {"causal": "text as it comes", "masked": "hidden tokens", "sft": "the answers of conversations"}
     how = ", by LoRA" if config.lora else ", for analog hardware" if config.analog else ""
     begun = (
         f"It goes on from {named or config.model.name}" if config.model.name and config.model.weights else "It was new"
@@ -45,9 +45,9 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
             f"# {config.name}",
             "",
             f"{parameters:,} parameters. {begun} and learnt {kind[config.objective]}{how}: {config.steps} steps of "
-            f"{config.global_size} samples of {config.data.block} tokens, on {ranks} ranks.",
+            f"{config.global_size} samples of {config.data.sequence_length} tokens, on {ranks} ranks.",
             "",
-            "| text | what it was |",
+            "| dataset | what it was |",
             "|---|---|",
             *(f"| {name} | `{_last(said)}` |" for name, said in texts.items() if said),
             "",

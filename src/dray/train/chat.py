@@ -65,7 +65,7 @@ def _no(path: str, column: str, found: str) -> NoReturn:
         f"column {column!r} holds no conversations",
         wanted=f'a list of {{"role": "user", "content": "..."}} in {path}; roles are {", ".join(_ROLES)}',
         found=found,
-        fix="set data.column; for a column of questions and one of answers set data.column and data.answer",
+        fix="set data.column; for a column of questions and one of answers set data.column and data.answer_column",
     )
 
 

@@ -39,7 +39,11 @@ class Checkpoints:
         self.folder, self.parallel = Path(config.checkpoints), parallel
         self.about, self.keep, data = config.about, config.keep, config.data
         # What decides which samples a step has.
-        self.order: dict[str, Any] = {"global_size": config.global_size, "block": data.block, "seed": config.seed}
+        self.order: dict[str, Any] = {
+            "global_size": config.global_size,
+            "sequence_length": data.sequence_length,
+            "seed": config.seed,
+        }
         self.order |= {"streaming": data.streaming, "text": text}
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         # What is written beside training has its own group: on training's, the messages of both would mix.

@@ -12,30 +12,30 @@ from typing import Any
 class Data:
     """The recipe's [data]."""
 
-    text: str
+    train: str
     validation: str
     test: str
-    validation_percent: int
+    validation_split_percentage: int
     column: str
-    answer: str
+    answer_column: str
     min_characters: int
-    block: int
-    apart: bool
-    samples: int
-    validation_samples: int
+    sequence_length: int
+    document_mask: bool
+    max_train_samples: int
+    max_eval_samples: int
     streaming: bool
-    cache: str
+    cache_dir: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """One of the recipe's [evaluate]."""
 
-    text: str
+    dataset: str
     column: str
     stride: int
     last_word: bool
-    samples: int
+    max_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Model:
     type: str
     config: dict[str, Any]
     tokenizer: str
-    attention: str
+    attn_implementation: str
     dtype: str
 
 
@@ -64,31 +64,31 @@ class Config:
     variant: str
     global_size: int
     per_device: int
-    accumulation: int
+    gradient_accumulation_steps: int
     data: Data
     model: Model
     steps: int  # 0 until the text's length is known, where the recipe says epochs
     epochs: float
     objective: str
-    masked_percent: float
+    mlm_probability: float
     lr: float
     warmup_steps: int
-    schedule: str
-    power: float
-    cycles: int
-    final_lr: float
+    lr_scheduler_type: str
+    lr_power: float
+    lr_cycles: int
+    min_lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     precision: str
-    loss_scale: float
+    initial_loss_scale: float
     seed: int
     log_every: int
-    clip: float
+    max_grad_norm: float
     strategy: str
     offload: str
     compile: bool
-    recompute: bool
+    activation_checkpointing: bool
     deepspeed: dict[str, Any]
     eval_every: int
     attention_stats: bool
@@ -106,7 +106,7 @@ class Config:
     @property
     def step_tokens(self) -> int:
         """Tokens in one optimizer step, over all ranks."""
-        return self.global_size * self.data.block
+        return self.global_size * self.data.sequence_length
 
 
 def read(path: str) -> Config:
@@ -131,8 +131,8 @@ def read(path: str) -> Config:
         keep=recipe["checkpoint"]["keep"],
         checkpoints=recipe["checkpoint"]["folder"] or f"{plan['run_folder']}/checkpoints",
         evaluate={name: Evaluation(**one) for name, one in recipe["evaluate"].items()},
-        lora=recipe["lora"] if recipe["lora"] and recipe["lora"]["on"] else None,
-        analog=recipe["analog"] if recipe["analog"] and recipe["analog"]["on"] else None,
+        lora=recipe["lora"] if recipe["lora"] and recipe["lora"]["enabled"] else None,
+        analog=recipe["analog"] if recipe["analog"] and recipe["analog"]["enabled"] else None,
         recipe={key: recipe[key] for key in ("batch", "data", "model", "train", "evaluate", "lora", "analog")},
         about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},
     )

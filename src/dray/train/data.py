@@ -24,7 +24,7 @@ from dray.train.words import encoder, ended
 
 _ENCODERS: dict[str, Callable[[PreTrainedTokenizerFast, int], Callable[[list[str]], list[int]]]] = {
     "all": encoder,
-    "answers": chat.encoder,
+    "sft": chat.encoder,
     "last word": chat.last_words,
 }
 Rows = NDArray[np.int64]
@@ -83,23 +83,25 @@ def texts(config: Config, words: PreTrainedTokenizerFast) -> Texts:
     data = config.data
     if data.streaming:
         way, reading = _way(config)
-        names = sources.files(data.text, "train")
+        names = sources.files(data.train, "train")
         feed: Feed = Stream(
             sources.pieces(names),
             reading,
             _ENCODERS[way](words, ended(words)),
             lanes=config.global_size,
-            block=data.block,
+            block=data.sequence_length,
             seed=config.seed,
         )
         total = 0
     else:
-        training = _read(config, words, data.text, "train")
+        training = _read(config, words, data.train, "train")
         if not data.validation:
-            training = _parted(training, data.validation_percent)[0]
-        training = _enough("training", data.text, training.short(data.samples * data.block), data.block)
+            training = _parted(training, data.validation_split_percentage)[0]
+        training = _enough(
+            "training", data.train, training.short(data.max_train_samples * data.sequence_length), data.sequence_length
+        )
         total = len(training.ids)
-        feed = Mapped(training, Order(total, data.block, config.seed))
+        feed = Mapped(training, Order(total, data.sequence_length, config.seed))
     return Texts(feed, total, validation(config, words), test(config, words))
 
 
@@ -109,9 +111,9 @@ def validation(config: Config, words: PreTrainedTokenizerFast) -> Tokens:
     if data.validation:
         found = _read(config, words, data.validation, "validation")
     else:
-        found = _parted(_read(config, words, data.text, "train"), data.validation_percent)[1]
-    most = data.validation_samples * data.block
-    return _enough("validation", data.validation or data.text, found.short(most), 2)
+        found = _parted(_read(config, words, data.train, "train"), data.validation_split_percentage)[1]
+    most = data.max_eval_samples * data.sequence_length
+    return _enough("validation", data.validation or data.train, found.short(most), 2)
 
 
 def test(config: Config, words: PreTrainedTokenizerFast) -> Tokens | None:
@@ -120,7 +122,7 @@ def test(config: Config, words: PreTrainedTokenizerFast) -> Tokens | None:
     if not data.test:
         return None
     found = _read(config, words, data.test, "test")
-    return _enough("test", data.test, found.short(data.validation_samples * data.block), 2)
+    return _enough("test", data.test, found.short(data.max_eval_samples * data.sequence_length), 2)
 
 
 def _read(config: Config, words: PreTrainedTokenizerFast, text: str, split: str) -> Tokens:
@@ -129,9 +131,9 @@ def _read(config: Config, words: PreTrainedTokenizerFast, text: str, split: str)
 
 
 def _way(config: Config) -> tuple[str, Reading]:
-    data, chats = config.data, config.objective == "answers"
-    reading = Reading(data.column, data.min_characters, chats=chats, answer=data.answer)
-    return "answers" if chats else "all", reading
+    data, chats = config.data, config.objective == "sft"
+    reading = Reading(data.column, data.min_characters, chats=chats, answer=data.answer_column)
+    return "sft" if chats else "all", reading
 
 
 def one_more(config: Config, words: PreTrainedTokenizerFast, name: str) -> Tokens:
@@ -141,15 +143,15 @@ def one_more(config: Config, words: PreTrainedTokenizerFast, name: str) -> Token
     if said.last_word or said.stride:  # of plain texts
         way, reading = "last word" if said.last_word else "all", Reading(config.data.column)
     reading = replace(reading, column=said.column or reading.column)
-    found = tokens_of(sources.files(said.text, "test"), reading, words, cache=_cache(config), way=way)
-    if said.samples:
-        found = found.part(0, min(said.samples, len(found.starts) - 1)) if said.last_word else found
-        found = found if said.last_word else found.short(said.samples * config.data.block)
-    return _enough(f"evaluate.{name}", said.text, found, 2)
+    found = tokens_of(sources.files(said.dataset, "test"), reading, words, cache=_cache(config), way=way)
+    if said.max_samples:
+        found = found.part(0, min(said.max_samples, len(found.starts) - 1)) if said.last_word else found
+        found = found if said.last_word else found.short(said.max_samples * config.data.sequence_length)
+    return _enough(f"evaluate.{name}", said.dataset, found, 2)
 
 
 def _cache(config: Config) -> Path:
-    return Path(config.data.cache or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, and the user's alone
+    return Path(config.data.cache_dir or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, and the user's alone
 
 
 def tokens_of(
@@ -205,6 +207,6 @@ def _enough(name: str, text: str, tokens: Tokens, least: int) -> Tokens:
             f"the {name} text is too short",
             wanted=f"at least {least} tokens",
             found=f"{len(tokens.ids)} in {text}",
-            fix="give more text, a smaller data.block, or another data.validation_percent",
+            fix="give more text, a smaller data.sequence_length, or another data.validation_split_percentage",
         )
     return tokens

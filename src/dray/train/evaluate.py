@@ -83,7 +83,7 @@ class Evaluator:
 
     def _batch(self, tokens: Tokens, windows: list[Window], first: int, task: Task) -> Batch:
         """The number of a sample decides what a masked model is asked."""
-        rows = np.stack([tokens.block(window.start, self.config.data.block) for window in windows])
+        rows = np.stack([tokens.block(window.start, self.config.data.sequence_length) for window in windows])
         batch = task.batch(rows, range(first, first + len(windows)))
         for row, window in enumerate(windows):
             batch.targets[row, : window.first] = NOTHING
@@ -94,7 +94,7 @@ class Evaluator:
 def _blocks(tokens: Tokens, config: Config, stride: int) -> list[Window]:
     """Side by side, so that every token counts that has one before it; or with a stride, so that every token counts
     once, and has as many before it as can be."""
-    total, block = len(tokens.ids), config.data.block
+    total, block = len(tokens.ids), config.data.sequence_length
     spare = config.objective != "masked"  # what comes after the last token is not known
     each = stride or block
     starts = range(0, max(total - block, 0) + each if stride else total, each)
@@ -109,6 +109,6 @@ def _documents(tokens: Tokens, config: Config) -> list[Window]:
     """Each document's end, as far back as a block reaches."""
     found = []
     for begin, after in zip(tokens.starts[:-1].tolist(), tokens.starts[1:].tolist(), strict=True):
-        start = max(begin, after - 1 - config.data.block)
+        start = max(begin, after - 1 - config.data.sequence_length)
         found.append(Window(start, 0, max(0, after - 1 - start - 1)))
     return found

@@ -46,7 +46,7 @@ def main(path: Path, target: Path, gigabytes: float, dtype: str, config: Config)
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    config = replace(config, model=replace(config.model, attention="auto"))
+    config = replace(config, model=replace(config.model, attn_implementation="auto"))
     names, kind = _names(path), _TYPES[dtype]
     if config.lora:  # it is beside the model that it was made for, which is whole in memory then
         network: Any = model.build(config, tokenizer, filled=True)

@@ -33,7 +33,7 @@ def dataset(said: str, split: str) -> tuple[str, ...]:
             "a data set's name is not whole",
             wanted="hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]",
             found=said,
-            fix="set [data] text",
+            fix="set data.train",
         )
     patterns = [f"{subset or 'default'}/{part}/*.parquet" for part in (chosen or split).split("+")]
     folder = fetched(

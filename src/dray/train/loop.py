@@ -88,9 +88,14 @@ class Loop:
     def _read(self, step: int) -> tuple[list[Batch], Any]:
         """This rank's batches of a step, and where the feed stands after it."""
         config, batches = self.config, []
-        for micro in range(config.accumulation):
+        for micro in range(config.gradient_accumulation_steps):
             mine = indices(
-                step, micro, self.rank, world=self.world, per_device=config.per_device, accumulation=config.accumulation
+                step,
+                micro,
+                self.rank,
+                world=self.world,
+                per_device=config.per_device,
+                accumulation=config.gradient_accumulation_steps,
             )
             batches.append(self.task.batch(self.feed.rows(mine), mine))
         return batches, self.feed.state()
@@ -159,7 +164,7 @@ class Loop:
             f"the {'loss' if ranks else 'gradient'} is not finite any more",
             wanted="finite numbers",
             found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; " + self.checkpoints.said(),
-            fix="a smaller train.lr or more train.warmup_steps; train.clip = 1; precision bf16 in place of fp16; "
+            fix="a smaller train.lr or more train.warmup_steps; train.max_grad_norm = 1; bf16 in place of fp16; "
             "look at the data near that step",
             code=EXIT_FAILED,
         )

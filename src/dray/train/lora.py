@@ -31,10 +31,10 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
     unknown = [name for name in said["targets"] if not any(_ends(one, name) for one in linear)]
     if unknown or not linear:
         stop(
-            "lora.targets names what the model has not" if linear else "the model has no linear layers for LoRA",
+            "lora.target_modules names what the model has not" if linear else "the model has no linear layers for LoRA",
             wanted=f"ends of names such as {', '.join(sorted({name.split('.')[-1] for name in linear}))}",
             found=", ".join(unknown) or type(network).__name__,
-            fix="correct lora.targets, or leave it out: all linear layers but the head",
+            fix="correct lora.target_modules, or leave it out: all linear layers but the head",
         )
     torch.manual_seed(config.seed)
     network.add_adapter(

@@ -162,7 +162,9 @@ def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a tr
     weights = sum(map(size, network.parameters())) - tables
     still = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
     still = max(0, still - tables)
-    return float(6 * weights - 2 * still + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.block)
+    return float(
+        6 * weights - 2 * still + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.sequence_length
+    )
 
 
 def _peak(device: torch.device) -> float:

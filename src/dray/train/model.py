@@ -30,7 +30,7 @@ from dray.train.stop import stop
 
 _KINDS: dict[str, Any] = {
     "causal": AutoModelForCausalLM,
-    "answers": AutoModelForCausalLM,
+    "sft": AutoModelForCausalLM,
     "masked": AutoModelForMaskedLM,
 }
 
@@ -43,8 +43,8 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
         folder = hub.model(said.name, said.revision, weights=said.weights and filled, code=said.trust_remote_code)
     settings = _settings(config, folder, tokens)
     options: dict[str, Any] = {"trust_remote_code": said.trust_remote_code, "dtype": _dtype(config, settings)}
-    if said.attention != "auto":
-        options["attn_implementation"] = said.attention
+    if said.attn_implementation != "auto":
+        options["attn_implementation"] = said.attn_implementation
     kind = _KINDS[config.objective]
     try:
         if filled and folder and said.weights:
@@ -59,7 +59,7 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
     except (ValueError, OSError, ImportError) as error:
         stop(
             "the model cannot be made",
-            wanted=f"a {config.objective} model of type {settings.model_type} with {said.attention} attention",
+            wanted=f"a {config.objective} model of type {settings.model_type}, attention {said.attn_implementation}",
             found=" ".join(str(error).split())[:400],
             fix="correct [model], or train.objective",
         )
@@ -69,9 +69,9 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
         analog.convert(network, config.analog, folder)
     if config.lora:
         lora.add(network, config)
-    if config.data.apart:
+    if config.data.document_mask:
         _check_apart(config, network, filled=filled)
-    if config.recompute:
+    if config.activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     return network
 
@@ -102,7 +102,7 @@ def _check_apart(config: Config, network: PreTrainedModel, *, filled: bool) -> N
         problem = "an objective that is masked"
     elif "position_ids" not in inspect.signature(network.forward).parameters:
         problem = f"{kind}, which takes no position_ids"
-    elif config.model.attention == "flash_attention_2":
+    elif config.model.attn_implementation == "flash_attention_2":
         if config.per_device > 1:  # transformers looks for documents in a batch of one row alone
             problem = f"flash attention with {config.per_device} rows at once"
     elif filled and not _keeps_apart(network.eval()):
@@ -113,7 +113,7 @@ def _check_apart(config: Config, network: PreTrainedModel, *, filled: bool) -> N
             "this model cannot keep documents apart",
             wanted="a causal model whose attention follows position_ids",
             found=problem,
-            fix="leave data.apart out, or take another model, another attention or per_device = 1",
+            fix="leave data.document_mask out, or take another model, another attention or per_device = 1",
         )
 
 
@@ -164,12 +164,12 @@ def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> P
 def _check_sizes(config: Config, made: PreTrainedConfig, tokens: PreTrainedTokenizerFast) -> None:
     made = made.get_text_config()
     positions = getattr(made, "max_position_embeddings", None)
-    if positions is not None and positions < config.data.block:
+    if positions is not None and positions < config.data.sequence_length:
         stop(
             "a block is longer than the model's positions",
-            wanted=f"data.block of at most {positions}",
-            found=f"data.block = {config.data.block}",
-            fix="set a smaller data.block or more positions in model.config",
+            wanted=f"data.sequence_length of at most {positions}",
+            found=f"data.sequence_length = {config.data.sequence_length}",
+            fix="set a smaller data.sequence_length or more positions in model.config",
         )
     if made.vocab_size < len(tokens):
         stop(

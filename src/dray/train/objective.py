@@ -96,14 +96,14 @@ def task(config: Config, words: Any, end: int) -> Task:  # noqa: ANN401  a token
     """As the recipe's [train] says."""
     return Task(
         objective=config.objective,
-        apart=config.data.apart,
-        share=config.masked_percent / 100,
+        apart=config.data.document_mask,
+        share=config.mlm_probability,
         seed=config.seed,
         end=end,
         mask=words.mask_token_id if config.objective == "masked" else -1,
         vocabulary=len(words),
         special=tuple(words.all_special_ids),
-        marked=config.objective == "answers",
+        marked=config.objective == "sft",
     )
 
 

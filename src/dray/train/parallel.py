@@ -136,7 +136,7 @@ class Torch:
 
     def __init__(self, objective: Objective, config: Config, device: torch.device) -> None:
         self.device, self.config, self.network = device, config, objective.network
-        self.scaler = Scaler(config.loss_scale) if config.precision == "fp16" else None
+        self.scaler = Scaler(config.initial_loss_scale) if config.precision == "fp16" else None
         half = _HALF.get(config.precision)
         self._half = torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None)
         self._module: torch.nn.Module = objective
@@ -194,8 +194,8 @@ class Torch:
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.scaler is None or norm.isfinite():
-            if self.config.clip > 0:
-                torch.nn.utils.clip_grads_with_norm_(weights, self.config.clip, norm)
+            if self.config.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(weights, self.config.max_grad_norm, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()

@@ -10,7 +10,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from dray.train import hub
 
-_SPLITS = {"text": "train", "validation": "validation", "test": "test"}
+_SPLITS = {"train": "train", "validation": "validation", "test": "test"}
 
 
 def main(said: str) -> None:
@@ -19,7 +19,7 @@ def main(said: str) -> None:
     recipe = json.loads(said)
     data, model = recipe["data"], recipe["model"]
     texts = [(f"data.{key}", data[key], split) for key, split in _SPLITS.items()]
-    texts += [(f"evaluate.{name}.text", one["text"], "test") for name, one in recipe["evaluate"].items()]
+    texts += [(f"evaluate.{name}.dataset", one["dataset"], "test") for name, one in recipe["evaluate"].items()]
     for key, text, split in texts:
         if text.startswith("hub:"):
             print(f"{key} = {text}", flush=True)

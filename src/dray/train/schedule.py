@@ -12,15 +12,15 @@ def rate(config: Config, step: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     after = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    height = config.lr - config.final_lr
-    match config.schedule:
+    height = config.lr - config.min_lr
+    match config.lr_scheduler_type:
         case "linear":
-            return config.final_lr + height * (1 - after)
+            return config.min_lr + height * (1 - after)
         case "cosine":
-            return config.final_lr + height * 0.5 * (1 + math.cos(math.pi * after))
-        case "restarts":
-            return config.final_lr + height * 0.5 * (1 + math.cos(math.pi * (config.cycles * after % 1)))
+            return config.min_lr + height * 0.5 * (1 + math.cos(math.pi * after))
+        case "cosine_with_restarts":
+            return config.min_lr + height * 0.5 * (1 + math.cos(math.pi * (config.lr_cycles * after % 1)))
         case "polynomial":
-            return config.final_lr + height * math.pow(1 - after, config.power)
+            return config.min_lr + height * math.pow(1 - after, config.lr_power)
         case _:
             return config.lr

@@ -19,7 +19,9 @@ def main(folder: str, plan: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = read(plan)
-    saved = replace(config.model, name=folder, weights=True, tokenizer="", config={}, dtype="auto", attention="auto")
+    saved = replace(
+        config.model, name=folder, weights=True, tokenizer="", config={}, dtype="auto", attn_implementation="auto"
+    )
     config = replace(config, model=saved, variant="cpu", per_device=1, strategy="ddp", compile=False, lora=None)
     device, _ = parallel.begin(config)
     tokenizer = words.tokenizer(config)

@@ -100,7 +100,7 @@ def made(
                     "the disk is full of tokens",
                     wanted=f"room in {cache}",
                     found=f"{free / 1e6:.0f} MB left without what was made so far",
-                    fix="set data.cache to a place with more room",
+                    fix="set data.cache_dir to a place with more room",
                     code=EXIT_FAILED,
                 )
             except BaseException:

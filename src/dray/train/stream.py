@@ -47,7 +47,7 @@ class Lane:
                 continue
             self._documents, self.taken, self.part, empty = None, 0, self.part + self.stream.count, empty + 1
             if empty > _EMPTY * self.stream.parts:
-                stop("the training text is empty", wanted="documents", found="none", fix="check data.text")
+                stop("the training text is empty", wanted="documents", found="none", fix="check data.train")
         found, self.left = self.left[:length], self.left[length:]
         return found
 
@@ -75,7 +75,7 @@ class Stream:
         seed: int,
     ) -> None:
         if not pieces:
-            stop("the training text is empty", wanted="documents", found="none", fix="check data.text")
+            stop("the training text is empty", wanted="documents", found="none", fix="check data.train")
         self.pieces, self.reading, self.encode = pieces, reading, encode
         self.count, self.block, self.seed = lanes, block, seed
         # Where pieces are fewer than lanes, several lanes read one, and each takes its share of the documents.

@@ -22,7 +22,7 @@ def tokenizer(config: Config) -> PreTrainedTokenizerFast:
     said = config.model
     name = said.tokenizer or said.name
     if not name:
-        return _of_bytes(masked=config.objective == "masked", chats=config.objective == "answers")
+        return _of_bytes(masked=config.objective == "masked", chats=config.objective == "sft")
     folder = hub.model(name, said.revision if name == said.name else "main", weights=False, code=said.trust_remote_code)
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=said.trust_remote_code)
@@ -44,7 +44,7 @@ def tokenizer(config: Config) -> PreTrainedTokenizerFast:
     found.backend_tokenizer.no_padding()
     if found.pad_token is None:
         found.pad_token = found.eos_token or found.sep_token
-    if config.objective == "answers":
+    if config.objective == "sft":
         chat.teach(found)
     return found
 

@@ -35,7 +35,7 @@ class Zero:
 
     def __init__(self, objective: Objective, config: Config, device: torch.device) -> None:
         self.device, self.network, self._stage = device, objective.network, int(config.strategy.removeprefix("zero"))
-        self.scaler = Scaler(config.loss_scale) if config.precision == "fp16" else None
+        self.scaler = Scaler(config.initial_loss_scale) if config.precision == "fp16" else None
         if self._stage == 3:  # weight by weight, so that no rank ever has the whole model
             deepspeed.zero.Init(module=self.network, config_dict_or_path=settings(config))
         else:
@@ -237,7 +237,7 @@ def settings(config: Config) -> dict[str, Any]:
         stage["offload_param"] = {**place, **stage.get("offload_param", {})}
     fp16 = {
         **said.pop("fp16", {}),
-        "initial_scale_power": round(math.log2(config.loss_scale)),
+        "initial_scale_power": round(math.log2(config.initial_loss_scale)),
         "enabled": config.precision == "fp16",
     }
     if config.precision != "fp32":  # as ddp and fsdp do it: DeepSpeed would sum gradients in 16 bits
@@ -247,8 +247,8 @@ def settings(config: Config) -> dict[str, Any]:
     return {
         **said,
         "train_micro_batch_size_per_gpu": config.per_device,
-        "gradient_accumulation_steps": config.accumulation,
-        "gradient_clipping": config.clip,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_clipping": config.max_grad_norm,
         "bf16": {"enabled": config.precision == "bf16"},
         "fp16": fp16,
         "zero_optimization": stage,
