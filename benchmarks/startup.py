@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-STEP = ("train.steps=1", "train.warmup_steps=0", "train.schedule=constant", "model.config.n_layer=1")
+STEP = ("train.steps=1", "train.warmup_steps=0", "model.config.n_layer=1")
 
 
 def main() -> None:
