@@ -15,7 +15,7 @@ BASE_OPTION = $(if $(BASE),--base "$(BASE)")
 IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle "$(BUNDLE)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check check-rest release smoke cluster cluster-down clean
+.PHONY: help install demo test coverage check check-rest release smoke cluster cluster-down clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -28,16 +28,23 @@ demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two r
 test: .venv/dev ## Run all tests that this machine can run
 	@$(BIN)/pytest -q
 
+coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names
+	@rm -f .coverage .coverage.*
+	@$(BIN)/coverage run -m pytest -q tests/unit
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
+
 check: .venv/dev ## Lint, types, shell scripts, architecture
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@git ls-files | xargs -d '\n' $(BIN)/codespell
 	@$(BIN)/mypy & types=$$!; $(MAKE) --silent check-rest; rest=$$?; wait $$types && exit $$rest
 
 check-rest:
 	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run .ci/release | xargs -d '\n' shellcheck -x; \
 	  elif [[ "$${DRAY_TEST_ALL:-}" == 1 ]]; then echo "shellcheck is not installed" >&2; exit 1; \
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
-	@$(BIN)/pytest -q tests/unit/test_architecture.py
+	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py
 
 image-%: .venv/host ## Build build/dray-%.sif: cpu, cuda, cuda12 or rocm (BASE=, WHEELS=, BUNDLE=)
 	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)

@@ -12,7 +12,10 @@ import pytest
 from helpers import ROOT
 
 ROOMS = ("src", "docs", "recipes", "slurm", "containers", ".github")
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "Makefile", "pyproject.toml", ".ci/run")
+FILES = (
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
+    "Makefile", "pyproject.toml", "hatch_build.py", ".ci/run", ".ci/release",
+)  # fmt: skip
 TEXT = {".py", ".md", ".toml", ".sh", ".json", ".jsonl", ".def", ".in", ".yml", ".yaml", ""}
 
 # A retired word, and what this field says. A word inside a snake_case name counts.
@@ -66,7 +69,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("docs/glossary.md", "| "): "the table of what we do not say",
 }
 # What is not rewritten yet.
-PENDING = ("src/*", "docs/*", "recipes/*", "slurm/*", "containers/*", *FILES)
+PENDING = ("src/*", "docs/*", "recipes/*", "slurm/*", "containers/*", "README.md")
 
 
 def names() -> list[str]:
