@@ -5,6 +5,8 @@ source "$(dirname "$0")/lib.sh"
 
 # Always this folder, since its name gets into the operators; and not /tmp, which is the host's.
 readonly BUILD=/var/lib/dray-build
+# Where dray binds a folder: with the wheel of an earlier build from the same inputs, or empty, to take this one's.
+readonly KEPT=/srv
 trap 'rm -rf "$BUILD"' EXIT
 mkdir -p "$BUILD"/{home,lib,tmp,tools}
 
@@ -64,11 +66,19 @@ deepspeed::build() {
     fi
 }
 
-deepspeed::unpack
-compiler::wrap
-[[ ! -e $INPUTS/build.lock ]] || cuda::prepare
-deepspeed::build
+if compgen -G "$KEPT/deepspeed-*.whl" >/dev/null; then
+    log::line "the operators are those of an earlier build from the same inputs"
+    wheels=$KEPT
+else
+    deepspeed::unpack
+    compiler::wrap
+    [[ ! -e $INPUTS/build.lock ]] || cuda::prepare
+    deepspeed::build
+    wheels=$BUILD
+    # Where nothing is bound the folder is the image's own, which stays empty.
+    ! mountpoint --quiet "$KEPT" || cp "$BUILD"/deepspeed-*.whl "$KEPT"
+fi
 # By name: given a path, pip would write it into the image.
-pip::install --find-links "$BUILD" deepspeed
+pip::install --find-links "$wheels" deepspeed
 # One asks for a module that DeepSpeed does not ship, the other for pdsh.
 rm "$VENV"/bin/{ds_bench,ds_ssh}

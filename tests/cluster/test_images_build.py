@@ -316,10 +316,7 @@ def test_a_base_that_cannot_be_pulled(checkout):
     start = said.index("dray: the base cannot be pulled")
     assert said[start + 1] == f"  wanted: {base}"
     assert said[start + 2].startswith("  found:  FATAL: ")
-    assert said[-2:] == [
-        "  fix:    where nothing can be pulled: containers/base/make-base.sh bookworm build/base/bookworm.tar",
-        "          and BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)",
-    ]
+    assert said[-1] == "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar"
     assert all(not name.startswith(".dray") for name in checkout.left())
 
 

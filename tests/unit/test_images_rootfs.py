@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import sandbox
+from dray.containers import builder, sandbox
 from dray.containers.builder import BuildError
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import build
@@ -85,6 +85,27 @@ def test_a_base_of_the_user_s_own(tmp_path):
     assert bases.identity(str(tar), tar) == f"sha256:{hashlib.sha256(b'tar').hexdigest()}"
     pinned = f"debian:x@{DIGEST}"
     assert bases.identity(pinned, tar) == pinned
+
+
+def test_a_base_that_was_made_is_found(tmp_path, monkeypatch):
+    """make-base.sh puts both where its usage says; nobody has to name them again."""
+    monkeypatch.delenv("DRAY_CLUSTER_BASE", raising=False)
+    (tmp_path / "containers" / "cluster").mkdir(parents=True)
+    (tmp_path / "containers" / "cluster" / "Containerfile").write_text(
+        "ARG BASE=debian:trixie@sha256:0\nFROM ${BASE}\n"
+    )
+    lines = []
+    assert builder.trixie(tmp_path) == "debian:trixie@sha256:0"
+    assert bases.default(tmp_path, "debian:bookworm", say=lines.append) == "debian:bookworm"
+    folder = tmp_path / "build" / "base"
+    folder.mkdir(parents=True)
+    for suite in ("bookworm", "trixie"):
+        (folder / f"{suite}.tar").touch()
+    assert builder.trixie(tmp_path) == str(folder / "trixie.tar")
+    assert bases.default(tmp_path, "debian:bookworm", say=lines.append) == str(folder / "bookworm.tar")
+    assert lines == [f"dray: base {folder}/bookworm.tar, made by make-base.sh (--base names another)"]
+    monkeypatch.setenv("DRAY_CLUSTER_BASE", "named")
+    assert builder.trixie(tmp_path) == "named"
 
 
 def test_a_reference_is_pulled_once(tmp_path, monkeypatch):
@@ -169,7 +190,7 @@ def test_apptainer_runs_in_the_scratch_folder_with_the_lock_s_date(tmp_path, mon
     scratch.mkdir()
     base = _tar(_rootfs(tmp_path / "made"))
     definition = tmp_path / "dray.def"
-    made = rootfs.make(definition=definition, binds={}, base=base, scratch=scratch, epoch=EPOCH)
+    made = rootfs.build(definition=definition, binds={}, base=base, scratch=scratch, epoch=EPOCH)
     assert made == scratch / "rootfs"
     argv = rootfs.build_argv(tool="singularity", definition=definition, binds={}, base="base", rootfs=made)
     assert capfd.readouterr().out == f"{shlex.join(argv)}\n{scratch} {EPOCH} {scratch}\n{'|'.join(argv[1:])}|"

@@ -37,7 +37,7 @@ def up(
         str | None,
         typer.Option(
             help="Debian trixie, as an image reference or a rootfs tar. Default: DRAY_CLUSTER_BASE, "
-            "else that of the cluster already up, else the pinned one.",
+            "else that of the cluster already up, else build/base/trixie.tar, else the pinned one.",
         ),
     ] = None,
     share: Annotated[

@@ -51,7 +51,10 @@ def build(
     base: Base = "",
     wheels: Wheels = None,
     bundled: Annotated[Path | None, typer.Option("--bundle", help="Build from a bundle, without a network.")] = None,
-    twice: Annotated[bool, typer.Option(help="Build two times from nothing, and refuse two that differ.")] = False,
+    twice: Annotated[bool, typer.Option(help="Build two times, and refuse two that differ.")] = False,
+    from_nothing: Annotated[
+        bool, typer.Option("--from-nothing", help="Compile DeepSpeed's operators too, and use none that were kept.")
+    ] = False,
     force: Annotated[bool, typer.Option(help="Build also what is there already, of the same inputs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where the SIF goes; else build/dray-VARIANT.sif.")] = None,
 ) -> None:
@@ -70,6 +73,7 @@ def build(
         wheels=wheels,
         bundled=bundled,
         twice=twice,
+        from_nothing=from_nothing,
         force=force,
     )
     for image in built:

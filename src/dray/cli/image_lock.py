@@ -32,7 +32,7 @@ def lock(
                 found="debian --check",
                 fix="dray image lock --check; where Debian has moved on from its lock, every build says",
             )
-        _debian(root, base or inputs.image(root, "cpu").base)
+        _debian(root, base)
         return
     all_ = sorted(path.parent.name for path in (root / "containers").glob("*/image.toml"))
     for name in [variant] if variant else all_:
@@ -47,6 +47,7 @@ def lock(
 
 def _debian(root: Path, named: str) -> None:
     with build_log(root / "build" / "logs" / "debian.log") as say:
-        file = base_files.fetched(root, named, say=say)
+        base = named or base_files.default(root, inputs.image(root, "cpu").base, say=say)
+        file = base_files.fetched(root, base, say=say)
         changes = debs.lock(root, base=file, say=say)
         print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))

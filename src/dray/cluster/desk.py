@@ -18,10 +18,10 @@ from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.containers import Ended, Spec
 from dray.cluster.health import Health, look
 from dray.config import checkout
+from dray.containers.builder import trixie
 from dray.containers.docker import attempt, base_image, build
 from dray.contract.findings import UnfitError
 
-DEFAULT_BASE = "debian:trixie-20260803-slim@sha256:3a39a0592364683e6bab97937b72cad5a8fa6dcbbee90edb3bb48c7f8e94f258"
 _READY_S = 90
 # Right after a start Slurm calls its nodes unresponsive for a moment; a restart then would only kill jobs.
 _PATIENCE_S = 6
@@ -54,7 +54,7 @@ class Desk:
         before = self.look()
         spec = self._spec(
             size,
-            base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else DEFAULT_BASE),
+            base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else trixie(checkout.root())),
             share,
             say,
         )

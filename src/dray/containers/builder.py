@@ -28,6 +28,7 @@ TAG = "dray:builder"
 _KEY = "dray.builder"
 # The first word of argv for Apptainer, whatever its name on this machine.
 APPTAINER = "apptainer"
+_CONTEXT = Path("containers", "cluster")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 
 
@@ -179,7 +180,7 @@ def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
 
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
     """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
-    context = checkout / "containers" / "cluster"
+    context = checkout / _CONTEXT
     read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
     key = hashlib.sha256(read.encode()).hexdigest()
     with docker.attempt(f"look for {TAG}"):
@@ -192,7 +193,7 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
         context=context,
         dockerfile="Containerfile",
         tag=TAG,
-        args={"BASE": _base(client, context / "Containerfile"), "KEY": key},
+        args={"BASE": _base(client, checkout), "KEY": key},
         target="builder",
         on_line=on_line,
     )
@@ -203,14 +204,23 @@ def _loaded(client: DockerClient, saved: Path) -> str:
         return str(client.images.load(file)[0].id)
 
 
-def _base(client: DockerClient, containerfile: Path) -> str:
-    default = re.findall(r"^ARG BASE=(\S+)$", containerfile.read_text(), re.MULTILINE)
+def made_base(checkout: Path, suite: str) -> Path | None:
+    """The base that containers/base/make-base.sh has made on this machine, where its usage says to put it."""
+    tar = checkout / "build" / "base" / f"{suite}.tar"
+    return tar if tar.is_file() else None
+
+
+def trixie(checkout: Path) -> str:
+    """The Debian under the builder and the nodes of `dray cluster`: DRAY_CLUSTER_BASE, a made one, or the pinned one."""
+    pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
+    return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
+
+
+def _base(client: DockerClient, checkout: Path) -> str:
     try:
-        return docker.base_image(client, os.environ.get("DRAY_CLUSTER_BASE") or default[0])
+        return docker.base_image(client, trixie(checkout))
     except UnfitError as error:
-        error.amend(
-            fix="containers/base/make-base.sh trixie build/base/trixie.tar\nand set DRAY_CLUSTER_BASE to that path"
-        )
+        error.amend(fix="containers/base/make-base.sh trixie build/base/trixie.tar")
         raise
 
 

@@ -98,7 +98,7 @@ def _pull(client: docker.DockerClient, base: str) -> None:
         raise UnfitError(
             f"the base image {base} is not here and cannot be pulled",
             found=getattr(error, "explanation", None) or error,
-            fix=f"{_how_to_make('build/base.tar')}\nand give that path as the base",
+            fix=_how_to_make("build/base/trixie.tar"),
         ) from error
 
 

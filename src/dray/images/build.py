@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +20,7 @@ from dray.images.log import build_log
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.sif import record
 from dray.images.sif.verify import digest
-from dray.images.sources import bundle, inputs
+from dray.images.sources import bundle, inputs, operators
 from dray.images.sources.inputs import INPUTS_LABEL, Source
 
 Say = Callable[[str], None]
@@ -35,6 +36,7 @@ def build(
     wheels: Path | None = None,
     bundled: Path | None = None,
     twice: bool = False,
+    from_nothing: bool = False,
     force: bool = False,
 ) -> list[str]:
     """Make the image, and put it where a run looks for it: a line a format. A failure leaves the images of before."""
@@ -46,77 +48,85 @@ def build(
             source = bundle.opened(checkout, bundled, variant)
         else:
             source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, say=say)
-        made_from = source.digest
-        there = [] if twice or force else _there(source, sif, formats, made_from)
-        if there:
+        again = twice or from_nothing or force
+        found = {} if again else _found(source, sif, formats)
+        asked = [name for name in formats if name not in found]
+        if not asked:
             say("dray: there already, of the same inputs (--force builds it again)")
-            return there
-        with _made(checkout, source, near=sif, formats=formats, say=say) as scratch:
+            return [found[name] for name in formats]
+        unpacked = sif if "sif" in found else None
+        make = partial(_made, checkout, source, near=sif, formats=asked, unpacked=unpacked, say=say)
+        with make(from_nothing=from_nothing) as scratch:
             if twice:
-                say("dray: once more, from nothing")
-                with _made(checkout, source, near=sif, formats=formats, say=say) as again:
-                    _need_same(store.failed(checkout, variant), scratch, again)
+                say("dray: build it once more")
+                with make(from_nothing=from_nothing) as second:
+                    _need_same(store.failed(checkout, variant), scratch, second)
             shutil.rmtree(store.failed(checkout, variant), ignore_errors=True)
-            for engine in images.engines(formats):
+            for engine in images.engines(asked):
                 say(f"dray: load the image into {engine}")
                 images.load(engine, scratch / LAYER, store.docker_tag(variant))
-            if "sif" in formats:
-                _deliver(source, scratch, sif, made_from)
-            seconds = time.monotonic() - started
-            return [f"{image}  ({seconds:.0f} s)" for image in _there(source, sif, formats, made_from)]
+            if "sif" in asked:
+                _deliver(source, scratch, sif)
+        seconds = time.monotonic() - started
+        found = _found(source, sif, formats)
+        return [f"{found[name]}  ({seconds:.0f} s)" for name in formats]
 
 
-def _there(source: Source, sif: Path, formats: Sequence[str], made_from: str) -> list[str]:
-    """The images in all of these formats, if they are there and were made from the same."""
-    found = []
-    if "sif" in formats:
-        known = _known(sif)
-        if known is None or known.inputs != made_from or f"sha256:{known.sif.sha256}" != digest(sif):
-            return []
-        found.append(f"{sif}  {known.sif.size / 1e6:.0f} MB  sha256:{known.sif.sha256}")
+def _found(source: Source, sif: Path, formats: Sequence[str]) -> dict[str, str]:
+    """The images that were made from the same inputs, a line for each: the SIF, and those that the engines have."""
+    found = {}
+    known = _record(sif)
+    if known and known.inputs == source.digest and f"sha256:{known.sif.sha256}" == digest(sif):
+        found["sif"] = f"{sif}  {known.sif.size / 1e6:.0f} MB  sha256:{known.sif.sha256}"
+    tag = store.docker_tag(source.image.variant)
     for engine in images.engines(formats):
-        tag = store.docker_tag(source.image.variant)
-        known_there = images.find(engine, tag)
-        if not known_there or known_there.labels.get(INPUTS_LABEL) != made_from:
-            return []
-        found.append(f"{tag} in {engine}  {known_there.size / 1e6:.0f} MB  {known_there.id}")
+        info = images.find(engine, tag)
+        if info and info.labels.get(INPUTS_LABEL) == source.digest:
+            found[engine] = f"{tag} in {engine}  {info.size / 1e6:.0f} MB  {info.id}"
     return found
 
 
 @contextmanager
-def _made(checkout: Path, source: Source, *, near: Path, formats: Sequence[str], say: Say) -> Iterator[Path]:
-    """A folder with the image in each format, beside the place it goes to: the last move is then a rename."""
+def _made(
+    checkout: Path,
+    source: Source,
+    *,
+    near: Path,
+    formats: Sequence[str],
+    unpacked: Path | None,
+    from_nothing: bool,
+    say: Say,
+) -> Iterator[Path]:
+    """A folder with the image in each format, on the disk of its destination: the last move is then a rename.
+
+    With `unpacked`, the files are those of this SIF, and nothing is built.
+    """
     with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
         scratch = Path(made)
-        argv: list[str | Path] = [
-            *PROGRAM,
-            source.inputs / "dray.def",
-            source.base,
-            scratch,
-            "--bind",
-            source.inputs,
-            "/mnt",
-        ]
+        kept = None if from_nothing else operators.find(checkout, source.operators, say=say)
+        wheel = kept or scratch / "operators"
+        wheel.mkdir(exist_ok=True)
+        binds = {source.inputs: False, scratch: True, source.base: False, wheel: kept is None}
+        argv: list[str | Path] = [*PROGRAM, source.inputs / "dray.def", source.base, scratch]
+        argv += ["--bind", source.inputs, "/mnt", "--bind", wheel, "/srv"]
         argv += ["--epoch", inputs.facts(source.inputs)["SOURCE_DATE_EPOCH"]]
         argv += ["--sif"] if "sif" in formats else []
         if images.engines(formats):
             tag = store.docker_tag(source.image.variant)
             argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
+        if unpacked:
+            binds[unpacked] = False
+            argv += ["--unpack", unpacked]
         try:
-            builder.run(
-                checkout,
-                argv,
-                binds={source.inputs: False, scratch: True, source.base: False},
-                on_line=say,
-                saved=source.inputs / inputs.BUILDER,
-            )
+            builder.run(checkout, argv, binds=binds, on_line=say, saved=source.inputs / inputs.BUILDER)
         except builder.BuildError as error:
-            _keep(store.failed(checkout, source.image.variant), source, scratch, error)
+            _keep_failed(store.failed(checkout, source.image.variant), source, scratch, error)
             raise
+        operators.keep(checkout, source.operators, wheel)
         yield scratch
 
 
-def _keep(failed: Path, source: Source, scratch: Path, error: DrayError) -> None:
+def _keep_failed(failed: Path, source: Source, scratch: Path, error: DrayError) -> None:
     """The sandbox of a build that failed stays, so that somebody can look around in it."""
     for sandbox in (*scratch.glob(f"build-temp-*/{ROOTFS}"), *scratch.glob(ROOTFS)):
         shutil.rmtree(failed, ignore_errors=True)
@@ -128,7 +138,7 @@ def _keep(failed: Path, source: Source, scratch: Path, error: DrayError) -> None
         return
 
 
-def _known(sif: Path) -> record.Record | None:
+def _record(sif: Path) -> record.Record | None:
     """The record, where it and its image are there. A damaged one is no reason not to build."""
     try:
         return record.read(sif) if sif.is_file() else None
@@ -152,14 +162,14 @@ def _need_same(failed: Path, first: Path, second: Path) -> None:
         )
 
 
-def _deliver(source: Source, scratch: Path, sif: Path, made_from: str) -> None:
+def _deliver(source: Source, scratch: Path, sif: Path) -> None:
     os.chown(scratch / SIF, os.getuid(), os.getgid())
     facts = inputs.facts(source.inputs)
-    known = record.Record(
+    made = record.Record(
         variant=source.image.variant,
         dray=__version__,
         base=facts["DRAY_BASE"],
-        inputs=made_from,
+        inputs=source.digest,
         epoch=int(facts["SOURCE_DATE_EPOCH"]),
         tools=json.loads((scratch / TOOLS).read_text()),
         sif=record.File(sha256=digest(scratch / SIF).removeprefix("sha256:"), size=(scratch / SIF).stat().st_size),
@@ -167,4 +177,4 @@ def _deliver(source: Source, scratch: Path, sif: Path, made_from: str) -> None:
     # A moment without a record is better than one with another image's.
     record.path_for(sif).unlink(missing_ok=True)
     (scratch / SIF).replace(sif)
-    record.write(sif, known)
+    record.write(sif, made)

@@ -12,8 +12,7 @@ from dray import process
 from dray.containers import apptainer
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError
-from dray.images.rootfs import LAYER, SIF, TOOLS, layer, squash
-from dray.images.rootfs.make import make
+from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, squash
 
 
 def main() -> None:
@@ -25,9 +24,14 @@ def main() -> None:
     if asked.sif:
         squash.require()
         (asked.scratch / TOOLS).write_text(json.dumps(_versions()))
-    rootfs = make(definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch)
-    if asked.sif or asked.docker:
-        _label(rootfs, inputs)
+    if asked.unpack:
+        rootfs = make.unpack(asked.unpack, asked.scratch)
+    else:
+        rootfs = make.build(
+            definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
+        )
+        if asked.sif:
+            _label(rootfs, inputs)
     if asked.sif:
         squash.pack(rootfs, asked.scratch / SIF, epoch=asked.epoch, definition=asked.definition)
     if asked.docker:
@@ -42,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
     parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--unpack", type=Path, metavar="SIF", help="take the files of this one, and build nothing")
     parser.add_argument("--sif", action="store_true")
     parser.add_argument("--docker", metavar="TAG")
     parser.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")

@@ -31,7 +31,7 @@ def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str
     ]
 
 
-def make(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
+def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
     """Build scratch/rootfs. Where it fails, what there is of it stays in scratch."""
     tool = apptainer.program()
     if tool is None:
@@ -46,6 +46,15 @@ def make(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path,
         "SINGULARITY_TMPDIR": str(scratch),
     }
     process.run(argv, cwd=scratch, env=environment, show=True)
+    return rootfs
+
+
+def unpack(sif: Path, scratch: Path) -> Path:
+    """The files of a SIF in scratch/rootfs: with the same modes, links and content as when it was packed."""
+    print("dray: unpack the SIF", flush=True)
+    rootfs = scratch / ROOTFS
+    offset = str(sif_format.read(sif).system.offset)
+    process.run(["unsquashfs", "-no-progress", "-no-xattrs", "-offset", offset, "-dest", rootfs, sif])
     return rootfs
 
 

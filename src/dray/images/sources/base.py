@@ -14,6 +14,14 @@ from dray.contract.findings import ConfigError, UnfitError
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
 
+def default(checkout: Path, pinned: str, *, say: Callable[[str], None]) -> str:
+    """The base where the user names none: one that make-base.sh has made in this checkout, else the pinned one."""
+    made = builder.made_base(checkout, "bookworm")
+    if made:
+        say(f"dray: base {made}, made by make-base.sh (--base names another)")
+    return str(made or pinned)
+
+
 def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
     """The file: the user's own tar or SIF, or what a reference names, pulled once."""
     path = Path(base).expanduser().resolve()
@@ -65,6 +73,6 @@ def _pull(checkout: Path, base: str, out: Path, *, say: Callable[[str], None]) -
                 "the base cannot be pulled",
                 wanted=base,
                 found="\n".join(said[-3:]) or error.problem,
-                fix=f"where nothing can be pulled: {_MAKE}\nand BASE=build/base/bookworm.tar (--base, DRAY_IMAGE_BASE)",
+                fix=_MAKE,
             ) from error
         (Path(made) / "base.sif").replace(out)

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from dray.images.sources import debs, lock, wheels
 # How a Docker image tells what it was made from.
 INPUTS_LABEL = "dray.inputs"
 BUNDLE_ONLY = (SUMS, README, BUILDER) = ("SHA256SUMS", "README.md", "builder.tar")
+# What a build reads only after the step that compiles, 55-deepspeed.sh.
+_LATER = re.compile(r"steps/([6-9]\d-.*|sbom\.py)|dray/.*|labels|Containerfile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +39,26 @@ class Source:
     @cached_property
     def digest(self) -> str:
         """One digest of everything: the same digest gives the same image."""
-        found = sums(self.inputs).items()
+        return _digest(self._sums)
+
+    @cached_property
+    def operators(self) -> str:
+        """The digest of what DeepSpeed's operators are compiled from: all of it but what later steps install or write.
+
+        An input too many costs minutes of a compiler, an input too few would give another image.
+        """
+        return _digest({name: digest for name, digest in self._sums.items() if not is_later(name)})
+
+    @cached_property
+    def _sums(self) -> dict[str, str]:
         # The base is named in image.env; what else a bundle adds has no part in the image.
-        lines = [f"{digest}  {name}\n" for name, digest in found if name not in BUNDLE_ONLY and name[:5] != "base."]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        found = sums(self.inputs).items()
+        return {name: digest for name, digest in found if name not in BUNDLE_ONLY and name[:5] != "base."}
+
+
+def is_later(name: str) -> bool:
+    """Whether only steps after the compiler's read this input."""
+    return bool(_LATER.fullmatch(name))
 
 
 def image(checkout: Path, variant: str) -> Image:
@@ -62,7 +81,7 @@ def gather(
 ) -> Source:
     """Fetch what is not there yet, and make the folder anew from the checkout."""
     described = image(checkout, variant)
-    wanted = base or described.base
+    chosen = base or bases.default(checkout, described.base, say=say)
     lock.require_fresh(checkout, described)
     build = checkout / "build"
     with alone(build):
@@ -72,8 +91,8 @@ def gather(
             locks=_locks(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
         )
         own = wheels.own(checkout=checkout, folder=folder / "dray")
-        file = bases.fetched(checkout, wanted, say=say)
-        identity = bases.identity(wanted, file)
+        file = bases.fetched(checkout, chosen, say=say)
+        identity = bases.identity(chosen, file)
         packages = debs.fetch(checkout, base=file, identity=identity, say=say)
         laid = lay_out(checkout, described, fetched=fetched, own=own, packages=packages, base=identity)
     return Source(image=described, inputs=laid, base=file)
@@ -135,6 +154,11 @@ def sums(folder: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def _digest(sums: Mapping[str, str]) -> str:
+    lines = (f"{digest}  {name}\n" for name, digest in sums.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _locks(checkout: Path, image: Image) -> list[Path]:
