@@ -4,6 +4,7 @@ PYTHON ?= python3
 BASE ?=
 WHEELS ?=
 BUNDLE ?=
+TESTS ?=
 NODES ?= 2
 GPUS_PER_NODE ?= 2
 
@@ -25,8 +26,8 @@ install: .venv/host ## Install dray into .venv, to submit, build and plan; it ne
 demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks
 	@$(BIN)/dray run recipes/smoke-cpu.toml
 
-test: .venv/dev ## Run all tests that this machine can run
-	@$(BIN)/pytest -q
+test: .venv/dev ## Run all tests that this machine can run (TESTS= names some, as pytest takes them)
+	@$(BIN)/pytest -q $(TESTS)
 
 coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names
 	@rm -f .coverage .coverage.*
@@ -52,8 +53,8 @@ image-%: .venv/host ## Build build/dray-%.sif: cpu, cuda, cuda12 or rocm (BASE=,
 image-%-docker: .venv/host ## Build the Docker image dray:% (likewise)
 	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
-smoke: .venv/host ## Train in Docker: two containers are two nodes
-	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker
+smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
+	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker train.steps=50
 
 cluster: .venv/host ## A real two-node Slurm on this machine (NODES=, GPUS_PER_NODE=, BASE=)
 	@$(BIN)/dray cluster up --nodes $(NODES) --gpus-per-node $(GPUS_PER_NODE) $(BASE_OPTION)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import docker
+from dray.containers import builder, docker
 from dray.images.sources import inputs, lock
 from helpers import ROOT
 
@@ -64,6 +64,9 @@ def checkout(tmp_path) -> Path:
         if wheel.is_file():
             inputs.link(wheel, folders[hashlib.sha256(wheel.read_bytes()).hexdigest() in standing_in] / wheel.name)
     assert len(list(folders[True].iterdir())) == 2, "make image-cpu fetches these two"
+    if made := builder.made_base(ROOT, "bookworm"):
+        (copy / "build" / "base").mkdir()
+        inputs.link(made, copy / "build" / "base" / made.name)
     folder = copy / "containers" / "rocm"
     described = (folder / "image.toml").read_text()
     for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("pytorch-triton-rocm", "triton", "3.7.1")):

@@ -18,8 +18,8 @@ def commands() -> list[str]:
 
 
 def by_ci() -> set[str]:
-    """What .ci/run runs, word for word."""
-    return {line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()}
+    """What .ci/run runs, word for word; it runs the tests in two halves."""
+    return {line.strip().partition(" TESTS=")[0] for line in (ROOT / ".ci" / "run").read_text().splitlines()}
 
 
 HERE = [command for command in commands() if command not in by_ci()]
