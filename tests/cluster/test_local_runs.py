@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from helpers import ROOT
+
 # Where the tests run in the background, a shell has made them deaf to SIGINT.
 DRAY = ["env", "--default-signal", sys.executable, "-m", "dray"]
 RECIPE = "recipes/smoke-cpu.toml"

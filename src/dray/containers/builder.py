@@ -211,7 +211,7 @@ def made_base(checkout: Path, suite: str) -> Path | None:
 
 
 def trixie(checkout: Path) -> str:
-    """The Debian under the builder and the nodes of `dray cluster`: DRAY_CLUSTER_BASE, a made one, or the pinned one."""
+    """The Debian under the builder and `dray cluster`: DRAY_CLUSTER_BASE, one that was made, or the pinned one."""
     pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
 
