@@ -115,8 +115,8 @@ def test_the_definition_is_walked_to_its_end_with_the_cpu_s_wheels(checkout, tmp
     image, end = json.JSONDecoder().raw_decode(said)
     assert (image["variant"], image["accelerator"], image["architectures"]) == ("rocm", "rocm", ["gfx90a"])
     assert image["packages"]["torch"] == "2.13.0+cpu"
-    results = {one["check"]: one for one in json.loads(said[end:])["results"]}
+    results = {one["problem"]: one for one in json.loads(said[end:])["results"]}
     # It is seen through: this torch drives no GPU of AMD's, and DeepSpeed's operator was built for one that does.
-    failed = {name for name, one in results.items() if one["state"] == "FAIL"}
+    failed = {name for name, one in results.items() if one["level"] == "error"}
     assert failed == {"device", "deepspeed cpu_adam"}
     assert "cpu" in results["device"]["found"]

@@ -60,7 +60,7 @@ def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabri
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
     report = json.loads((ended.attempt / "preflight" / "report.json").read_text())
-    assert {rank["wire"] for rank in report["ranks"]} == {"gloo over TCP"}
+    assert {rank["transport"] for rank in report["ranks"]} == {"gloo over TCP"}
     assert ended.result()["preflight"].startswith("gloo over TCP, ")
     assert f"preflight: {ended.result()['preflight']}\n" in ended.output
 

@@ -1,4 +1,4 @@
-"""Host libraries held against an image by their ELF headers: small real libraries, made byte by byte."""
+"""Host libraries compared with an image by their ELF headers: small real libraries, made byte by byte."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def image(tmp_path: Path, library: Write) -> list[str]:
     return [str(folder)]
 
 
-def rows(image: list[str], *libraries: Path, configured: str = "") -> list[abi.Row]:
-    return abi.look(libraries, own=image, configured=configured)
+def rows(image: list[str], *libraries: Path, configured: str = "") -> list[abi.Library]:
+    return abi.check(libraries, own=image, configured=configured)
 
 
 def test_the_headers_are_read(tmp_path: Path, library: Write) -> None:
@@ -43,12 +43,12 @@ def test_the_headers_are_read(tmp_path: Path, library: Write) -> None:
         soname="libfabric.so.1",
         needed=("libcxi.so.1", "libc.so.6"),
         runpath=(f"{tmp_path}/../lib", "/opt/x"),
-        wants={"libc.so.6": ("GLIBC_2.38", "GLIBC_2.2.5"), "libcxi.so.1": ("LIBCXI_1.5",)},
-        gives=frozenset({"FABRIC_1.0", "FABRIC_1.7"}),
+        needed_versions={"libc.so.6": ("GLIBC_2.38", "GLIBC_2.2.5"), "libcxi.so.1": ("LIBCXI_1.5",)},
+        versions=frozenset({"FABRIC_1.0", "FABRIC_1.7"}),
     )
 
 
-@pytest.mark.skipif(not shutil.which("readelf"), reason="readelf, to compare with, is not here")
+@pytest.mark.skipif(not shutil.which("readelf"), reason="readelf is not installed")
 @pytest.mark.parametrize("name", ["libz.so.1", "libstdc++.so.6"])
 def test_this_machines_own_libraries_are_read_as_readelf_reads_them(name: str) -> None:
     path = next(Path(folder, name) for folder in abi.image_folders() if Path(folder, name).exists())
@@ -61,11 +61,11 @@ def test_this_machines_own_libraries_are_read_as_readelf_reads_them(name: str) -
 @pytest.mark.parametrize(
     "data", [b"", b"#!/bin/bash\n", b"\x7fELF\x02\x01" + b"\xff" * 90, b"\x7fELF\x01\x01" + b"\0" * 90]
 )
-def test_what_is_no_library_is_a_trouble_and_no_traceback(tmp_path: Path, data: bytes, image: list[str]) -> None:
+def test_a_file_that_is_no_library_is_a_problem_and_no_traceback(tmp_path: Path, data: bytes, image: list[str]) -> None:
     path = tmp_path / "libx.so"
     path.write_bytes(data)
     (row,) = rows(image, path)
-    assert len(row.troubles) == 1
+    assert len(row.problems) == 1
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the libraries are made for x86_64")
@@ -73,12 +73,12 @@ class TestFit:
     def test_one_that_fits(self, tmp_path: Path, image: list[str], library: Write) -> None:
         wants = {"libc.so.6": ("GLIBC_2.36",)}
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants))
-        assert (row.troubles, row.in_image, row.before, row.since) == ((), "", "host", "host")
+        assert (row.problems, row.in_image, row.before, row.since) == ((), "", "host", "host")
 
     def test_one_for_a_newer_glibc(self, tmp_path: Path, image: list[str], library: Write) -> None:
         wants = {"libc.so.6": ("GLIBC_2.2.5", "GLIBC_2.38")}
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", needed=["libc.so.6"], wants=wants))
-        assert row.troubles == (f"needs GLIBC_2.38 of libc.so.6; {image[0]}/libc.so.6 has GLIBC_2.36",)
+        assert row.problems == (f"needs GLIBC_2.38 of libc.so.6; {image[0]}/libc.so.6 has GLIBC_2.36",)
 
     def test_a_plugin_linked_with_another_libfabric(self, tmp_path: Path, image: list[str], library: Write) -> None:
         fabric = library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", gives=("FABRIC_1.0", "FABRIC_1.6"))
@@ -86,48 +86,48 @@ class TestFit:
             tmp_path / "plugin/librccl-net.so", "librccl-net.so",
             needed=["libfabric.so.1"], wants={"libfabric.so.1": ("FABRIC_1.0", "FABRIC_1.8")},
         )  # fmt: skip
-        assert [row.troubles for row in rows(image, fabric, plugin)] == [
+        assert [row.problems for row in rows(image, fabric, plugin)] == [
             (),
             (f"needs FABRIC_1.8 of libfabric.so.1; {fabric} has FABRIC_1.6",),
         ]
 
-    def test_one_whose_own_need_was_not_put_in(self, tmp_path: Path, image: list[str], library: Write) -> None:
+    def test_one_whose_own_need_was_not_bound(self, tmp_path: Path, image: list[str], library: Write) -> None:
         (row,) = rows(image, library(tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"]))
-        assert row.troubles == ()
-        assert row.doubts == ("needs libjansson.so.4, which is neither in the image nor put in",)
+        assert row.problems == ()
+        assert row.unresolved == ("needs libjansson.so.4, which is neither in the image nor bound",)
 
-    def test_one_whose_need_has_no_versions_is_taken_as_the_loader_takes_it(
+    def test_one_whose_need_has_no_versions_is_accepted_as_the_loader_does(
         self, tmp_path: Path, image: list[str], library: Write
     ) -> None:
         wants = {"libz.so.1": ("ZLIB_1.2.9",)}
         (row,) = rows(image, library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libz.so.1"], wants=wants))
-        assert (row.troubles, row.doubts) == ((), ())
+        assert (row.problems, row.unresolved) == ((), ())
 
     def test_two_copies_of_which_one_fits(self, tmp_path: Path, image: list[str], library: Write) -> None:
-        """Whose copy is loaded depends on the engine's version."""
+        """Which copy is loaded depends on the engine's version."""
         old = library(tmp_path / "host/libc.so.6", "libc.so.6", gives=("GLIBC_2.28",))
         wants = {"libc.so.6": ("GLIBC_2.36",)}
         new = library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libc.so.6"], wants=wants)
-        assert rows(image, old, new)[1].troubles == ()
+        assert rows(image, old, new)[1].problems == ()
 
     def test_the_images_library_path_is_searched(self, tmp_path: Path, image: list[str], library: Write) -> None:
         library(tmp_path / "more" / "libicu.so.7", "libicu.so.7")
         path = library(tmp_path / "host/libx.so.1", "libx.so.1", needed=["libicu.so.7"])
         (row,) = rows(image, path, configured=str(tmp_path / "more"))
-        assert row.doubts == ()
+        assert row.unresolved == ()
 
     def test_one_that_has_it_beside_itself(self, tmp_path: Path, image: list[str], library: Write) -> None:
         path = library(
             tmp_path / "host/libfabric.so.1", "libfabric.so.1", needed=["libjansson.so.4"], runpath="$ORIGIN"
         )
         library(tmp_path / "host/libjansson.so.4", "libjansson.so.4")
-        assert rows(image, path)[0].doubts == ()
+        assert rows(image, path)[0].unresolved == ()
 
     def test_one_for_another_machine(self, tmp_path: Path, image: list[str], library: Write) -> None:
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", machine=183))
-        assert row.troubles == ("is made for aarch64, and this node is x86_64",)
+        assert row.problems == ("is built for aarch64, and this node is x86_64",)
 
-    def test_whose_copy_is_loaded(self, tmp_path: Path, image: list[str], library: Write) -> None:
+    def test_which_copy_is_loaded(self, tmp_path: Path, image: list[str], library: Write) -> None:
         path = library(tmp_path / "host/libz.so.1", "libz.so.1")
         (row,) = rows(image, path)
         assert (row.in_image, row.before, row.since) == (f"{image[0]}/libz.so.1", "host", "image")
@@ -140,4 +140,4 @@ def test_as_a_program_it_answers_json_and_unfit(tmp_path: Path, capsys: pytest.C
     path.write_bytes(b"no library")
     assert abi.main([str(path)]) == 69
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["library"] == str(path)
+    assert row["path"] == str(path)

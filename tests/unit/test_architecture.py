@@ -26,9 +26,9 @@ FLOORS = {
     "images": 5,
     "cluster": 5,
     "runs": 6,
-    "fitness": 7,
-    "cli": 8,
-    "__main__": 9,
+    "fitness": 5,
+    "cli": 7,
+    "__main__": 8,
 }
 IN_IMAGE = {"runner", "checks", "train"}
 SUBPROCESS = {"subprocess", "multiprocessing", "pty"}

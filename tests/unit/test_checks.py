@@ -1,4 +1,4 @@
-"""The checks of dray.checks that need no image: what is told, and that no check takes another down with it."""
+"""The checks of dray.checks that need no image: their results, and that no check takes another down with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from dray.checks import __main__ as program
-from dray.checks import declared, drivers, group, versions
-from dray.checks.result import Result, Skip, Unfit, attempt
+from dray.checks import drivers, group
+from dray.checks import image as packages
+from dray.checks.check import Skip, check, passed, skipped
+from dray.contract import node
+from dray.contract.findings import DrayError, Finding, UnfitError
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.26  Release Build  (builder)  Thu Jan 16\n"
 CLOSED = (
@@ -24,45 +27,49 @@ PRESENT, ABSENT = "libc.so.6", "libabsent.so.1"
 
 def module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     """A group of checks for a child to import."""
-    lines = ["import os, signal, sys, threading", "from dray.checks.result import Result", "def results():"]
+    lines = [
+        "import os, signal, sys, threading",
+        "from dray.checks.check import passed, skipped, Finding",
+        "def results():",
+    ]
     (folder / "made_up.py").write_text("\n".join([*lines, *(f"    {line}" for line in body.splitlines())]))
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return "made_up"
 
 
-FIRST = 'yield Result(check="first", state="ok", found="fine")\n'
-FINE = Result(check="first", state="ok", found="fine")
+FIRST = 'yield passed("first", "fine")\n'
+FINE = passed("first", "fine")
 
 
-def bad(found: str, said: str | None = None) -> Result:
-    return Result(check="made_up", state="FAIL", found=found, said=said)
+def bad(found: str) -> Finding:
+    return Finding("made_up", found=found, code=69)
 
 
 @pytest.mark.parametrize(
     ("ending", "last"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", bad("died by SIGSEGV")),
-        ("print('no room', file=sys.stderr); os._exit(3)", bad("ended with code 3", "no room")),
+        ("print('no room', file=sys.stderr); os._exit(3)", bad("ended with code 3\nno room")),
         ("raise ValueError('one\\n  two  \\n')", bad("ValueError: two")),
         ("import torch_of_another_world", bad("ModuleNotFoundError: No module named 'torch_of_another_world'")),
-        ("import deepspeed", Result(check="made_up", state="skip", found="needs deepspeed, which is not here")),
+        ("import deepspeed", skipped("made_up", "needs deepspeed, which is not installed")),
         ("threading.Event().wait()", bad("not done after 5 s")),
     ],
 )
-def test_a_group_that_ends_badly_keeps_what_it_saw(
-    ending: str, last: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_group_that_ends_badly_keeps_its_results(
+    ending: str, last: Finding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "deepspeed" in ending and find_spec("deepspeed"):
-        pytest.skip("deepspeed is here")
+        pytest.skip("deepspeed is installed")
     name = module(tmp_path, monkeypatch, FIRST + ending)
     assert list(group.run(name, tmp_path, limit=5)) == [FINE, last]
 
 
-def test_what_libraries_print_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_libraries_print_is_not_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = 'os.system("echo noise"); print("more", flush=True)\n' + FIRST
-    body += 'print("why", file=sys.stderr)\nyield Result(check="second", state="FAIL", found="bad")'
+    body += 'print("why", file=sys.stderr)\nyield Finding("second", found="bad", code=69)'
     seen = list(group.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60))
-    assert seen == [FINE, Result(check="second", state="FAIL", found="bad", said="why")]
+    assert seen == [FINE, Finding("second", found="bad\nwhy", code=69)]
 
 
 def test_what_a_group_leaves_running_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +87,7 @@ subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout
 
 
 def test_checks_write_to_the_scratch_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = 'import tempfile\nyield Result(check="at", state="ok", found=tempfile.gettempdir() + os.environ["HF_HOME"])'
+    body = 'import tempfile\nyield passed("at", tempfile.gettempdir() + os.environ["HF_HOME"])'
     [at] = group.run(module(tmp_path, monkeypatch, body), tmp_path, limit=60)
     assert at.found == f"{tmp_path}{tmp_path}"
 
@@ -100,7 +107,7 @@ def run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
 
 
 RUN = group.run
-NO_DEVICE = 'yield Result(check="device", state="skip", found="none", fix="take one")\n'
+NO_DEVICE = 'yield skipped("device", "none", fix="use one")\n'
 
 
 def test_without_a_device_nothing_failed(
@@ -108,70 +115,78 @@ def test_without_a_device_nothing_failed(
 ) -> None:
     assert run([], tmp_path, monkeypatch, FIRST + NO_DEVICE) == 0
     *lines, summary = capsys.readouterr().out.splitlines()
-    assert lines == ["ok    first: fine", "skip  device: none", "      fix:    take one"]
+    assert lines == ["ok      first: fine", "skip    device: none", "        fix:    use one"]
     assert summary.startswith("1 ok, 1 skipped, 0 failed, in ")
 
 
-def test_programs_get_it_as_json(
+def test_json_has_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["--json"], tmp_path, monkeypatch, FIRST + NO_DEVICE) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["ok"], told["skip"], told["fail"]) == (1, 1, 0)
-    assert [(result["check"], result["state"]) for result in told["results"]] == [("first", "ok"), ("device", "skip")]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["skip"], report["error"]) == (1, 1, 0)
+    assert report["results"] == [
+        {"level": "ok", "problem": "first", "found": "fine"},
+        {"level": "skip", "problem": "device", "found": "none", "fix": "use one"},
+    ]
 
 
-def test_a_result_is_told_in_lines() -> None:
-    result = Result(check="C", state="FAIL", found="bad", wanted="good", fix="mend", seconds=1.26, said="a\nb")
-    assert str(result) == (
-        "FAIL  C: bad (1.3 s)\n      wanted: good\n      fix:    mend\n      said:   a\n              b"
+def test_a_finding_in_a_list_of_checks() -> None:
+    finding = Finding("C", found="bad\na\nb", wanted="good", fix="build it again", code=69)
+    assert finding.line() == (
+        "error   C: bad\n        a\n        b\n        wanted: good\n        fix:    build it again"
     )
 
 
-def told(error: Exception) -> Result:
+def of(error: Exception) -> Finding:
     def work() -> str:
         raise error
 
-    return attempt("it", work, fix="mend")
+    return check("it", work, fix="build it again")
 
 
-def test_an_attempt_says_what_came_in_its_way() -> None:
-    assert told(Skip("none", fix="take")) == Result(check="it", state="skip", found="none", fix="take")
-    assert told(Unfit("old", wanted="new")) == Result(check="it", state="FAIL", found="old", wanted="new")
-    assert told(OSError("first\nlast")) == Result(check="it", state="FAIL", found="OSError: last", fix="mend")
-    assert told(KeyError()) == Result(check="it", state="FAIL", found="KeyError", fix="mend")
+def test_a_check_that_raises() -> None:
+    assert of(Skip("none", fix="use one")) == skipped("it", "none", fix="use one")
+    unfit = of(UnfitError("old", wanted="new"))
+    assert (unfit.problem, unfit.found, unfit.wanted, unfit.level) == ("it", "old", "new", "error")
+    assert of(OSError("first\nlast")) == Finding("it", found="OSError: last", fix="build it again", code=69)
+    assert of(KeyError()) == Finding("it", found="KeyError", fix="build it again", code=69)
+
+
+@pytest.mark.parametrize(("content", "version"), [(OPEN, "570.26"), (CLOSED, "580.65.06"), ("rubbish", None)])
+def test_the_nvidia_driver_s_version(content: str, version: str | None, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(content)
+    assert node.nvidia_driver(tmp_path / "version") == version
+    assert node.nvidia_driver(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
-    ("kernel", "library", "wanted", "why"),
+    ("driver", "library", "wanted", "why"),
     [
         (None, ABSENT, "580", Skip("this machine has no NVIDIA driver")),
-        (CLOSED, ABSENT, "580", Skip(f"the machine has NVIDIA driver 580.65.06, but {ABSENT} is not in the container")),
-        (OPEN, PRESENT, "580.65.06", Unfit("NVIDIA driver 570.26")),
-        (CLOSED, PRESENT, "580.65.06", None),
-        (OPEN, PRESENT, "570.26", None),
-        ("rubbish", PRESENT, "580", None),
-        (OPEN, PRESENT, None, None),
+        ("570.26", ABSENT, "580", Skip(f"the machine has NVIDIA driver 570.26, but {ABSENT} is not in the container")),
+        ("570.26", PRESENT, "580.65.06", UnfitError("NVIDIA driver 570.26")),
+        ("580.65.06", PRESENT, "580.65.06", None),
+        ("570.26", PRESENT, "570.26", None),
+        (None, PRESENT, "580", None),
+        ("570.26", PRESENT, None, None),
     ],
-)
+)  # fmt: skip
 def test_why_there_is_no_nvidia_device(
-    kernel: str | None, library: str, wanted: str | None, why: Exception | None, tmp_path: Path
+    driver: str | None, library: str, wanted: str | None, why: DrayError | None
 ) -> None:
-    version = tmp_path / "version"
-    if kernel is not None:
-        version.write_text(kernel)
     if why is None:
-        drivers.explain_nvidia(wanted, version, library)
+        drivers.explain_nvidia(wanted, driver, library)
         return
-    with pytest.raises(type(why)) as told:
-        drivers.explain_nvidia(wanted, version, library)
-    assert str(told.value) == str(why)
+    with pytest.raises(type(why)) as raised:
+        drivers.explain_nvidia(wanted, driver, library)
+    assert raised.value.problem == why.problem
 
 
 def test_why_there_is_no_amd_device(tmp_path: Path) -> None:
     (tmp_path / "kfd").touch()
     drivers.explain_amd(tmp_path / "kfd")
-    with pytest.raises(Skip, match="/none is not here"):
+    with pytest.raises(Skip, match="/none is missing"):
         drivers.explain_amd(tmp_path / "none")
 
 
@@ -179,35 +194,35 @@ def test_why_there_is_no_amd_device(tmp_path: Path) -> None:
 def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An image.json where this Python looks for it."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    declared.read.cache_clear()
+    packages.declared.cache_clear()
     yield tmp_path / "image.json"
-    declared.read.cache_clear()
+    packages.declared.cache_clear()
 
 
-def test_the_image_says_what_it_is(image: Path) -> None:
-    said = {"variant": "cuda", "accelerator": "cuda", "driver": "580.65.06", "architectures": ["8.0", "9.0"]}
-    image.write_text(json.dumps({**said, "packages": {"deep_speed": "1", "dray": "0"}, "of_tomorrow": 1}))
-    assert declared.read().lists("x", "Deep.Speed")
-    first, _, *packages = versions.results()
+def test_the_image_declares_what_it_is(image: Path) -> None:
+    declared = {"variant": "cuda", "accelerator": "cuda", "driver": "580.65.06", "architectures": ["8.0", "9.0"]}
+    image.write_text(json.dumps({**declared, "packages": {"deep_speed": "1", "dray": "0"}, "of_tomorrow": 1}))
+    assert packages.declared().lists("x", "Deep.Speed")
+    first, _, *rest = packages.results()
     assert first.found == "cuda, for cuda 8.0 9.0, driver 580.65.06 or newer"
-    [dray] = [result for result in packages if result.check == "dray"]
-    assert (dray.state, dray.wanted) == ("FAIL", f"a file under {image.parent}"), "it is not the image's own"
+    [dray] = [result for result in rest if result.problem == "dray"]
+    assert (dray.level, dray.wanted) == ("error", f"a file under {image.parent}"), "it is not the image's own"
 
 
 def test_no_image_and_a_damaged_one(image: Path) -> None:
-    assert declared.read() == declared.Declared()
+    assert packages.declared() == packages.Image()
     image.write_text("{")
-    declared.read.cache_clear()
-    first, *_ = versions.results()
-    assert (first.state, first.found) == ("FAIL", f"{image} is damaged")
+    packages.declared.cache_clear()
+    first, *_ = packages.results()
+    assert (first.level, first.found) == ("error", f"{image} is damaged")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("architecture", ["7.0", "8.0", "9.0", "gfx90a"])
-def test_a_kernel_is_compiled_for_gpus_that_are_not_here(
+def test_a_kernel_is_compiled_for_gpus_that_this_machine_lacks(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dray.checks import kernels
+    from dray.checks import compilers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert "bytes of" in kernels.compiles(architecture)
+    assert "bytes of" in compilers.compile_kernel(architecture)

@@ -1,4 +1,4 @@
-"""An environment held against what is known: who set what, what is misspelt, what hurts, what stays outside."""
+"""The environment of ranks against the rules: typos, what hurts, what is overridden, what stays outside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from dray.config.site import Site, SiteVariable
+from dray.contract.findings import Finding
 from dray.facts import Facts
 from dray.fitness import lint
 from dray.planning.plan import Plan, plan
@@ -27,8 +28,8 @@ def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, 
     return plan(recipe, site or Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), dray="0")
 
 
-def about(found: list[lint.Finding], name: str) -> list[tuple[str, str, str]]:
-    return [(one.verdict, one.set_by, one.says) for one in found if one.name == name]
+def about(found: list[Finding], name: str) -> list[tuple[str, str, str]]:
+    return [(one.level, one.where, one.found) for one in found if one.problem.partition("=")[0] == name]
 
 
 def test_the_rules_are_dated_cited_and_can_be_read() -> None:
@@ -40,11 +41,11 @@ def test_the_rules_are_dated_cited_and_can_be_read() -> None:
         for rule in of_name:
             count += 1
             assert rule.keys() <= {
-                "name", "value", "accelerator", "nodes", "verdict", "says", "fix", "source", "date", "also", "unless",
+                "name", "value", "accelerator", "nodes", "level", "problem", "fix", "source", "date", "also", "unless",
                 "unless_option",
             }  # fmt: skip
-            assert {"verdict", "says", "fix", "source", "date"} <= rule.keys()
-            assert rule["verdict"] in ("error", "warning")
+            assert {"level", "problem", "fix", "source", "date"} <= rule.keys()
+            assert rule["level"] in ("error", "warning")
             assert rule.get("accelerator", "cpu") in ("cpu", "cuda", "rocm")
             assert rule.get("nodes", "one") in ("one", "several")
             assert re.fullmatch(r"20\d\d-\d\d", rule["date"])
@@ -53,7 +54,7 @@ def test_the_rules_are_dated_cited_and_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slip", "right"),
+    ("typo", "correct"),
     [
         ("CCL_NET_GDR_LEVEL", "NCCL_NET_GDR_LEVEL"),  # a letter less
         ("NCCL_SOCKET_IFNAMEE", "NCCL_SOCKET_IFNAME"),  # one more
@@ -65,20 +66,20 @@ def test_the_rules_are_dated_cited_and_can_be_read() -> None:
         ("", None),
     ],
 )
-def test_a_slip_of_one_letter_is_found(slip: str, right: str | None) -> None:
-    assert lint._slip(slip) == right
+def test_a_typo_of_one_letter_is_found(typo: str, correct: str | None) -> None:
+    assert lint._correct(typo) == correct
 
 
-def test_no_known_name_is_taken_for_a_slip_of_another() -> None:
-    assert [name for name in lint.rules().names if lint._slip(name)] == []
+def test_no_known_name_is_taken_for_a_typo_of_another() -> None:
+    assert [name for name in lint.rules().names if lint._correct(name)] == []
 
 
 def test_a_misspelt_one_in_a_site_is_an_error_and_in_the_shell_a_warning(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="CCL_NET_GDR_LEVEL", value="3", why="w"),))
     found = lint.check(made(root, site=site), {"NCCL_DEBGU": "INFO"}, {})
-    says = "nothing reads it; NCCL_NET_GDR_LEVEL is the name"
-    assert about(found, "CCL_NET_GDR_LEVEL") == [("error", "site s", says)]
-    assert about(found, "NCCL_DEBGU") == [("warning", "your shell", "nothing reads it; NCCL_DEBUG is the name")]
+    typo = "nothing reads it; did you mean NCCL_NET_GDR_LEVEL?"
+    assert about(found, "CCL_NET_GDR_LEVEL") == [("error", "site s", typo)]
+    assert about(found, "NCCL_DEBGU") == [("warning", "your shell", "nothing reads it; did you mean NCCL_DEBUG?")]
 
 
 def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
@@ -89,16 +90,16 @@ def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
         assert {verdict for verdict, *_ in found} == verdicts, image
 
 
-def test_who_beat_whom_is_said(root: Path) -> None:
+def test_an_overridden_value_is_a_note(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="OMP_NUM_THREADS", value="7", why="w"),))
     found = lint.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
-    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "beats 7 (site s), that of your shell")]
+    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "overrides 7 (site s), that of your shell")]
 
 
-def test_what_stays_outside_is_said_with_the_way_in(root: Path) -> None:
-    (one,) = [one for one in lint.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if one.name == "NCCL_DEBUG"]
-    assert (one.verdict, one.says) == ("note", "stays outside: apptainer hands in only what the plan names")
-    assert one.fix == 'env.NCCL_DEBUG=... in the recipe, or pass_env=["NCCL_DEBUG"]'
+def test_a_variable_that_stays_outside_is_a_note_with_its_fix(root: Path) -> None:
+    (one,) = [one for one in lint.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if "DEBUG" in one.problem]
+    assert (one.level, one.found) == ("note", "stays outside: apptainer passes only the plan's variables")
+    assert one.fix == 'env.NCCL_DEBUG=... or pass_env=["NCCL_DEBUG"]'
 
 
 def test_the_images_own_environment_is_looked_at(root: Path) -> None:
@@ -115,11 +116,11 @@ def test_a_pair_that_fights_needs_both(root: Path) -> None:
         assert len(about(lint.check(plan, {}, {}), "ROCR_VISIBLE_DEVICES")) == count
 
 
-def test_what_is_urgent_is_said_before_a_run(root: Path) -> None:
+def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
     plan = made(root, "env.FI_MR_CACHE_MONITOR=memhooks")
-    said = "dray: error: FI_MR_CACHE_MONITOR=memhooks (recipe): deadlocks with the NCCL plugin\n"
-    assert lint.aloud(plan, {"NCCL_DEBUG": "INFO"}) == said
-    assert lint.aloud(made(root), {}) == ""
+    line = "dray: error: FI_MR_CACHE_MONITOR=memhooks (recipe): deadlocks with the NCCL plugin\n"
+    assert lint.warnings(plan, {"NCCL_DEBUG": "INFO"}) == line
+    assert lint.warnings(made(root), {}) == ""
 
 
 class TestCommand:
@@ -136,24 +137,26 @@ class TestCommand:
     def test_an_error_is_78_with_its_fix_and_source(self, root: Path) -> None:
         ended = self.run(root, "recipes/smoke-cpu.toml", "env.FI_MR_CACHE_MONITOR=memhooks")
         assert ended.returncode == 78
-        first, fix, source, *_ = ended.stdout.splitlines()
-        assert first == "error    FI_MR_CACHE_MONITOR=memhooks (recipe): deadlocks with the NCCL plugin"
-        assert (fix[:17], source[:17]) == ("         fix:    ", "         source: ")
+        first, where, fix, source, *_ = ended.stdout.splitlines()
+        assert first == "error   FI_MR_CACHE_MONITOR=memhooks: deadlocks with the NCCL plugin"
+        assert [line[:16] for line in (where, fix, source)] == [
+            f"{'':<8}{name:<8}" for name in ("where:", "fix:", "source:")
+        ]
 
     def test_a_secret_is_not_shown(self, root: Path) -> None:
         ended = self.run(root, HF_TOKEN="hf_very_secret")
-        assert "HF_TOKEN=(set) (your shell): stays outside" in ended.stdout
+        assert "HF_TOKEN=(set): stays outside" in ended.stdout
         assert "very_secret" not in ended.stdout
         assert "very_secret" not in self.run(root, "--json", HF_TOKEN="hf_very_secret").stdout
 
     def test_no_value_of_the_shells_is_shown_whatever_its_name(self, root: Path) -> None:
         env = {"HF_TOKN": "hf_very_secret", "HF_ENDPOINT": "https://me:very_secret@h", "OMP_NUM_THREADS": "very_secret"}
         ended = self.run(root, **env)
-        assert "HF_TOKN=(set) (your shell): nothing reads it; HF_TOKEN is the name" in ended.stdout
+        assert "HF_TOKN=(set): nothing reads it; did you mean HF_TOKEN?" in ended.stdout
         for said in (ended, self.run(root, "--json", **env)):
             assert "very_secret" not in said.stdout + said.stderr
 
     def test_json(self, root: Path) -> None:
         ended = self.run(root, "--json", NCCL_DEBUG="INFO")
         (one,) = json.loads(ended.stdout)
-        assert (one["name"], one["verdict"], one["set_by"]) == ("NCCL_DEBUG", "note", "your shell")
+        assert (one["problem"], one["level"], one["where"]) == ("NCCL_DEBUG=(set)", "note", "your shell")

@@ -139,7 +139,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ste')
     paths.preflight.mkdir()
     seen = {"seconds": {"meet": 1.25, "bandwidth": 3.0}, "sweep": [{"bus_gb_s": 0.5}, {"bus_gb_s": 122.5}]}
-    (paths.preflight / "report.json").write_text(json.dumps({**seen, "ranks": [{"wire": "cxi"}, {"wire": "cxi"}]}))
+    (paths.preflight / "report.json").write_text(json.dumps({**seen, "ranks": [{"transport": "cxi"}] * 2}))
     result = finish(paths, code=0)
     written = json.loads(paths.result.read_text())
     assert written.pop("finished").endswith("Z")

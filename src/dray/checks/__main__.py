@@ -11,44 +11,46 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray.checks import group
-from dray.checks.result import Result
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
 
-EXIT_UNFIT = 69
-GROUPS = ("versions", "device", "operators", "kernels", "compilers")
+GROUPS = ("image", "device", "operators", "compilers")
 LIMIT = 600.0  # seconds; importing everything from a cold, busy file system takes minutes
 
 
 def main() -> int:
     """Show each result as it comes, or all of them as one JSON object."""
-    options = _options()
+    as_json = _options().json
     began = time.monotonic()
-    seen = []
+    results = []
     for result in _results():
-        seen.append(result)
-        if not options.json:
-            print(result, flush=True)
-    states = Counter(result.state for result in seen)
+        results.append(result)
+        if not as_json:
+            print(result.line(), flush=True)
+    levels = Counter(result.level for result in results)
     seconds = round(time.monotonic() - began, 1)
-    if options.json:
-        counts = {"ok": states["ok"], "skip": states["skip"], "fail": states["FAIL"], "seconds": seconds}
-        print(json.dumps({"host": platform.node(), **counts, "results": [asdict(result) for result in seen]}, indent=1))
+    if as_json:
+        counts = {name: levels[name] for name in ("ok", "skip", "error")}
+        shown = [result.data() for result in results]
+        print(json.dumps({"host": platform.node(), **counts, "seconds": seconds, "results": shown}, indent=1))
     else:
-        print(f"{states['ok']} ok, {states['skip']} skipped, {states['FAIL']} failed, in {seconds} s")
-    return EXIT_UNFIT if states["FAIL"] else 0
+        print(f"{levels['ok']} ok, {levels['skip']} skipped, {levels['error']} failed, in {seconds} s")
+    return exit_codes.UNFIT if levels["error"] else exit_codes.DONE
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dray.checks", description="What this image can do here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dray.checks", description="What this image can do on this machine."
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_args()
 
 
-def _results() -> Iterator[Result]:
+def _results() -> Iterator[Finding]:
     with TemporaryDirectory(prefix="dray-checks-") as scratch:
         for name in GROUPS:
             yield from group.run(f"dray.checks.{name}", Path(scratch), limit=LIMIT)
@@ -62,4 +64,4 @@ if __name__ == "__main__":
         os._exit(130)
     except OSError as error:  # no folder to write to
         print(f"dray.checks cannot begin: {error}", file=sys.stderr)
-        sys.exit(EXIT_UNFIT)
+        sys.exit(exit_codes.UNFIT)

@@ -1,47 +1,49 @@
-"""What the ranks do together before a launch: do they hear one another, right, and how fast, over which wire?"""
+"""The preflight's collectives: all-reduce and all-gather of all ranks, their results, bandwidth and transport."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from dray.checks import declared, drivers, transport
-from dray.checks.rank import Rank, Wrong
-from dray.checks.result import Skip, Unfit
+from dray.checks import drivers, image, transport
+from dray.contract import node
+from dray.contract.findings import DrayError, UnfitError
+
+if TYPE_CHECKING:
+    from dray.checks.preflight import Rank
 
 _GROUPS = 5
 _ROUNDS = 3
-_PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and at most so many of all, which each holds
-_FLOOR_NODES = 8  # beyond, messages of this size wait for one another, and no longer for the wire
+_PATTERN, _ALL = 1 << 16, 1 << 24  # numbers of a rank, and the most of all ranks together, which each rank holds
+_BANDWIDTH_NODES = 8  # with more nodes, latency and not bandwidth limits messages of this size
 _SUSPECT = "leave that node out (sbatch --exclude), and tell the cluster's administrators"
 
 
 def suite(rank: Rank, log: Path) -> dict[str, Any]:
-    """Every part in turn; what was seen, or Wrong."""
+    """Run every part and return the report, or raise UnfitError."""
     rank.phase("device")
     device = _device(rank)
-    rank.phase("meet")
+    rank.phase("rendezvous")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank.deadline(rank.plan["preflight"]["within"])
     rank.phase("all-reduce")
-    total = torch.full((1,), rank.number, dtype=torch.int64, device=device)
+    total, wanted = torch.full((1,), rank.number, dtype=torch.int64, device=device), sum(range(rank.size))
     dist.all_reduce(total)
-    if total.item() != sum(range(rank.size)):
-        raise Wrong(
-            "a sum over all ranks is wrong", wanted=str(sum(range(rank.size))), found=str(total.item()), fix=_SUSPECT
-        )
+    if total.item() != wanted:
+        raise UnfitError("the all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
     rank.phase("all-gather")
     length = min(_PATTERN, _ALL // rank.size)
-    mine = _pattern(rank.number, length).to(device)
-    pieces = [torch.empty_like(mine) for _ in range(rank.size)]
-    dist.all_gather(pieces, mine)
-    wrong = (number for number, piece in enumerate(pieces) if not torch.equal(piece.cpu(), _pattern(number, length)))
-    _right(rank, [*wrong])
+    own = _pattern(rank.number, length).to(device)
+    pieces = [torch.empty_like(own) for _ in range(rank.size)]
+    dist.all_gather(pieces, own)
+    wrong = [number for number, piece in enumerate(pieces) if not torch.equal(piece.cpu(), _pattern(number, length))]
+    _require_right_data(rank, _all_gather(wrong, device))
     rank.phase("new groups")
     for _ in range(_GROUPS):
         group = dist.new_group(list(range(rank.size)))
@@ -49,15 +51,26 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         dist.destroy_process_group(group)
     rank.phase("bandwidth")
     sweep = _sweep(rank, device)
-    wire = transport.used(log.read_text(errors="replace").splitlines()) if log.exists() else None
-    _hold(rank, wire, max((row["bus_gb_s"] for row in sweep), default=0.0), gpus=device.type == "cuda")
-    said: list[Any] = [None] * rank.size
-    wired = wire.name if wire else "gloo over TCP" if device.type == "cpu" else "within the node"
-    dist.all_gather_object(said, {"node": rank.node_of(rank.number), "wire": wired})
+    used = transport.used(log.read_text(errors="replace").splitlines()) if log.exists() else None
+    _require_fabric(rank, used, max((row["bus_gb_s"] for row in sweep), default=0.0), gpus=device.type == "cuda")
+    name = used.name if used else "gloo over TCP" if device.type == "cpu" else "within the node"
+    ranks = _all_gather({"node": rank.node, "transport": name}, device)
     if device.type == "cuda":  # NCCL may still be sending when its kernel has ended
         dist.destroy_process_group()
     rank.phase("done")
-    return {"seconds": rank.seconds, "sweep": sweep, "ranks": said}
+    return {"seconds": rank.seconds, "sweep": sweep, "ranks": ranks}
+
+
+def _all_gather(value: object, device: torch.device) -> list[Any]:
+    """Every rank's value, as JSON in tensors of bytes: torch's all_gather_object unpickles what others send."""
+    content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor([len(content)], device=device)
+    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)
+    longest = max(int(one) for one in lengths)
+    pieces = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(pieces, torch.nn.functional.pad(content, (0, longest - len(content))))
+    return [json.loads(bytes(piece[: int(one)].tolist())) for piece, one in zip(pieces, lengths, strict=True)]
 
 
 def _device(rank: Rank) -> torch.device:
@@ -65,33 +78,31 @@ def _device(rank: Rank) -> torch.device:
         return torch.device("cpu")
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if count <= local:
-        raise Wrong(
-            f"node {rank.node_of(rank.number)} has too few GPUs",
+        raise UnfitError(
+            f"node {rank.node} has too few GPUs",
             wanted=f"{rank.plan['world']['ranks_per_node']}, one for each rank",
             found=f"torch sees {count}{_why_none(rank)}",
-            fix="python -m dray.checks in the image says why; ask for GPUs (--gpus-per-node), or leave this node out",
+            fix="ask for GPUs (--gpus-per-node), or leave this node out; python -m dray.checks in the image says why",
         )
     torch.cuda.set_device(local)
     torch.ones(8, device="cuda").sum().item()
     return torch.device("cuda", local)
 
 
-def _right(rank: Rank, bad: list[int]) -> None:
-    """Whose data came in wrong, and at whom: a rank in most of these pairs is to blame, as sender or as receiver."""
-    reports: list[Any] = [None] * rank.size
-    dist.all_gather_object(reports, bad)
+def _require_right_data(rank: Rank, reports: list[list[int]]) -> None:
+    """Name the rank in most of the pairs whose data differs: it is at fault, as sender or as receiver."""
     pairs = {frozenset((sender, receiver)) for receiver, senders in enumerate(reports) for sender in senders}
     if not pairs:
         return
     count = {number: sum(number in pair for pair in pairs) for pair in pairs for number in pair}
-    guilty = [number for number in sorted(count) if count[number] == max(count.values())]
-    raise Wrong(
-        f"data of {' or '.join(f'rank {one} on {rank.node_of(one)}' for one in guilty[:4])} came in wrong",
-        wanted="what each rank is known to send",
-        found=f"other bytes, between {len(pairs)} pairs of ranks",
+    faulty = [number for number in sorted(count) if count[number] == max(count.values())]
+    raise UnfitError(
+        f"wrong data from {' or '.join(f'rank {one} on {rank.node_of(one)}' for one in faulty[:4])}",
+        wanted="the data that each rank sends in the all-gather",
+        found=f"other bytes between {len(pairs)} {'pairs' if len(pairs) > 1 else 'pair'} of ranks",
         fix=_SUSPECT,
-        node=rank.node_of(guilty[0]),
-        rank=guilty[0],
+        node=rank.node_of(faulty[0]),
+        rank=faulty[0],
     )
 
 
@@ -100,9 +111,9 @@ def _why_none(rank: Rank) -> str:
         if rank.plan["variant"] == "rocm":
             drivers.explain_amd()
         else:
-            drivers.explain_nvidia(declared.read().driver)
-    except (Skip, Unfit) as said:
-        return f": {said}"
+            drivers.explain_nvidia(image.declared().driver, node.nvidia_driver())
+    except DrayError as error:
+        return f": {error.problem}"
     return ""
 
 
@@ -111,12 +122,12 @@ def _pattern(rank: int, length: int) -> torch.Tensor:
 
 
 def _sweep(rank: Rank, device: torch.device) -> list[dict[str, float]]:
-    """Bus bandwidth: what each link carries, by the measure of nccl-tests."""
+    """Bus bandwidth by message size, as nccl-tests defines it."""
     rows = []
     size = 1 << 14
     while size <= rank.plan["preflight"]["megabytes"] << 20:
         values = torch.zeros(size // 4, device=device)
-        dist.all_reduce(values)  # what is set up once for a size is not counted
+        dist.all_reduce(values)  # the first one of a size also sets it up
         if device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
@@ -131,25 +142,24 @@ def _sweep(rank: Rank, device: torch.device) -> list[dict[str, float]]:
     return rows
 
 
-def _hold(rank: Rank, wire: transport.Wire | None, best: float, *, gpus: bool) -> None:
-    """Hold what was seen against what the site expects of its fabric."""
+def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, *, gpus: bool) -> None:
+    """Compare the transport and the bandwidth with what the site file expects."""
     fabric, nodes = rank.plan["fabric"], rank.plan["world"]["nodes"]
-    where = f"rank {rank.number} on {rank.node_of(rank.number)}"
     if gpus and len(nodes) > 1 and fabric["transport"]:
         expected = " or ".join(fabric["transport"])
-        if wire is None or wire.name.casefold() not in {name.casefold() for name in fabric["transport"]}:
-            raise Wrong(
-                f"{where} does not use the fast network",
+        if used is None or used.name.casefold() not in {name.casefold() for name in fabric["transport"]}:
+            raise UnfitError(
+                f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
                 wanted=f"{expected} ({rank.plan['site']})",
-                found=f"{wire.name}: {wire.trouble or wire.line}" if wire else "NCCL's log names no network",
-                fix=(wire and wire.fix) or "see preflight/nccl-*.log in the run's folder; docs/fabric.md",
-                node=rank.node_of(rank.number),
+                found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
+                fix=(used and used.fix) or "see preflight/nccl-*.log in the run folder, and docs/fabric.md",
+                node=rank.node,
                 rank=rank.number,
             )
-    if 1 < len(nodes) <= _FLOOR_NODES and best < fabric["min_bus_bandwidth_gb_s"]:
-        raise Wrong(
-            "the nodes hear one another more slowly than this cluster can",
-            wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s of bus bandwidth at least ({rank.plan['site']})",
+    if 1 < len(nodes) <= _BANDWIDTH_NODES and best < fabric["min_bus_bandwidth_gb_s"]:
+        raise UnfitError(
+            "bus bandwidth between the nodes is below the site's minimum",
+            wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {rank.plan['site']})",
             found=f"{best} GB/s",
-            fix="see preflight/nccl-*.log; a slower network may be in use. preflight.when=never leaves this out",
+            fix="see preflight/nccl-*.log for a slower network in use; preflight.when=never skips this check",
         )

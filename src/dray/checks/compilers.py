@@ -1,20 +1,24 @@
-"""What is compiled at run time: C by Triton, C++ by torch.compile."""
+"""What is compiled at run time: kernels and C by Triton, C++ by torch.compile."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from subprocess import CalledProcessError
 
 import torch
 
-from dray.checks import declared
-from dray.checks.result import Result, Skip, Unfit, attempt
+from dray.checks import image
+from dray.checks.check import Skip, check, skipped
+from dray.contract.findings import Finding, UnfitError
 
+_TRITON = "build the image again: no model that uses Triton runs in it"
 _HEADERS = "install gcc and Python's headers: Triton starts kernels with them"
 _EAGER = "train without compilation on a CPU"
+_COUNT, _BLOCK = 1000, 256
 _ANSWER = """
 #include <Python.h>
 static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
@@ -24,10 +28,57 @@ PyMODINIT_FUNC PyInit_dray_answer(void) { return PyModule_Create(&module); }
 """
 
 
-def results() -> Iterator[Result]:
-    """Both ways, on the CPU alone."""
-    yield attempt("C extension", _c, fix=_HEADERS)
-    yield attempt("torch.compile", _cpp, fix=_EAGER)
+def results() -> Iterator[Finding]:
+    """Each of the three compilers."""
+    if image.absent("triton"):
+        yield skipped("triton", "not installed")
+    else:
+        yield from _triton()
+        yield check("C extension", _c, fix=_HEADERS)
+    yield check("torch.compile", _cpp, fix=_EAGER)
+
+
+def _triton() -> Iterator[Finding]:
+    """A kernel: run on a GPU, else compiled for the image's GPUs, else interpreted."""
+    architectures = image.declared().architectures
+    if torch.cuda.device_count():
+        yield check("triton", partial(run_kernel, "cuda"), fix=_TRITON)
+    elif architectures:
+        for architecture in architectures:
+            yield check(f"triton for {architecture}", partial(compile_kernel, architecture), fix=_TRITON)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
+        yield check("triton", partial(run_kernel, "cpu"), fix=_TRITON)
+
+
+def run_kernel(device: str) -> str:
+    """Run it and compare with torch."""
+    add = import_module("dray.checks.kernel").add
+    left, right = torch.randn(2, _COUNT, device=device)
+    out = torch.empty_like(left)
+    add[(-(-_COUNT // _BLOCK),)](left, right, out, _COUNT, block=_BLOCK)
+    if not torch.equal(out, left + right):
+        difference = (out - left - right).abs().max().item()
+        raise UnfitError(f"a sum differs by {difference}", wanted="what torch computes", fix=_TRITON)
+    return "a kernel, compiled and run, agrees with torch" if device == "cuda" else "a kernel, interpreted, agrees"
+
+
+def compile_kernel(architecture: str) -> str:
+    """Compile it for a GPU that this machine need not have."""
+    compiler = import_module("triton.compiler")
+    kernel = import_module("dray.checks.kernel")
+    target_of = import_module("triton.backends.compiler").GPUTarget
+    if architecture.startswith("gfx"):
+        target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
+    else:
+        target = target_of("cuda", int(architecture.replace(".", "")), 32)
+    source = compiler.ASTSource(kernel.add, kernel.SIGNATURE, constexprs={"block": _BLOCK})
+    stages = compiler.compile(source, target=target).asm
+    binary = stages.get("cubin") or stages.get("hsaco") or b""
+    if not binary.startswith(b"\x7fELF"):
+        raise UnfitError(f"made {', '.join(stages)}", wanted="a binary for the GPU", fix=_TRITON)
+    kind = "cubin" if "cubin" in stages else "hsaco"
+    return f"a kernel compiled to {len(binary)} bytes of {kind}; not run, no device"
 
 
 def _c() -> str:
@@ -35,24 +86,24 @@ def _c() -> str:
     try:
         answer = build.compile_module_from_src(_ANSWER, "dray_answer").answer()
     except CalledProcessError as error:
-        raise Unfit(f"{error.cmd[0]} ended with code {error.returncode}", fix=_HEADERS) from None
+        raise UnfitError(f"{error.cmd[0]} ended with code {error.returncode}", fix=_HEADERS) from None
     if answer != 42:
-        raise Unfit(f"compiled, but answers {answer}", wanted="42")
+        raise UnfitError(f"compiled, but answers {answer}", wanted="42")
     return "gcc and Python.h make one that loads"
 
 
 def _cpp() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        refuse = Unfit if declared.read().variant else Skip  # every image has one
-        raise refuse(f"needs {compiler} for the CPU, which is not here", fix=_EAGER)
+        raised = UnfitError if image.declared().variant else Skip  # every image has one
+        raise raised(f"{compiler}, the compiler for the CPU, is not installed", fix=_EAGER)
     numbers = torch.linspace(0, 1, 1000)
     try:
-        made = torch.compile(_curve)(numbers)
+        compiled = torch.compile(_curve)(numbers)
     except Exception as error:  # many kinds; the cause comes first, then advice for torch's developers
-        raise Unfit(str(error).splitlines()[0], fix=_EAGER) from None
-    if not torch.allclose(made, _curve(numbers)):
-        raise Unfit("a compiled function differs", wanted="what it is without compilation")
+        raise UnfitError(str(error).splitlines()[0], fix=_EAGER) from None
+    if not torch.allclose(compiled, _curve(numbers)):
+        raise UnfitError("a compiled function differs", wanted="what it is without compilation")
     return "a function compiled for the CPU agrees"
 
 

@@ -1,4 +1,4 @@
-"""The GPUs, each put to work once; where there are none, why."""
+"""The GPUs, each used once; without one, why there is none."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from functools import partial
 
 import torch
 
-from dray.checks import declared, drivers
-from dray.checks.result import Result, Skip, Unfit, attempt
+from dray.checks import drivers, image
+from dray.checks.check import Skip, check
+from dray.contract import node
+from dray.contract.findings import Finding, UnfitError
 
-_NO_CODE = ("no kernel image", "invalid device function")  # CUDA's words, HIP's words
+_NO_CODE = ("no kernel image", "invalid device function")  # by CUDA, by HIP
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def results() -> Iterator[Result]:
-    """One line a device, or one that says why there is none."""
+def results() -> Iterator[Finding]:
+    """One result for each device, or one that says why there is none."""
     count = torch.cuda.device_count()
     if not count:
-        yield attempt("device", _none)
+        yield check("device", _none)
     for index in range(count):
-        yield attempt(f"device {index}", partial(_works, index))
+        yield check(f"device {index}", partial(_works, index))
 
 
 def accelerator() -> str:
-    """What this torch is built for, in the words of image.toml."""
+    """What this torch is built for, named as in image.toml."""
     return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
 
 
@@ -37,27 +39,29 @@ def _works(index: int) -> str:
     try:
         total = (ones @ ones).sum().item()
     except RuntimeError as error:
-        if not any(words in str(error) for words in _NO_CODE):
+        if not any(message in str(error) for message in _NO_CODE):
             raise
-        raise Unfit(
+        raise UnfitError(
             f"{found}: torch has no code for it",
             wanted=f"one of {' '.join(torch.cuda.get_arch_list())}",
-            fix="take the variant that is made for this GPU",
+            fix="use the image variant for this GPU",
         ) from None
     if total != 64**3:
-        raise Unfit(f"{found}: a product of ones is {total}", wanted=str(64**3), fix="take the GPU out of service")
+        raise UnfitError(f"{found}: a product of ones is {total}", wanted=str(64**3), fix="take the GPU out of service")
     return found
 
 
 def _none() -> str:
-    wanted = declared.read().accelerator
+    wanted = image.declared().accelerator
     if wanted is not None and wanted != accelerator():
-        raise Unfit(f"this torch is built for {accelerator()}", wanted=wanted, fix="build the image with its own torch")
+        raise UnfitError(
+            f"this torch is built for {accelerator()}", wanted=wanted, fix="build the image with its own torch"
+        )
     match accelerator():
         case "cpu":
-            raise Skip("none wanted: this torch is built for the CPU")
+            raise Skip("this torch is built for the CPU")
         case "cuda":
-            drivers.explain_nvidia(declared.read().driver)
+            drivers.explain_nvidia(image.declared().driver, node.nvidia_driver())
         case _:
             drivers.explain_amd()
     visible = [f"{name}={os.environ[name]!r}" for name in _VISIBLE if name in os.environ]
@@ -66,4 +70,4 @@ def _none() -> str:
     except RuntimeError as error:
         found = ", ".join([str(error).splitlines()[0], *visible])
         raise Skip(found, fix="ask for a GPU in the job (--gpus-per-node)") from None
-    raise Skip(", ".join(["torch counts none", *visible]))
+    raise Skip(", ".join(["torch finds none", *visible]))

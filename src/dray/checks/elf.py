@@ -1,4 +1,4 @@
-"""What a shared library says of itself, from its ELF headers; nothing of it is run."""
+"""The ELF headers of a shared library; none of its code runs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ _VERDEF, _VERNEED = 0x6FFFFFFC, 0x6FFFFFFE
 
 
 class NotElfError(ValueError):
-    """No 64-bit little-endian shared object."""
+    """Not a 64-bit little-endian shared object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """`wants` has the versions that it needs of each library, `gives` those that it has itself."""
+    """What the loader needs to know of it."""
 
     machine: str
     soname: str
     needed: tuple[str, ...]
     runpath: tuple[str, ...]
-    wants: dict[str, tuple[str, ...]]
-    gives: frozenset[str]
+    needed_versions: dict[str, tuple[str, ...]]
+    """Of each library that it needs."""
+    versions: frozenset[str]
+    """Those that it defines."""
 
 
 def read(path: Path) -> Library:
@@ -37,7 +39,7 @@ def read(path: Path) -> Library:
     try:
         return _Reader(data).library(path)
     except (struct.error, IndexError, StopIteration, RuntimeError, ValueError, OverflowError) as error:
-        raise NotElfError(f"{path} is no whole shared library") from error
+        raise NotElfError(f"{path} is not a complete shared library") from error
 
 
 class _Reader:
@@ -55,7 +57,6 @@ class _Reader:
 
     def library(self, path: Path) -> Library:
         machine = struct.unpack_from("<H", self.data, 18)[0]
-        wants = dict(self._wants(self._one(_VERNEED)))
         soname = self._one(_SONAME)
         paths = [self._text(value) for tag, value in self.dynamic if tag in (_RPATH, _RUNPATH)]
         return Library(
@@ -65,8 +66,8 @@ class _Reader:
             runpath=tuple(
                 entry.replace("$ORIGIN", str(path.parent)) for one in paths for entry in one.split(":") if entry
             ),
-            wants=wants,
-            gives=frozenset(self._gives(self._one(_VERDEF))),
+            needed_versions=dict(self._needed_versions(self._one(_VERNEED))),
+            versions=frozenset(self._versions(self._one(_VERDEF))),
         )
 
     def _dynamic(self, header: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -86,7 +87,7 @@ class _Reader:
         begin = self.strings + at
         return self.data[begin : self.data.index(b"\0", begin)].decode()
 
-    def _wants(self, address: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def _needed_versions(self, address: int) -> Iterator[tuple[str, tuple[str, ...]]]:
         at = self._offset(address) if address else 0
         while at:
             _, count, file, first, following = struct.unpack_from("<HHIII", self.data, at)
@@ -98,7 +99,7 @@ class _Reader:
             yield self._text(file), tuple(versions)
             at = at + following if following else 0
 
-    def _gives(self, address: int) -> Iterator[str]:
+    def _versions(self, address: int) -> Iterator[str]:
         at = self._offset(address) if address else 0
         while at:
             _, _, _, _, _, first, following = struct.unpack_from("<HHHHIII", self.data, at)

@@ -11,6 +11,6 @@ SIGNATURE = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "count": "i32", 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def add(left, right, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """One block of out = left + right."""
-    places = tl.program_id(0) * block + tl.arange(0, block)
-    inside = places < count
-    tl.store(out + places, tl.load(left + places, mask=inside) + tl.load(right + places, mask=inside), mask=inside)
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    mask = offsets < count
+    tl.store(out + offsets, tl.load(left + offsets, mask=mask) + tl.load(right + offsets, mask=mask), mask=mask)

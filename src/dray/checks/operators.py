@@ -1,4 +1,4 @@
-"""DeepSpeed's operators, loaded its own way: what the build has made is taken, nothing is compiled."""
+"""DeepSpeed's operators, loaded as DeepSpeed loads them: those that the build compiled, and none is compiled now."""
 
 from __future__ import annotations
 
@@ -11,35 +11,32 @@ from types import ModuleType
 import torch
 
 from dray.checks import device
-from dray.checks.result import Result, Skip, Unfit, attempt
+from dray.checks.check import Skip, check, skipped
+from dray.contract.findings import Finding, UnfitError
 
 _STUB = "deepspeed_not_implemented"
 
 
-def results() -> Iterator[Result]:
+def results() -> Iterator[Finding]:
     """One line an operator that was prebuilt, and one for all others."""
-    # Without a GPU DeepSpeed would take itself for a CPU's, and leave the GPU's operators aside.
+    # Without a GPU DeepSpeed would choose the CPU's operators.
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if device.accelerator() == "cpu" else "cuda")
     built = import_module("deepspeed.git_version_info")
     builders = import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
-    ready = sorted(name for name, done in built.installed_ops.items() if done)
-    for name in ready:
-        yield attempt(f"deepspeed {name}", partial(_loads, name, builders, built), fix="build the image again")
-    others = sorted(builders.keys() - {*ready, _STUB})
-    yield Result(
-        check="deepspeed",
-        state="skip",
-        found=f"not prebuilt, so a run that asks for one has to compile it: {', '.join(others) or 'none'}",
-    )
+    prebuilt = sorted(name for name, installed in built.installed_ops.items() if installed)
+    for name in prebuilt:
+        yield check(f"deepspeed {name}", partial(_loads, name, builders, built), fix="build the image again")
+    others = sorted(builders.keys() - {*prebuilt, _STUB})
+    yield skipped("deepspeed", f"not prebuilt; a run that uses one compiles it: {', '.join(others) or 'none'}")
 
 
 def _loads(name: str, builders: dict[str, ModuleType], built: ModuleType) -> str:
     accelerator = os.environ["DS_ACCELERATOR"]
     if accelerator != built.accelerator_name:
-        raise Unfit(
-            f"prebuilt for {built.accelerator_name}, so that a run here compiles it again",
+        raise UnfitError(
+            f"prebuilt for {built.accelerator_name}, so a run on this machine compiles it again",
             wanted=accelerator,
-            fix=f"build the image with DS_ACCELERATOR={accelerator}; unset DS_ACCELERATOR where you have set it",
+            fix=f"build the image with DS_ACCELERATOR={accelerator}; unset DS_ACCELERATOR if you have set it",
         )
     try:
         builders[name].load()

@@ -1,65 +1,103 @@
-"""`python -m dray.checks.preflight PLAN.json` as every rank: do they hear one another, right, and how fast?
+"""`python -m dray.checks.preflight PLAN.json` as every rank: does the all-reduce work, is it right, and how fast?
 
-Each rank tells in preflight/rank-N.json how far it is, so that one which hangs can be named by others. At a deadline it
-writes where it stands to preflight/rank-N.stack and ends.
+Each rank writes to preflight/rank-N.json how far it is, so that the others can name one which hangs. At a deadline it
+writes its stack to preflight/rank-N.stack and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from dray.checks import abi
-from dray.checks.rank import Rank, Wrong
+from dray.contract import exit_codes, run_folder
+from dray.contract.files import write_atomic
+from dray.contract.findings import UnfitError
 
-_UNFIT = 69
+
+class Rank:
+    """This rank of the preflight, and its report of how far it is."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan, self.number, self.size = plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.folder = Path(plan["folder"], run_folder.PREFLIGHT)
+        self.node = self.node_of(self.number)
+        self.began = time.monotonic()
+        self.limit = 0
+        self.seconds: dict[str, float] = {}
+        self._phase = ""
+        self._stack = (self.folder / f"rank-{self.number}.stack").open("w", encoding="utf-8")
+
+    def deadline(self, seconds: int) -> None:
+        """Counted from now; a rank that still can writes its stack and ends."""
+        self.limit = seconds
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stack)
+
+    def node_of(self, rank: int) -> str:
+        """The name of a rank's node."""
+        return str(self.plan["world"]["nodes"][rank // self.plan["world"]["ranks_per_node"]]["name"])
+
+    def phase(self, name: str) -> None:
+        """The next part begins."""
+        now = time.monotonic()
+        if self._phase:
+            self.seconds[self._phase] = round(now - self.began, 2)
+        self.began, self._phase = now, name
+        self.report()
+
+    def report(self, **more: object) -> None:
+        """Write preflight/rank-N.json."""
+        state: dict[str, object] = {"rank": self.number, "node": self.node, "phase": self._phase}
+        state |= {"pid": os.getpid(), "time": time.time(), "limit": self.limit, "order": len(self.seconds), **more}
+        write_atomic(self.folder / f"rank-{self.number}.json", json.dumps(state))
 
 
 def main(path: str) -> int:
-    """0, or 69 with the reason in this rank's file."""
+    """0, or 69 with the finding in this rank's file."""
     rank = Rank(json.loads(Path(path).read_text(encoding="utf-8")))
-    # All must have met in the time that nodes have for it; reading the image from a busy disk takes most of that.
+    # Reading the image from a busy disk takes most of the time that the rendezvous has.
     rank.deadline(rank.plan["world"]["meet_within"])
     log = rank.folder / f"nccl-{rank.number}.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else NCCL's ranks come back before all are there
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else NCCL's ranks return before all have joined
     try:
         rank.phase("import torch")
         collectives = importlib.import_module("dray.checks.collectives")
         _libraries(rank)
         report = collectives.suite(rank, log)
-    except Wrong as wrong:
-        rank.tell(wrong=wrong.said)
-        return _UNFIT
+    except UnfitError as unfit:
+        rank.report(finding=unfit.finding._asdict())
+        return unfit.finding.code
     except Exception as error:
-        rank.tell(crashed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        rank.report(crashed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         raise
     if rank.number == 0:
-        part = rank.folder / "report.part"
-        part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        part.replace(rank.folder / "report.json")
-    return 0
+        write_atomic(Path(rank.plan["folder"], run_folder.PREFLIGHT_REPORT), json.dumps(report, indent=1) + "\n")
+    return exit_codes.DONE
 
 
 def _libraries(rank: Rank) -> None:
-    """The host's libraries that node.sh has put in, looked at once a node, beside those that torch has loaded."""
+    """Check the host's libraries that node.sh has bound, once a node, beside those that torch has loaded."""
     rank.phase("libraries")
-    if rank.plan["fabric"]["strategy"] != "host" or os.environ["LOCAL_RANK"] != "0":
-        return
     fabric = rank.plan["fabric"]
-    # The engine puts the driver's libraries there, too, which are no business of the site's.
-    ours = [path for pattern in fabric["libraries"] for path in abi.INJECTED.glob(Path(pattern).name)]
+    if fabric["strategy"] != "host" or os.environ["LOCAL_RANK"] != "0":
+        return
+    # The folder also has the driver's libraries, which the engine binds and no site names.
+    bound = [path for pattern in fabric["libraries"] for path in abi.INJECTED.glob(Path(pattern).name)]
     plugin = [Path(os.environ["NCCL_NET_PLUGIN"])] if fabric["plugin"] else []
-    for row in abi.look([*ours, *plugin]):
-        if row.troubles:
-            raise Wrong(
-                f"{row.library} of {rank.node_of(rank.number)} does not fit this image",
-                wanted=f"a library that can be loaded here ({rank.plan['site']})",
-                found="; ".join(row.troubles),
-                fix="put in what it needs (fabric.libraries), or take an image with its own; docs/fabric.md",
+    for library in abi.check([*bound, *plugin]):
+        if library.problems:
+            raise UnfitError(
+                f"{library.path} of {rank.node} does not fit this image",
+                wanted=f"a library that the image can load ({rank.plan['site']})",
+                found="; ".join(library.problems),
+                fix="add what it needs to fabric.libraries, or use an image with its own libraries; see docs/fabric.md",
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -17,6 +16,8 @@ from dray.fitness import lint
 from dray.images.sources import inputs
 from dray.runs import write
 from dray.runs.paths import RunPaths
+
+_LEVELS = ("error", "warning", "note")
 
 app = typer.Typer(no_args_is_help=True, help="Which variables ranks get, who set them, and which will hurt.")
 
@@ -44,16 +45,11 @@ def check(
     plan = write.decide(settings, facts, RunPaths(root / "runs" / "run"))
     found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, settings.image)))
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
+        print(json.dumps([finding.data() for finding in found], indent=1))
     else:
-        for one in found:
-            print(f"{one.verdict:<8} {one.name}={one.value} ({one.set_by}): {one.says}")
-            for label, text in (("fix", one.fix), ("source", one.source)):
-                if text:
-                    print(f"{'':<9}{label + ':':<8}{text}")
-        counts = ", ".join(
-            f"{sum(one.verdict == kind for one in found)} {kind}s" for kind in ("error", "warning", "note")
-        )
+        for finding in found:
+            print(finding.line())
+        counts = ", ".join(f"{sum(one.level == level for one in found)} {level}s" for level in _LEVELS)
         print(f"{plan.reasons['site']}; {len(plan.env)} variables inside: {counts}")
-    if any(one.verdict == "error" for one in found):
+    if any(finding.level == "error" for finding in found):
         raise typer.Exit(exit_codes.CONFIG)

@@ -15,11 +15,10 @@ from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.fitness import lint
+from dray.fitness import host, lint
 from dray.images import store
 from dray.planning import advice, sizes
 from dray.runs import local, write
-from dray.runs import submit as queue
 from dray.runs.paths import RunPaths, default_runs, new_id
 
 ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
@@ -61,7 +60,7 @@ def plan(
         store.require_variant(settings.image)
     if save:
         written, paths = write.write(settings, seen, runs=folder, run=run)
-        print(lint.aloud(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
+        print(lint.warnings(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
         print(paths.folder)
         return
     decided = write.decide(settings, seen, RunPaths(folder / new_id(settings.name, job=seen.job)))
@@ -102,7 +101,7 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         engine="apptainer",
         image=str(store.to_run(checkout.root(), recipe.image)),
         site=site,
-        cluster=queue.cluster(),
+        cluster=host.cluster_name(),
         login=socket.gethostname(),
         hf_home=local.hf_home(),
     )

@@ -2,67 +2,65 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from dray import process
 from dray.cli.recipe import show_keys
-from dray.config import checkout, model, sites
-from dray.config.image import ACCELERATORS
+from dray.config import model, sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.fitness import site_file
-from dray.images import store
-from dray.runs import submit
+from dray.fitness import host, host_libraries, site_file
 
-app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their files, or write one.")
+app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their site files, or write one.")
 
-Name = Annotated[str, typer.Argument(metavar="SITE", help="A site's name or file; else the one that this is.")]
+Name = Annotated[str, typer.Argument(metavar="SITE", help="A site's name or file. Default: this cluster's.")]
+_ORDER = """
+Before 1.5: Apptainer before 1.5, and SingularityCE. They search the host's libraries before the image's own folders.
+Since 1.5 Apptainer searches the image's own folders first. An LD_LIBRARY_PATH of the image comes first in both."""
 
 
 @app.command("list")
 def list_() -> None:
-    """Print every site, and which one this is."""
-    here, why = sites.detect(submit.cluster(), socket.gethostname())
-    for name, path in sorted(sites.known().items()):
-        whose = " (your own file)" if path.parent == sites.own() else ""
-        print(f"{name:<14} {sites.find(name).about}{whose}")
-    print(f"\nhere: {here}, since {why}")
+    """Print every site, and which one this machine belongs to."""
+    this = host.site()
+    for name, path in sorted(sites.files().items()):
+        owner = " (your own file)" if path.parent == sites.user_folder() else ""
+        print(f"{name:<14} {sites.find(name).about}{owner}")
+    print(f"\nthis machine: {this.site.name} ({this.reason})")
 
 
 @app.command()
 def show(
     site: Name = "",
     image: Annotated[
-        str, typer.Option(metavar="FILE|VARIANT", help="Hold the host's libraries against this image, here.")
+        str, typer.Option(metavar="FILE|VARIANT", help="Compare the host's libraries with this image instead.")
     ] = "",
 ) -> None:
-    """Print what a site says, with the reason and the source of each value."""
-    found = _site(site)
+    """Print the values of a site, each with its reason and source."""
+    chosen = host.site(site).site
     if image:
-        _table(found, image)
+        _compare(chosen, image)
         return
-    print(f"{found.name}: {found.about}")
+    print(f"{chosen.name}: {chosen.about}")
     skipped = {"name", "about", "binds", "env", "fabric", "why"}
-    rows = [(key, getattr(found, key), found.why.get(key, "")) for key in Site.model_fields if key not in skipped]
-    rows += [(f"fabric.{key}", value, "") for key, value in found.fabric.model_dump().items()]
+    rows = [(key, getattr(chosen, key), chosen.why.get(key, "")) for key in Site.model_fields if key not in skipped]
+    rows += [(f"fabric.{key}", value, "") for key, value in chosen.fabric.model_dump().items()]
     for key, value, why in rows:
         if value:
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             print(f"\n{key} = {shown}" + (f"\n    {why}" if why else ""))
-    if found.why.get("fabric"):
-        print(f"    {found.why['fabric']}")
-    for bind in found.binds:
-        how = ("read-write" if bind.write else "read-only") + ("" if bind.required else ", where it is there")
-        print(f"\nbind {bind.path} ({how})\n    {bind.why}" + (f" ({bind.source})" if bind.source else ""))
-    for variable in found.env:
+    if chosen.why.get("fabric"):
+        print(f"    {chosen.why['fabric']}")
+    for bind in chosen.binds:
+        access = ("read-write" if bind.write else "read-only") + ("" if bind.required else ", if it exists")
+        print(f"\nbind {bind.path} ({access})\n    {bind.why}" + (f" ({bind.source})" if bind.source else ""))
+    for variable in chosen.env:
         only = "" if variable.nodes == "any" else f" (jobs of {variable.nodes} node{'s' * (variable.nodes != 'one')})"
         source = f" ({variable.source})" if variable.source else ""
         print(f"\nenv {variable.name}={variable.value}{only}\n    {variable.why}{source}")
@@ -70,114 +68,70 @@ def show(
 
 @app.command()
 def keys() -> None:
-    """Print every key of a site's file: its type, its default and what it is for."""
+    """Print every key of a site file: its type, its default and its meaning."""
     show_keys(Site)
 
 
 @app.command()
-def check(site: Annotated[str, typer.Argument(metavar="[SITE]", help="One; else all.")] = "") -> None:
-    """Read site files, and print all that is wrong with them."""
-    names = [site] if site else sorted(sites.known())
-    wrong = []
+def check(site: Annotated[str, typer.Argument(metavar="[SITE]", help="One site. Default: all.")] = "") -> None:
+    """Validate site files, and print every error."""
+    names = [site] if site else sorted(sites.files())
+    errors = []
     for name in names:
         try:
-            good = sites.find(name)
+            valid = sites.find(name)
         except DrayError as error:
-            wrong.append(str(error))
+            errors.append(str(error))
             continue
-        silent = _unexplained(good)
-        note = f"; no reason given for {', '.join(silent)}" if silent else ""
-        print(f"{name}: good{note}")
-    if wrong:
-        raise ConfigError(f"{len(wrong)} of {len(names)} sites cannot be used", found="\n".join(wrong))
+        unexplained = _unexplained(valid)
+        print(f"{name}: ok" + (f"; no reason given for {', '.join(unexplained)}" if unexplained else ""))
+    if errors:
+        raise ConfigError(f"{len(errors)} of {len(names)} site files are not valid", found="\n".join(errors))
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Else what Slurm calls the cluster.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Default: what Slurm calls the cluster.")] = "",
     show_only: Annotated[bool, typer.Option("--print", help="Print it and write nothing.")] = False,
 ) -> None:
-    """Write a site file from what this machine shows. Run it on a login node, better on a compute node."""
-    seen = site_file.see(os.environ)
-    wanted = name or re.sub("[^a-z0-9._-]", "-", (seen.cluster or socket.gethostname()).lower())
-    written = site_file.text(wanted, seen)
+    """Write a site file from what this machine shows. Run it on a login node or, better, on a compute node."""
+    probed = site_file.probe(os.environ)
+    name = name or re.sub("[^a-z0-9._-]", "-", (probed.cluster or socket.gethostname()).lower())
+    content = site_file.render(name, probed)
     if show_only:
-        print(written, end="")
+        print(content, end="")
         return
-    model.check(Site, tomllib.loads(written), what="the site file")  # before it is where all verbs read it
+    model.check(Site, tomllib.loads(content), what="the site file")  # before every verb reads it
     try:
-        path = site_file.place(sites.own(), wanted, written)
+        path = site_file.write(sites.user_folder(), name, content)
     except OSError as error:
         raise ConfigError(
-            "the site file cannot be written",
-            where=sites.own() / f"{wanted}.toml",
-            found="it is there already" if isinstance(error, FileExistsError) else error.strerror,
-            fix="give another name, or remove it; --print shows what would be in it",
+            "cannot write the site file",
+            where=sites.user_folder() / f"{name}.toml",
+            found="it exists already" if isinstance(error, FileExistsError) else error.strerror,
+            fix="dray site new ANOTHER-NAME, or remove it; dray site new --print shows the new content",
         ) from error
-    print(f"{path}\n{written}", end="")
-
-
-def _site(name: str) -> Site:
-    return sites.find(name or sites.detect(submit.cluster(), socket.gethostname())[0])
+    print(f"{path}\n{content}", end="")
 
 
 def _unexplained(site: Site) -> list[str]:
-    known = {"name", "about", "why", "binds", "env", "engine"}
-    return [key for key in Site.model_fields if key not in known | set(site.why) and key in site.model_fields_set]
+    explained = {"name", "about", "why", "binds", "env", "engine", *site.why}
+    return [key for key in Site.model_fields if key in site.model_fields_set - explained]
 
 
-def _table(site: Site, image: str) -> None:
-    """What would be put in, whose copy would be loaded, and what does not fit: from ELF headers, in the image."""
-    file = store.sif(checkout.root(), image) if image in ACCELERATORS else Path(image)
-    engine = next((one for one in ("apptainer", "singularity") if process.which(one)), None)
-    if engine is None:
-        raise UnfitError(
-            "neither apptainer nor singularity is here", fix="run this on the cluster, best on a compute node"
-        )
-    if not file.exists():
-        fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
-        raise ConfigError("the image is not there", wanted=str(file), fix=fix)
-    patterns = [*site.fabric.libraries, *([site.fabric.plugin] if site.fabric.plugin else [])]
+def _compare(site: Site, image: str) -> None:
     if site.fabric.strategy != "host":
-        print(
-            f"{site.name} puts no libraries of the host into the container (fabric.strategy = {site.fabric.strategy})"
-        )
+        print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
         return
-    missing, mounts, names = [], [], []
-    for pattern in patterns:
-        matches = sorted(Path("/").glob(pattern.lstrip("/")), key=_version)
-        if not matches:
-            missing.append(pattern)
-            continue
-        names.append(f"/host/{matches[-1].name}")
-        mounts.append(f'--mount=type=bind,"src={matches[-1].resolve()}","dst={names[-1]}",ro')
-    argv = [engine, "--quiet", "exec", "--cleanenv", "--no-mount=home,cwd", *mounts, str(file.absolute())]
-    done = process.run([*argv, "python3", "-m", "dray.checks.abi", *names], check=False)
-    try:
-        rows: list[dict[str, Any]] = json.loads(done.out)
-    except ValueError:
-        raise DrayError("the image cannot look at the libraries", where=file, found=done.err.strip()) from None
+    compared = host_libraries.compare(site, image)
     print(f"{'library of the host':<28} {'also in the image':<40} {'loaded before 1.5':<18} {'since 1.5':<10} verdict")
-    for row in rows:
-        verdict = "; ".join([*row["troubles"], *(f"{doubt} (perhaps the driver's)" for doubt in row["doubts"])])
-        copy = row["in_image"] or "no"
-        print(f"{Path(row['library']).name:<28} {copy:<40} {row['before']:<18} {row['since']:<10} {verdict or 'fits'}")
+    for library in compared.libraries:
+        maybe = (f"{one} (the driver may have it)" for one in library["unresolved"])
+        verdict = "; ".join([*library["problems"], *maybe]) or "fits"
+        name, copy = Path(library["path"]).name, library["in_image"] or "no"
+        print(f"{name:<28} {copy:<40} {library['before']:<18} {library['since']:<10} {verdict}")
     print(_ORDER)
-    if missing or done.code:
-        found = "\n".join(
-            [
-                *(f"{pattern} is not on this machine" for pattern in missing),
-                *([] if not done.code else ["see the verdicts"]),
-            ]
-        )
-        raise UnfitError("the host's libraries do not fit this image here", found=found, fix="docs/fabric.md")
-
-
-_ORDER = """
-Before Apptainer 1.5, and in SingularityCE, the host's folder is searched before the image's own (an LD_LIBRARY_PATH of
-the image stands before both). Since 1.5 the image's own folders stand before the host's."""
-
-
-def _version(path: Path) -> list[tuple[int, str]]:
-    """As `sort --version-sort` has it: numbers by their size."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+    if not compared.fits:
+        missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]
+        found = "\n".join(missing) or "see the verdicts"
+        raise UnfitError("the host's libraries do not fit this image", found=found, fix="see docs/fabric.md")

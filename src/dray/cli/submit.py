@@ -44,7 +44,7 @@ def submit(
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options."""
     # The job stands elsewhere.
-    site = str(Path(site).absolute()) if site.endswith(".toml") else sites.handed_on(site)
+    site = str(Path(site).absolute()) if site.endswith(".toml") else sites.portable(site)
     for option in sbatch or []:
         if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
             raise ConfigError(
@@ -75,11 +75,11 @@ def submit(
         options=options,
         folder=folder,
         image=store.required(checkout.root(), settings.image, settings.image_digest).absolute(),
-        site=site or ("" if chosen_site.name == sites.GENERIC else sites.handed_on(chosen_site.name)),
+        site=site or ("" if chosen_site.name == sites.GENERIC else sites.portable(chosen_site.name)),
         words=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
         command=asked.command,
     )
-    heard = lint.aloud(plan, os.environ) + advice.lines(plan, chosen_site, sbatch or [])
+    heard = lint.warnings(plan, os.environ) + advice.lines(plan, chosen_site, sbatch or [])
     print(heard, end="", file=sys.stderr)
     if dry_run:
         print(f"{shlex.join(argv)}\n\n{ASSUMED}\n\n{render.text(plan)}\n{estimate}", end="")

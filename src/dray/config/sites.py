@@ -1,4 +1,4 @@
-"""Which site this is: a file, a name, or what Slurm calls the cluster."""
+"""The site files, and which one a job uses: a file, a name, or the one that names this cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from dray.config import checkout
 from dray.config.model import load
@@ -14,17 +15,25 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 
 GENERIC = "generic"
+NAMED = "chosen by name"
 
 
-def own() -> Path:
-    """The user's own files, which beat ours of the same name."""
+class Choice(NamedTuple):
+    """A site, and why it is this one."""
+
+    site: Site
+    reason: str
+
+
+def user_folder() -> Path:
+    """The folder of the user's own files, which override ours of the same name."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(os.environ.get("DRAY_SITES") or config / "dray" / "sites")
 
 
-def known() -> dict[str, Path]:
+def files() -> dict[str, Path]:
     """Every site's file by its name."""
-    folders = (checkout.root() / "slurm" / "sites", own())
+    folders = (checkout.root() / "slurm" / "sites", user_folder())
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}
 
 
@@ -32,57 +41,55 @@ def find(name: str) -> Site:
     """The site of this name, or of the file that `name` is the path of."""
     if name.endswith(".toml"):
         return load(Site, Path(name))
-    files = known()
-    if name not in files:
+    by_name = files()
+    if name not in by_name:
         raise ConfigError(
             f"there is no site {name!r}",
-            where=f"{checkout.root() / 'slurm' / 'sites'} and {own()}",
-            wanted=", ".join(sorted(files)),
-            fix="name one of these, or give the path of your own site file (ending in .toml)",
+            where=f"{checkout.root() / 'slurm' / 'sites'} and {user_folder()}",
+            wanted=", ".join(sorted(by_name)),
+            fix="--site NAME with one of these names, or --site PATH/TO/YOUR-SITE.toml",
         )
-    site = load(Site, files[name])
+    site = load(Site, by_name[name])
     if site.name != name:
-        raise ConfigError("a site has its file's name", where=files[name], wanted=name, found=site.name)
+        raise ConfigError(
+            "the name in a site file differs from the file's", where=by_name[name], wanted=name, found=site.name
+        )
     return site
 
 
-def detect(cluster: str, host: str) -> tuple[str, str]:
-    """The site's name and why it is this one. A user's own file that names the cluster comes before ours."""
-    files = sorted(known().items(), key=lambda item: item[1].parent != own())
-    for name, path in files:
+def detect(cluster: str, host: str) -> Choice:
+    """The site that names this cluster or host; the user's own files come first."""
+    for name, path in sorted(files().items(), key=lambda item: item[1].parent != user_folder()):
         try:
             site = load(Site, path)
         except ConfigError:
-            if path.parent == own():  # it may be about this very cluster, and leaving it out would be a silent fallback
+            if path.parent == user_folder():  # it may be for this very cluster: skipping it would be a silent fallback
                 raise
             continue
         if cluster in site.clusters:
-            return name, f"Slurm calls this cluster {cluster}"
+            return Choice(find(name), f"Slurm calls this cluster {cluster}")
         pattern = next((one for one in site.hosts if host and fnmatchcase(host, one)), None)
         if pattern:
-            return name, f"{host} is one of {pattern}"
-    return GENERIC, f"no site file names the {f'cluster {cluster}' if cluster else f'host {host}'}"
+            return Choice(find(name), f"the host name {host} matches {pattern}")
+    return Choice(find(GENERIC), f"no site file names the {f'cluster {cluster}' if cluster else f'host {host}'}")
 
 
-def handed_on(name: str) -> str:
-    """A site as a job is told of it, which may have none of this shell's variables: the user's own files by path."""
-    path = known().get(name)
-    return str(path) if path and path.parent == own() else name
+def portable(name: str) -> str:
+    """A site's name as a job can use it, which may lack this shell's variables: the user's own files by path."""
+    path = files().get(name)
+    return str(path) if path and path.parent == user_folder() else name
 
 
-def variables(name: str) -> dict[str, str]:
-    """This process's values of the variables that the site's paths name."""
-    named = {word for bind in find(name or GENERIC).binds for word in re.findall(r"\$(\w+)", bind.path)}
-    return {word: os.environ[word] for word in sorted(named) if word in os.environ}
+def path_variables(name: str) -> dict[str, str]:
+    """This process's values of the variables in the site's paths."""
+    names = {variable for bind in find(name or GENERIC).binds for variable in re.findall(r"\$(\w+)", bind.path)}
+    return {variable: os.environ[variable] for variable in sorted(names) if variable in os.environ}
 
 
-def choose(facts: Facts) -> tuple[Site, str]:
-    """The site that the facts name, or the one that they look like."""
+def choose(facts: Facts) -> Choice:
+    """The site that the facts name, else the one that they match."""
     if facts.site:
-        return find(facts.site), "it was named"
-    name, why = (
-        detect(facts.cluster, facts.login or facts.hosts()[0])
-        if facts.scheduler == "slurm"
-        else (GENERIC, "no Slurm here")
-    )
-    return find(name), why
+        return Choice(find(facts.site), NAMED)
+    if facts.scheduler != "slurm":
+        return Choice(find(GENERIC), "this run does not use Slurm")
+    return detect(facts.cluster, facts.login or facts.hosts()[0])

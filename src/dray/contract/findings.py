@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dray.contract import exit_codes
 
 
 class Finding(NamedTuple):
-    """What is wrong or unwise. `code` is what the run ends with; 0 is a warning, and the run goes on."""
+    """What is wrong or unwise; in a list of checks `problem` is what was checked, and `found` how it is."""
 
     problem: str
     where: str = ""
@@ -16,18 +16,42 @@ class Finding(NamedTuple):
     found: str = ""
     fix: str = ""
     code: int = exit_codes.DONE
+    """What the run ends with. With 0 it goes on."""
     node: str = ""
     rank: int | None = None
+    source: str = ""
+    """Where the rule comes from."""
+    kind: Literal["ok", "skip", "note", "warning"] = "warning"
+    """What a finding is that stops nothing (code 0)."""
+
+    @property
+    def level(self) -> Literal["ok", "skip", "note", "warning", "error"]:
+        """How grave it is."""
+        return "error" if self.code else self.kind
+
+    def line(self) -> str:
+        """One of a list of checks: `ok    torch: 2.13.0`, and what to do about it in the lines below."""
+        found, *rest = self.found.splitlines() or [""]
+        head = f"{self.level:<8}{self.problem}" + (f": {found}" if found else "")
+        below = [*rest, *self._details("where", "wanted", "fix", "source")]
+        return "\n".join([head, *(f"{'':<8}{line}" for line in below)])
+
+    def data(self) -> dict[str, Any]:
+        """For JSON: the level, and all that is not empty."""
+        fields = {name: value for name, value in self._asdict().items() if value not in ("", None)}
+        return {"level": self.level, **{name: fields[name] for name in fields if name not in ("code", "kind")}}
 
     def __str__(self) -> str:
-        lines = [self.problem]
-        for name in ("where", "wanted", "found", "fix"):
-            text = getattr(self, name)
-            if text:
-                first, *rest = text.splitlines()
-                lines.append(f"  {name + ':':<8}{first}")
-                lines += [f"{'':<10}{line}" for line in rest]
-        return "\n".join(lines)
+        details = self._details("where", "wanted", "found", "fix")
+        return "\n".join([self.problem, *(f"  {line}" for line in details)])
+
+    def _details(self, *names: str) -> list[str]:
+        lines = []
+        for name in names:
+            first, *rest = getattr(self, name).splitlines() or [""]
+            if first:
+                lines += [f"{name + ':':<8}{first}", *(f"{'':<8}{line}" for line in rest)]
+        return lines
 
 
 class DrayError(Exception):

@@ -4,174 +4,177 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dray import __version__, process
-from dray.config import checkout
+from dray.config import checkout, sites
 from dray.config.image import ACCELERATORS
+from dray.config.recipe import Preflight
 from dray.config.site import Site
-from dray.contract.findings import DrayError
+from dray.contract import exit_codes, node
+from dray.contract.findings import DrayError, Finding
+from dray.fitness import host
 from dray.images import store
-from dray.runs import submit
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot")
-_NVIDIA = Path("/proc/driver/nvidia/version")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One line: good, worth knowing, or wrong with its fix."""
-
-    about: str
-    state: Literal["ok", "note", "wrong"]
-    found: str
-    fix: str = ""
+def check(chosen: sites.Choice) -> list[Finding]:
+    """Everything; with a site file, also what it expects of its nodes."""
+    of_machine = [*_machine(), *_engines(), *_slurm(), *_gpus(), *_network(), *_room(), *_hf_home(), *_images()]
+    return [*of_machine, *_site(chosen)]
 
 
-def look(site: Site | None, why: str) -> list[Item]:
-    """Everything; with a site, also what it says of its nodes."""
-    of_machine = [*_machine(), *_engines(), *_slurm(), *_gpus(), *_fabric(), *_room(), *_caches(), *_images()]
-    return [*of_machine, *_site(site, why)]
+def _ok(subject: str, found: str) -> Finding:
+    return Finding(subject, found=found, kind="ok")
 
 
-def _machine() -> Iterator[Item]:
+def _note(subject: str, found: str, fix: str = "") -> Finding:
+    return Finding(subject, found=found, fix=fix, kind="note")
+
+
+def _unfit(subject: str, found: str, fix: str = "") -> Finding:
+    return Finding(subject, found=found, fix=fix, code=exit_codes.UNFIT)
+
+
+def _machine() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     cores = len(os.sched_getaffinity(0))
-    has = f"{socket.gethostname()}, {platform.machine()}, {cores} CPUs, {memory:.0f} GB, Linux {platform.release()}"
-    yield Item(about="machine", state="ok", found=has)
-    yield Item(about="dray", state="ok", found=f"{__version__}, Python {platform.python_version()} ({sys.executable})")
+    system = f"{platform.machine()}, {cores} CPUs, {memory:.0f} GB, Linux {platform.release()}"
+    yield _ok("machine", f"{socket.gethostname()}, {system}")
+    yield _ok("dray", f"{__version__}, Python {platform.python_version()} ({sys.executable})")
 
 
-def _engines() -> Iterator[Item]:
-    found = [name for name in _ENGINES if process.which(name)]
-    for name in found:
+def _engines() -> Iterator[Finding]:
+    installed = [name for name in _ENGINES if process.which(name)]
+    for name in installed:
         done = process.run([name, "version"] if name == "enroot" else [name, "--version"], check=False)
-        said = (done.out or done.err).strip().splitlines()[:1]
-        yield Item(about="engine", state="ok" if done.code == 0 else "wrong", found=" ".join([name, *said]))
-    if not found:
-        fix = "load the site's module (apptainer, singularity); on a desk install Docker or Podman"
-        yield Item(about="engine", state="wrong", found=f"none of {', '.join(_ENGINES)} is on PATH", fix=fix)
-    if {"apptainer", "singularity"} & set(found):
+        version = (done.out or done.err).strip().splitlines()[:1]
+        yield (_unfit if done.code else _ok)("engine", " ".join([name, *version]))
+    if not installed:
+        fix = "load the site's module (apptainer, singularity); on a machine of your own install Docker or Podman"
+        yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
+    if {"apptainer", "singularity"} & set(installed):
         yield from _unprivileged()
 
 
-def _unprivileged() -> Iterator[Item]:
+def _unprivileged() -> Iterator[Finding]:
     limit = Path("/proc/sys/user/max_user_namespaces")
     if limit.exists() and limit.read_text(encoding="ascii").strip() == "0":
         fix = "an administrator must allow user namespaces, or install Apptainer with setuid"
-        yield Item(about="engine", state="wrong", found="user namespaces are off (max_user_namespaces is 0)", fix=fix)
+        yield _unfit("engine", "user namespaces are off (max_user_namespaces is 0)", fix)
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        fix = "without it a SIF is unpacked at every start: ask the administrators for /dev/fuse"
-        yield Item(about="engine", state="note", found="/dev/fuse may not be opened", fix=fix)
+        fix = "ask the administrators for /dev/fuse: without it every start unpacks the image"
+        yield _note("engine", "this user may not open /dev/fuse", fix)
 
 
-def _slurm() -> Iterator[Item]:
+def _slurm() -> Iterator[Finding]:
     if not process.which("sbatch"):
-        fix = "dray run works without it; make cluster brings up a real one here"
-        yield Item(about="Slurm", state="note", found="sbatch is not on PATH", fix=fix)
+        fix = "dray run works without Slurm; make cluster starts one on this machine"
+        yield _note("Slurm", "sbatch is not on PATH", fix)
         return
-    version = process.run(["sbatch", "--version"], check=False)
-    answers = process.run(["sinfo", "--noheader", "--format=%P %D nodes %c CPUs %G"], check=False)
-    if answers.code:
-        fix = "see scontrol ping; is this machine a login node of the cluster?"
-        yield Item(about="Slurm", state="wrong", found=answers.err.strip() or "sinfo does not answer", fix=fix)
+    version = process.run(["sbatch", "--version"], check=False).out.strip()
+    try:
+        partitions = host.partitions()
+    except DrayError as error:
+        fix = "run scontrol ping; is this machine a login node of the cluster?"
+        yield _unfit("Slurm", error.details.get("found", "sinfo does not answer"), fix)
         return
-    yield Item(about="Slurm", state="ok", found=f"{version.out.strip()}, cluster {submit.cluster() or '(no name)'}")
-    for line in sorted(set(answers.out.splitlines()))[:12]:
-        yield Item(about="partition", state="ok", found=" ".join(line.split()))
+    yield _ok("Slurm", f"{version}, cluster {host.cluster_name() or '(no name)'}")
+    for partition in partitions[:12]:
+        found = f"{partition.name}, {partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}"
+        yield _ok("partition", found)
 
 
-def _gpus() -> Iterator[Item]:
-    nvidia = sorted(Path("/dev").glob("nvidia[0-9]*"))
+def _gpus() -> Iterator[Finding]:
+    driver = node.nvidia_driver()
     amd = [path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _is_gpu(path)]
-    if _NVIDIA.exists():
-        version = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", _NVIDIA.read_text(encoding="utf-8"))
-        yield Item(about="GPU", state="ok", found=f"{len(nvidia)} of NVIDIA, driver {version[1] if version else '?'}")
-    if amd:
-        open_ = os.access("/dev/kfd", os.R_OK | os.W_OK)
-        fix = "" if open_ else "join the group of /dev/kfd (render or video)"
-        yield Item(about="GPU", state="ok" if open_ else "wrong", found=f"{len(amd)} of AMD", fix=fix)
-    if not amd and not _NVIDIA.exists():
-        yield Item(about="GPU", state="note", found="none (a login node has none either)")
+    if driver:
+        count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        yield _ok("GPU", f"{count} of NVIDIA, driver {driver}")
+    if amd and os.access("/dev/kfd", os.R_OK | os.W_OK):
+        yield _ok("GPU", f"{len(amd)} of AMD")
+    elif amd:
+        fix = "join the group of /dev/kfd (render or video)"
+        yield _unfit("GPU", f"{len(amd)} of AMD, and this user may not open /dev/kfd", fix)
+    if not amd and not driver:
+        yield _note("GPU", "none (a login node has none either)")
 
 
 def _is_gpu(identity: Path) -> bool:
     try:
         return identity.read_text(encoding="ascii").strip() not in ("", "0")
-    except OSError:  # a GPU of another job's
+    except OSError:  # a GPU of another job
         return False
 
 
-def _fabric() -> Iterator[Item]:
-    devices = [*Path("/dev").glob("cxi[0-9]*"), *Path("/sys/class/infiniband").glob("*")]
-    names = sorted(path.name for path in devices)
-    # Links with a device of their own: no bridges, and no ends of containers' wires.
-    links = sorted(path.parent.name for path in Path("/sys/class/net").glob("*/device"))
-    found = f"{' '.join(names) or 'no Slingshot and no InfiniBand device'}; interfaces {' '.join(links) or 'none'}"
-    yield Item(about="fabric", state="ok" if names else "note", found=found)
+def _network() -> Iterator[Finding]:
+    network = host.network()
+    devices = " ".join((*network.slingshot, *network.infiniband))
+    interfaces = " ".join(network.interfaces) or "none"
+    found = f"{devices or 'no Slingshot and no InfiniBand device'}; interfaces {interfaces}"
+    yield (_ok if devices else _note)("fabric", found)
 
 
-def _room() -> Iterator[Item]:
-    shm = shutil.disk_usage("/dev/shm").total / 1e9  # noqa: S108  its size alone is looked at
-    fix = "" if shm >= 0.5 else "data workers and NCCL share memory there (docker run --shm-size=1g)"
-    yield Item(about="shared memory", state="wrong" if fix else "ok", found=f"{shm:.2f} GB in /dev/shm", fix=fix)
-    free = shutil.disk_usage("/tmp").free / 1e9  # noqa: S108  where compilers' caches go
-    fix = "" if free >= 1 else "compilers' caches and copies of the image go there"
-    yield Item(about="node's disk", state="wrong" if fix else "ok", found=f"{free:.1f} GB free in /tmp", fix=fix)
+def _room() -> Iterator[Finding]:
+    defaults = Preflight()
+    yield node.shared_memory(defaults.shared_memory_gb)
+    yield node.free_space(node.SCRATCH, defaults.free_gb)
 
 
-def _caches() -> Iterator[Item]:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    if not os.environ.get("HF_HOME"):
-        fix = "export HF_HOME to a folder on a disk that all nodes share, before you submit"
-        yield Item(about="HF_HOME", state="note", found="is not set; a container does not see your home", fix=fix)
-    elif not os.access(home, os.W_OK):
-        fix = "a folder that you may write, on a disk that all nodes share"
-        yield Item(about="HF_HOME", state="wrong", found=f"{home} cannot be written", fix=fix)
+def _hf_home() -> Iterator[Finding]:
+    folder = os.environ.get("HF_HOME")
+    if not folder:
+        fix = "export HF_HOME=FOLDER, a folder on a disk that all nodes share, before you submit"
+        yield _note("HF_HOME", "is not set, and a container does not see your home", fix)
+    elif not os.access(folder, os.W_OK):
+        yield _unfit("HF_HOME", f"{folder} cannot be written", "set it to a writable folder that all nodes share")
     else:
-        yield Item(about="HF_HOME", state="ok", found=str(home))
+        yield _ok("HF_HOME", folder)
 
 
-def _images() -> Iterator[Item]:
+def _images() -> Iterator[Finding]:
     try:
         root = checkout.root()
     except DrayError as error:
-        yield Item(about="checkout", state="wrong", found=error.problem, fix=error.details.get("fix", ""))
+        yield _unfit("checkout", error.problem, error.details.get("fix", ""))
         return
-    there = [variant for variant in ACCELERATORS if store.sif(root, variant).exists()]
-    for variant in there:
-        file = store.sif(root, variant)
-        yield Item(about="image", state="ok", found=f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
-    if not there:
-        fix = "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"
-        yield Item(about="image", state="note", found=f"none in {root / 'build'}", fix=fix)
+    files = {variant: file for variant in ACCELERATORS if (file := store.sif(root, variant)).exists()}
+    for variant, file in files.items():
+        yield _ok("image", f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
+    if not files:
+        yield _note(
+            "image", f"none in {root / 'build'}", "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"
+        )
 
 
-def _site(site: Site | None, why: str) -> Iterator[Item]:
-    if site is None:
-        yield Item(about="site", state="note", found=why, fix="dray site new writes a file from what it sees here")
+def _site(chosen: sites.Choice) -> Iterator[Finding]:
+    site = chosen.site
+    if site.name == sites.GENERIC:
+        yield _note("site", chosen.reason, "dray site new writes a site file for this machine")
         return
-    yield Item(about="site", state="ok", found=f"{site.name}: {why}")
+    yield _ok("site", f"{site.name}: {chosen.reason}")
     for bind in site.binds:
         path = os.path.expandvars(bind.path)
         if "$" in path or not Path(path).exists():
-            found = f"{bind.path} is not here ({bind.why})"
-            yield Item(about="bind", state="wrong" if bind.required else "note", found=found)
+            yield (_unfit if bind.required else _note)("bind", f"{bind.path} does not exist ({bind.why})")
     if site.interfaces and not any(Path("/sys/class/net", name).exists() for name in site.interfaces):
-        found = f"none of {', '.join(site.interfaces)} is here"
-        yield Item(about="interface", state="wrong", found=found, fix="on a compute node this must be one of its own")
-    for pattern in (*site.fabric.libraries, *([site.fabric.plugin] if site.fabric.plugin else [])):
-        if site.fabric.strategy == "host" and not list(Path("/").glob(pattern.lstrip("/"))):
-            found = f"{pattern} is not here: ranks would fall back to TCP"
-            yield Item(about="library", state="wrong", found=found, fix="correct the site's file (dray site show)")
+        fix = "run dray doctor on a compute node; if it stays, correct interfaces in the site file"
+        yield _unfit("interface", f"this machine has none of {', '.join(site.interfaces)}", fix)
+    yield from _libraries(site)
     cpus = os.cpu_count() or 0
     if site.cpus_per_node and cpus != site.cpus_per_node:
-        found = f"{cpus} here, and the site's nodes have {site.cpus_per_node}"
-        yield Item(about="CPUs", state="note", found=found, fix="is this a compute node of that partition?")
+        found = f"{cpus}, and a node of the site has {site.cpus_per_node}"
+        yield _note("CPUs", found, "is this a compute node of that partition?")
+
+
+def _libraries(site: Site) -> Iterator[Finding]:
+    if site.fabric.strategy != "host":
+        return
+    for pattern in (*site.fabric.libraries, *filter(None, [site.fabric.plugin])):
+        if not list(Path("/").glob(pattern.lstrip("/"))):
+            found = f"{pattern} does not exist: ranks would fall back to TCP"
+            yield _unfit("library", found, f"correct the site file (dray site show {site.name})")

@@ -1,54 +1,44 @@
-"""Hold an environment against what is known of its variables: who set each, and which will hurt."""
+"""Check the environment of a run's ranks against the rules of environment.toml."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dray.config.image import ACCELERATORS
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
 from dray.planning.environment import Variable
 from dray.planning.plan import Plan
 
-Verdict = Literal["error", "warning", "note"]
+Level = Literal["error", "warning", "note"]
 _SHELL = "your shell"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What is to be said of one variable."""
-
-    name: str
-    value: str
-    set_by: str
-    verdict: Verdict
-    says: str
-    fix: str = ""
-    source: str = ""
+_LEVELS = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """environment.toml, ready to be asked."""
+    """environment.toml, indexed by name."""
 
     names: frozenset[str]
     near: Mapping[str, str]
-    """Every known name with one letter less, so that a slip of one letter is found without comparing with all."""
+    """Every known name with one letter removed, so that a typo is found without comparing it with all names."""
     rules: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 @cache
 def rules() -> Rules:
     """The rules that come with dray."""
-    said = tomllib.loads(resources.files("dray.fitness").joinpath("environment.toml").read_text(encoding="utf-8"))
-    names = [name for group in said["names"].values() for name in group]
+    content = tomllib.loads(resources.files("dray.fitness").joinpath("environment.toml").read_text(encoding="utf-8"))
+    names = [name for group in content["names"].values() for name in group]
     near = {shorter: name for name in names for shorter in _shorter(name)}
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for rule in said["rules"]:
+    for rule in content["rules"]:
         by_name.setdefault(rule["name"], []).append(rule)
     return Rules(frozenset(names) | by_name.keys(), near, by_name)
 
@@ -57,46 +47,58 @@ def _shorter(name: str) -> list[str]:
     return [name[:at] + name[at + 1 :] for at in range(len(name))]
 
 
+class Setting(NamedTuple):
+    """A variable, and who sets it."""
+
+    name: str
+    value: str
+    source: str
+
+
 def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> list[Finding]:
-    """The environment that this plan's ranks get, and what of the shell's stays outside or is beaten."""
-    known = rules()
-    inside = {name: (value, "image") for name, value in image.items()}
-    inside |= {variable.name: (variable.value, variable.source) for variable in plan.env}
-    inside |= {name: (shell[name], f"{_SHELL}, by pass_env") for name in plan.pass_env if name in shell}
+    """Errors, warnings and notes on the environment of this plan's ranks, and on the shell's variables outside it."""
+    settings = [Setting(name, value, "image") for name, value in image.items()]
+    settings += [Setting(variable.name, variable.value, variable.source) for variable in plan.env]
+    settings += [Setting(name, shell[name], f"{_SHELL}, by pass_env") for name in plan.pass_env if name in shell]
+    inside = {setting.name: setting for setting in settings}  # the last one wins
     found: list[Finding] = []
-    for name, (value, set_by) in inside.items():
-        found += _of_rules(plan, inside.keys(), name, value, set_by)
-        found += _misspelt(name, value, set_by, "error")
+    for setting in inside.values():
+        found += _by_rules(plan, inside.keys(), setting)
+        found += _typo(setting, "error")
     for variable in plan.env:
-        found += _shadowed(variable, shell)
-    passes = plan.engine in ("bare", "pyxis")
+        found += _overridden(variable, shell)
+    shares_environment = plan.engine in ("bare", "pyxis")
     for name, value in shell.items():
         if name in inside:
             continue
-        found += _misspelt(name, value, _SHELL, "warning")
-        if passes:
-            found += _of_rules(plan, {*inside, *shell}, name, value, _SHELL)
-        elif name in known.names:
-            says = f"stays outside: {plan.engine} hands in only what the plan names"
-            fix = f'env.{name}=... in the recipe, or pass_env=["{name}"]'
-            found.append(Finding(name=name, value=value, set_by=_SHELL, verdict="note", says=says, fix=fix))
-    order = ("error", "warning", "note")
-    # A shell's value may be a secret whatever its name is, and what is printed ends up in tickets.
-    shown = [replace(one, value="(set)") if one.set_by.startswith(_SHELL) else one for one in found]
-    return sorted(shown, key=lambda one: (order.index(one.verdict), one.name))
+        setting = Setting(name, value, _SHELL)
+        found += _typo(setting, "warning")
+        if shares_environment:
+            found += _by_rules(plan, {*inside, *shell}, setting)
+        elif name in rules().names:
+            problem = f"stays outside: {plan.engine} passes only the plan's variables"
+            found.append(_finding(setting, "note", problem, fix=f'env.{name}=... or pass_env=["{name}"]'))
+    return sorted(found, key=lambda one: (_LEVELS.index(one.level), one.problem))
 
 
-def aloud(plan: Plan, shell: Mapping[str, str]) -> str:
-    """What a user must hear before the run, a line each; notes are for those who ask."""
-    urgent = [one for one in check(plan, shell, {}) if one.verdict != "note"]
-    return "".join(f"dray: {one.verdict}: {one.name}={one.value} ({one.set_by}): {one.says}\n" for one in urgent)
+def warnings(plan: Plan, shell: Mapping[str, str]) -> str:
+    """Errors and warnings for a user who starts a run, a line each."""
+    urgent = [one for one in check(plan, shell, {}) if one.level != "note"]
+    return "".join(f"dray: {one.level}: {one.problem} ({one.where}): {one.found}\n" for one in urgent)
 
 
-def _of_rules(plan: Plan, names: Collection[str], name: str, value: str, set_by: str) -> Iterator[Finding]:
-    """What is known of it beside these other names, on this plan's GPUs and nodes, with its sbatch options."""
+def _finding(setting: Setting, level: Level, found: str, *, fix: str = "", source: str = "") -> Finding:
+    # A value of the shell's may be a secret whatever its name is, and what is printed ends up in tickets.
+    value = "(set)" if setting.source.startswith(_SHELL) else setting.value
+    about = Finding(f"{setting.name}={value}", where=setting.source, found=found, fix=fix, source=source)
+    return about._replace(code=exit_codes.CONFIG) if level == "error" else about._replace(kind=level)
+
+
+def _by_rules(plan: Plan, names: Collection[str], setting: Setting) -> Iterator[Finding]:
+    """The rules that hold beside these other names, on this plan's GPUs and nodes, with its sbatch options."""
     accelerator, nodes = ACCELERATORS[plan.variant], "several" if len(plan.world.nodes) > 1 else "one"
-    for rule in rules().rules.get(name, ()):
-        if not re.fullmatch(rule.get("value", ".*"), value, re.IGNORECASE | re.DOTALL):
+    for rule in rules().rules.get(setting.name, ()):
+        if not re.fullmatch(rule.get("value", ".*"), setting.value, re.IGNORECASE | re.DOTALL):
             continue
         if rule.get("accelerator", accelerator) != accelerator:
             continue
@@ -107,14 +109,11 @@ def _of_rules(plan: Plan, names: Collection[str], name: str, value: str, set_by:
         if ("also" in rule and rule["also"] not in names) or rule.get("unless") in names:
             continue
         source = f"{rule['source']}, {rule['date']}"
-        yield Finding(
-            name=name, value=value, set_by=set_by, verdict=rule["verdict"], says=rule["says"], fix=rule["fix"],
-            source=source,
-        )  # fmt: skip
+        yield _finding(setting, rule["level"], rule["problem"], fix=rule["fix"], source=source)
 
 
-def _slip(name: str) -> str | None:
-    """The known name that this one is a slip of one letter away from: one more, one less, one other, or two swapped."""
+def _correct(name: str) -> str | None:
+    """The known name that differs by one letter: one more, one less, another one, or two swapped."""
     known = rules()
     if name in known.names:
         return None
@@ -129,17 +128,16 @@ def _slip(name: str) -> str | None:
     return None
 
 
-def _misspelt(name: str, value: str, set_by: str, verdict: Verdict) -> Iterator[Finding]:
-    right = _slip(name)
-    if right:
-        says = f"nothing reads it; {right} is the name"
-        yield Finding(name=name, value=value, set_by=set_by, verdict=verdict, says=says, fix=f"write {right}")
+def _typo(setting: Setting, level: Level) -> Iterator[Finding]:
+    correct = _correct(setting.name)
+    if correct:
+        yield _finding(setting, level, f"nothing reads it; did you mean {correct}?", fix=f"write {correct}")
 
 
-def _shadowed(variable: Variable, shell: Mapping[str, str]) -> Iterator[Finding]:
+def _overridden(variable: Variable, shell: Mapping[str, str]) -> Iterator[Finding]:
     others = list(variable.beats)
     if variable.name in shell and shell[variable.name] != variable.value:
         others.append(f"that of {_SHELL}")
     if others:
-        says = f"beats {', '.join(others)}"
-        yield Finding(name=variable.name, value=variable.value, set_by=variable.source, verdict="note", says=says)
+        setting = Setting(variable.name, variable.value, variable.source)
+        yield _finding(setting, "note", f"overrides {', '.join(others)}")

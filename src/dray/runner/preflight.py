@@ -5,15 +5,14 @@ from __future__ import annotations
 import glob
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract import exit_codes, files, node, run_folder
+from dray.contract.findings import DrayError, UnfitError, error
 from dray.runner import children
 
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
@@ -46,25 +45,15 @@ def check(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, s
     print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
 
 
-def room(folder: str, wanted: Mapping[str, Any], shm: str = "/dev/shm", scratch: str = "/tmp") -> None:  # noqa: S108
+def room(folder: str, wanted: Mapping[str, Any], shm: str = node.SHARED_MEMORY, scratch: str = node.SCRATCH) -> None:
     """Refuse a node without room."""
-    size = shutil.disk_usage(shm).total / 1e9
-    if size < wanted["shared_memory_gb"]:
-        raise UnfitError(
-            f"{shm} is too small",
-            wanted=f"{wanted['shared_memory_gb']} GB (preflight.shared_memory_gb)",
-            found=f"{size:.3f} GB",
-            fix="docker run --shm-size=1g; elsewhere ask the administrators: data workers and NCCL share memory there",
-        )
-    for place in (scratch, folder):
-        free = shutil.disk_usage(place).free / 1e9
-        if free < wanted["free_gb"]:
-            raise UnfitError(
-                f"{place} is full",
-                wanted=f"{wanted['free_gb']} GB free (preflight.free_gb)",
-                found=f"{free:.3f} GB",
-                fix="remove what is not needed there, or leave this node out (sbatch --exclude)",
-            )
+    for found in (
+        node.shared_memory(wanted["shared_memory_gb"], shm),
+        node.free_space(scratch, wanted["free_gb"]),
+        node.free_space(folder, wanted["free_gb"]),
+    ):
+        if found.code:
+            raise error(found)
 
 
 def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, str]) -> dict[int, int]:
@@ -146,8 +135,8 @@ def finding(
 ) -> DrayError | None:
     """What went wrong, from how far each rank came. None where it is not sure yet, and more may be heard."""
     for rank in ranks.values():
-        if "wrong" in rank:
-            return UnfitError(**rank["wrong"])
+        if "finding" in rank:
+            return error(rank["finding"])
         if "killed" in rank:
             return _of(rank, f"was killed by {rank['killed']}", f"in: {rank['phase']}", f"see {log} of that node")
     ended = {

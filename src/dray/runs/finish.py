@@ -78,9 +78,9 @@ def _preflight(paths: RunPaths) -> str | None:
         said = json.loads(paths.preflight_report.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there was none, or the disk was full
         return None
-    wires = " and ".join(sorted({rank["wire"] for rank in said["ranks"]}))
+    transports = " and ".join(sorted({rank["transport"] for rank in said["ranks"]}))
     best = max((row["bus_gb_s"] for row in said["sweep"]), default=0.0)
-    return f"{wires}, {best:.2f} GB/s of bus bandwidth, in {sum(said['seconds'].values()):.1f} s"
+    return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(said['seconds'].values()):.1f} s"
 
 
 def _tidy(paths: RunPaths) -> None:

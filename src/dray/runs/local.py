@@ -40,7 +40,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         site=site,
         home=os.environ.get("HOME", ""),
         hf_home=hf_home(),
-        variables=sites.variables(site),
+        variables=sites.path_variables(site),
         uid=os.getuid(),
         gid=os.getgid(),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,15 +42,6 @@ def require_account(site: Site, options: Sequence[str]) -> None:
             found="no --account, and SBATCH_ACCOUNT is not set",
             fix=f"dray submit --sbatch --account={site.account}, or export SBATCH_ACCOUNT",
         )
-
-
-def cluster() -> str:
-    """What Slurm calls this cluster; empty where there is no Slurm."""
-    named = os.environ.get("SLURM_CLUSTER_NAME", "")
-    if named or not process.which("scontrol"):
-        return named
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", process.run(["scontrol", "show", "config"], check=False).out, re.M)
-    return found[1] if found else ""
 
 
 def submit(argv: Sequence[str], folder: Path) -> str:

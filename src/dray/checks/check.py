@@ -1,0 +1,44 @@
+"""One check: what its work found, or why it failed, as a finding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dray.contract import exit_codes
+from dray.contract.findings import DrayError, Finding
+
+
+class Skip(DrayError):  # noqa: N818  nothing is in error
+    """This cannot be checked on this machine, and nothing is wrong."""
+
+    exit_code = exit_codes.DONE
+
+
+def check(name: str, work: Callable[[], str], *, fix: str = "") -> Finding:
+    """What the work returns, or how it failed."""
+    began = time.monotonic()
+    try:
+        found = work()
+    except Exception as error:
+        return failed(name, error, fix=fix)
+    seconds = time.monotonic() - began
+    return passed(name, f"{found} ({seconds:.1f} s)" if seconds >= 0.1 else found)
+
+
+def passed(name: str, found: str) -> Finding:
+    """A check that is fine."""
+    return Finding(name, found=found, kind="ok")
+
+
+def skipped(name: str, found: str, *, fix: str = "") -> Finding:
+    """A check that was not made."""
+    return Finding(name, found=found, fix=fix, kind="skip")
+
+
+def failed(name: str, error: Exception, *, fix: str = "") -> Finding:
+    """Of an error of a library its last line, where libraries put the cause."""
+    if isinstance(error, DrayError):
+        return error.finding._replace(problem=name, found=error.problem, kind="skip")
+    last = [line.strip() for line in str(error).splitlines() if line.strip()][-1:]
+    return Finding(name, found=": ".join([type(error).__name__, *last]), fix=fix, code=exit_codes.UNFIT)

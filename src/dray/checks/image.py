@@ -1,0 +1,130 @@
+"""The image, and its packages: each imported for real, and held against image.json, which the build wrote."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+
+from dray.checks.check import Skip, check, passed
+from dray.contract.findings import Finding, UnfitError
+
+# The module whose import shows that the package works, and the names of its distribution. In this order an
+# import's time is what the package adds to those before it.
+PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
+    "safetensors.torch": ("safetensors",),
+    "tokenizers": ("tokenizers",),
+    "transformers.trainer": ("transformers",),  # `import transformers` alone imports next to nothing
+    "accelerate": ("accelerate",),
+    "deepspeed": ("deepspeed",),
+    "datasets": ("datasets",),
+    "peft": ("peft",),
+    "aihwkit_lightning": ("aihwkit-lightning",),
+    "torch.utils.tensorboard": ("tensorboard",),
+    "dray": ("dray",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """What image.json declares. Empty where this Python is not in an image."""
+
+    variant: str | None = None
+    dray: str | None = None
+    accelerator: str | None = None
+    driver: str | None = None
+    architectures: list[str] = field(default_factory=list)
+    packages: dict[str, str] = field(default_factory=dict)
+
+    def lists(self, *distributions: str) -> bool:
+        """Whether the image declares one of these packages."""
+        return bool({_normal(name) for name in distributions} & {_normal(name) for name in self.packages})
+
+
+def path() -> Path:
+    """In an image sys.prefix is /opt/dray."""
+    return Path(sys.prefix) / "image.json"
+
+
+@cache
+def declared() -> Image:
+    """Read image.json; keys of a newer dray are ignored."""
+    try:
+        content = json.loads(path().read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Image()
+    except ValueError:
+        raise UnfitError(f"{path()} is damaged", fix="build the image again") from None
+    return Image(**{name: content[name] for name in Image.__dataclass_fields__ if name in content})
+
+
+def absent(module: str) -> bool:
+    """Whether this package is not installed, and the image does not declare it."""
+    names = PACKAGES.get(module)
+    return names is not None and not declared().lists(*names) and _version(names) is None
+
+
+def results() -> Iterator[Finding]:
+    """The image, its Python, then each package."""
+    yield check("image", _image)
+    yield passed("python", f"{platform.python_version()}, {sys.executable}")
+    for module, names in PACKAGES.items():
+        yield check(names[0], partial(_imported, module, names))
+
+
+def _image() -> str:
+    image = declared()
+    if image.variant is None:
+        raise Skip(f"no {path()}: this Python is not in an image")
+    driver = f", driver {image.driver} or newer" if image.driver else ""
+    return f"{image.variant}, for {' '.join([image.accelerator or 'cpu', *image.architectures])}{driver}"
+
+
+def _imported(name: str, distributions: tuple[str, ...]) -> str:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        if absent(name):
+            raise Skip("not in this image" if declared().packages else "not installed") from None
+        raise
+    module = sys.modules[name.partition(".")[0]]
+    _require_own(str(module.__file__))
+    version = _version(distributions) or str(getattr(module, "__version__", "unknown"))
+    return version + _built_for(module) if name == "torch" else version
+
+
+def _require_own(file: str) -> None:
+    if declared().packages and not Path(file).is_relative_to(sys.prefix):
+        raise UnfitError(
+            f"{file} hides the image's own package",
+            wanted=f"a file under {sys.prefix}",
+            fix="unset PYTHONPATH before the image starts, and start in a folder without a module of this name",
+        )
+
+
+def _built_for(torch: object) -> str:
+    version = getattr(torch, "version", None)
+    cuda, hip = getattr(version, "cuda", None), getattr(version, "hip", None)
+    return f", CUDA {cuda}" if cuda else f", HIP {hip}" if hip else ", CPU only"
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,66 @@
+"""The host's libraries that a site binds, compared with an image: `dray site show --image`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dray import process
+from dray.config import checkout
+from dray.config.image import ACCELERATORS
+from dray.config.site import Site
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.images import store
+
+
+class Comparison(NamedTuple):
+    """One entry for each library as `python -m dray.checks.abi` prints it, and the patterns that match no file."""
+
+    libraries: list[dict[str, Any]]
+    missing: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing and not any(library["problems"] for library in self.libraries)
+
+
+def compare(site: Site, image: str) -> Comparison:
+    """Start the image with the libraries bound, and compare their ELF headers with its own libraries in it."""
+    engine, file = _engine(), _image(image)
+    missing, mounts, names = [], [], []
+    for pattern in (*site.fabric.libraries, *filter(None, [site.fabric.plugin])):
+        matches = sorted(Path("/").glob(pattern.lstrip("/")), key=_version)
+        if not matches:
+            missing.append(pattern)
+            continue
+        names.append(f"/host/{matches[-1].name}")
+        mounts.append(f'--mount=type=bind,"src={matches[-1].resolve()}","dst={names[-1]}",ro')
+    argv = [engine, "--quiet", "exec", "--cleanenv", "--no-mount=home,cwd", *mounts, str(file.absolute())]
+    done = process.run([*argv, "python3", "-m", "dray.checks.abi", *names], check=False)
+    try:
+        return Comparison(json.loads(done.out), missing)
+    except ValueError:
+        raise DrayError("the image cannot read the libraries", where=file, found=done.err.strip()) from None
+
+
+def _image(image: str) -> Path:
+    file = store.sif(checkout.root(), image) if image in ACCELERATORS else Path(image)
+    if not file.exists():
+        fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
+        raise ConfigError("the image does not exist", wanted=str(file), fix=fix)
+    return file
+
+
+def _engine() -> str:
+    engine = next((one for one in ("apptainer", "singularity") if process.which(one)), None)
+    if engine is None:
+        fix = "run this on the cluster, best on a compute node"
+        raise UnfitError("neither apptainer nor singularity is on PATH", fix=fix)
+    return engine
+
+
+def _version(path: Path) -> list[tuple[int, str]]:
+    """The order of `sort --version-sort`: numbers by their size."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
