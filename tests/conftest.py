@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -92,6 +93,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Markers are the table's keys."""
     for marker in NEEDS:
         config.addinivalue_line("markers", f"{marker}: runs only where this part is there")
+    if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
+        _measure_subprocesses(measured)
+
+
+def _measure_subprocesses(config: str) -> None:
+    """Tests hand in whole environments, in which coverage would not find itself."""
+    start = subprocess.Popen.__init__
+
+    def started(self, *args, env=None, **kwargs) -> None:
+        start(self, *args, env=env if env is None else {**env, "COVERAGE_PROCESS_CONFIG": config}, **kwargs)
+
+    subprocess.Popen.__init__ = started
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
