@@ -28,7 +28,7 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
         for name, module in network.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     ]
-    unknown = [name for name in said["targets"] if not any(_ends(one, name) for one in linear)]
+    unknown = [name for name in said["target_modules"] if not any(_ends(one, name) for one in linear)]
     if unknown or not linear:
         stop(
             "lora.target_modules names what the model has not" if linear else "the model has no linear layers for LoRA",
@@ -42,7 +42,7 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
             r=said["rank"],
             lora_alpha=said["alpha"],
             lora_dropout=said["dropout"],
-            target_modules=[name for name in linear if not said["targets"] or _is_target(name, said["targets"])],
+            target_modules=[name for name in linear if not said["target_modules"] or _is_target(name, said["target_modules"])],
             fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
             task_type="CAUSAL_LM" if config.objective != "masked" else None,
         )
