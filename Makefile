@@ -48,7 +48,7 @@ check-rest:
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py
 
-image-%: .venv/host ## Build build/dray-%.sif: cpu, cuda, cuda12 or rocm (BASE=, WHEELS=, BUNDLE=)
+image-%: .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=)
 	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
 image-%-docker: .venv/host ## Build the Docker image dray:% (likewise)

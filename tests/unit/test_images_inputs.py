@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dray.config.image import Image
+from dray.config.image import ACCELERATORS, Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
 from dray.images.sources import debs, inputs, lock
 from dray.images.sources.inputs import Source
 
 HOSTILE = "p a$s'\"`id`;\\"
-VARIANTS = ("cpu", "cuda", "cuda12", "rocm")
+VARIANTS = tuple(ACCELERATORS)
 
 
 @pytest.fixture
@@ -94,6 +94,21 @@ def test_the_steps_see_values_as_they_are(checkout):
         ["bash", "-c", script, "-", folder / "environment"], capture_output=True, text=True, check=True
     )
     assert shown.stdout == HOSTILE
+
+
+def test_a_variant_s_own_definition_or_the_shared_one(checkout):
+    """A new variant is a folder with image.toml and requirements, and a line in config/image.py."""
+    folder = checkout / "containers" / "cpu"
+    for name in ("dray-cpu.def", "Containerfile"):
+        (folder / name).unlink()
+    made = laid_out(checkout, described("cpu"))
+    assert (made / "dray.def").read_bytes() == (folder.parent / "dray.def").read_bytes()
+    assert (made / "Containerfile").read_text().startswith((folder.parent / "Containerfile").read_text())
+    (folder / "dray-cpu.def").write_text("own")
+    (folder / "Containerfile").write_text("own\n")
+    made = laid_out(checkout, described("cpu"))
+    assert (made / "dray.def").read_text() == "own"
+    assert (made / "Containerfile").read_text().startswith("own\n")
 
 
 def test_laid_out_anew_each_time(checkout):

@@ -12,6 +12,7 @@ import typer
 
 from dray.cli import image_lock, image_look
 from dray.config import checkout
+from dray.config.image import ACCELERATORS
 from dray.containers import builder
 from dray.contract.findings import ConfigError
 from dray.images import build as make
@@ -22,7 +23,7 @@ from dray.images.sources import bundle, inputs
 
 app = typer.Typer(help="Build the image that a run starts from, and look into it.", no_args_is_help=True)
 
-Variant = Annotated[str, typer.Argument(help="A folder of containers/: cpu, cuda, cuda12 or rocm.")]
+Variant = Annotated[str, typer.Argument(help=f"A folder of containers/: {', '.join(ACCELERATORS)}.")]
 Base = Annotated[
     str,
     typer.Option(

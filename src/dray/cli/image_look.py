@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dray.config import checkout
-from dray.config.image import Variant
+from dray.config.image import ACCELERATORS
 from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.images.sif import contents
@@ -94,7 +94,7 @@ def diff(
 
 
 def _file(image: str) -> Path:
-    if image in get_args(Variant):
+    if image in ACCELERATORS:
         return store.sif(checkout.root(), image)
     return Path(image)
 

@@ -120,14 +120,14 @@ def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path,
             link(file, folder / name / file.name)
     for path in _locks(checkout, image):
         shutil.copy2(path, folder)
-    shutil.copy2(source / f"dray-{image.variant}.def", folder / "dray.def")
+    shutil.copy2(_recipe(source, f"dray-{image.variant}.def", containers / "dray.def"), folder / "dray.def")
     environment = environment_of(checkout, image)
     (folder / "environment").write_text(_assign(environment))
     (folder / "labels").write_text("".join(f"{key} {value}\n" for key, value in image.labels.items()))
-    (folder / "Containerfile").write_text(
-        (source / "Containerfile").read_text() + _docker("ENV", environment) + _docker("LABEL", image.labels)
-    )
-    said = {
+    containerfile = _recipe(source, "Containerfile", containers / "Containerfile").read_text()
+    containerfile += _docker("ENV", environment) + _docker("LABEL", image.labels)
+    (folder / "Containerfile").write_text(containerfile)
+    values = {
         "DRAY_VARIANT": image.variant,
         "DRAY_PYTHON": image.python,
         "DRAY_ACCELERATOR": image.accelerator,
@@ -136,7 +136,7 @@ def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path,
         "DRAY_BASE": base,
         "SOURCE_DATE_EPOCH": str(lock.epoch(_locks(checkout, image)[0])),
     }
-    (folder / "image.env").write_text(_assign(said))
+    (folder / "image.env").write_text(_assign(values))
     return folder
 
 
@@ -175,6 +175,11 @@ def environment_of(checkout: Path, image: Image) -> dict[str, str]:
 
 def _assign(values: Mapping[str, str]) -> str:
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+
+
+def _recipe(variant: Path, name: str, shared: Path) -> Path:
+    """A variant's own definition or Containerfile, where its folder has one; all of today's link to the shared ones."""
+    return variant / name if (variant / name).exists() else shared
 
 
 def _docker(word: str, values: Mapping[str, str]) -> str:
