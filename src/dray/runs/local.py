@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from dray import process
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
+from dray.containers import network as containers
 from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
 from dray.images import store
@@ -72,7 +72,9 @@ def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | N
         stack.enter_context(process.stoppable())
         stack.callback(shutil.rmtree, scratch(plan.run), ignore_errors=True)
         if plan.engine in ("docker", "podman"):
-            stack.enter_context(_containers(plan))
+            private = network(plan) if plan.world.one_machine else None
+            label = f"{LABEL}={plan.run}"
+            stack.enter_context(containers.removed_after(plan.engine, label=label, network=private))
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]
         return _wait(nodes, watch)
 
@@ -88,23 +90,6 @@ def _wait(nodes: list[process.Running], watch: Callable[[], None]) -> int:
         if None not in codes or (deadline and time.monotonic() > deadline):
             return failed or 0
         nodes[codes.index(None)].wait(0.2)
-
-
-@contextmanager
-def _containers(plan: Plan) -> Iterator[None]:
-    """A private network if all nodes are here; no container of the run stays. Docker and Podman take the same words."""
-    tool, label = plan.engine, f"{LABEL}={plan.run}"
-    private = plan.world.one_machine
-    if private:
-        process.run([tool, "network", "create", f"--label={label}", network(plan)])
-    try:
-        yield
-    finally:  # what goes wrong here must not hide how the run ended
-        left = process.run([tool, "ps", "--all", "--quiet", f"--filter=label={label}"], check=False).out.split()
-        if left:
-            process.run([tool, "rm", "--force", *left], check=False)  # one may end by itself at this very moment
-        if private and process.run([tool, "network", "rm", network(plan)], check=False).code:
-            print(f"dray: a network stays: {tool} network rm {network(plan)}", file=sys.stderr)
 
 
 @contextmanager
