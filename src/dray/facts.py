@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from dray import engines
 from dray.contract.findings import ConfigError
 from dray.hostlist import expand
 
 _VARIABLE = "variable."
-Engine = Literal["apptainer", "singularity", "docker", "podman", "pyxis", "bare"]
+Engine = Annotated[str, AfterValidator(lambda name: engines.get(name).name)]
 
 
 class Facts(BaseModel):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
+# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
 set -euo pipefail
 
 # dray: else accelerate looks for GPUs

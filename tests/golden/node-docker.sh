@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts run r1 on one node. dray 0.0.0 rendered it from plan.json: change the recipe, not it.
+# Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
 set -euo pipefail
 
 # dray: else accelerate looks for GPUs
@@ -25,44 +25,55 @@ export TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
 # dray: compile caches race on a shared disk
 export TRITON_CACHE_DIR=/tmp/dray-r1/triton
 
-# An engine's own words about a missing place are hard to read.
-unfit() { # PLACE WANTED RECORD
-  local -r node="${DRAY_NODE_NAME:-$(</proc/sys/kernel/hostname)}"
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$node" >&2
-  local -r record="failures/node-${DRAY_NODE:-unknown}.json"
+number=DRAY_NODE name=DRAY_NODE_NAME read_only=readonly
+# What a node must have, and what the container sees of it. node.sh contains this file, after the data that it reads:
+# `number` and `name` are the names of the variables with this node's number and name, `read_only` is the engine's word.
+# shellcheck disable=SC2154,SC2034
+
+declare -a binds=() mounts=()
+
+node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
+  local -r host="${!name:-$(</proc/sys/kernel/hostname)}" record="failures/node-${!number:-unknown}.json"
+  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$host" >&2
   # A disk that is full must not hide the exit code as well.
-  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$node" "$3" >"$record.part"; then
+  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$host" "$3" >"$record.part"; then
     mv -- "$record.part" "$record"
   fi || true
   exit 69
 }
-need() { # PLACE WANTED RECORD
-  [[ -e "$1" ]] || unfit "$@"
+
+node::need() { # PATH WANTED RECORD
+  [[ -e "$1" ]] || node::unfit "$@"
 }
-cd '/shared/my work/runs/r1/attempt-1' || exit 69
-binds=()
-bind() { # PLACE ro|rw: also where a link leads to, since programs ask for a file's real path
-  local place real
+
+node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for a file's real path
+  local path real
   real="$(realpath -- "$1"; echo .)" # the dot keeps what a line break at the end would lose
-  for place in "$1" "${real%$'\n.'}"; do
-    binds+=("$place"$'\t'"$2")
+  for path in "$1" "${real%$'\n.'}"; do
+    binds+=("$path"$'\t'"$2")
   done
 }
-bind '/shared/my work/runs/r1' rw
-need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
-bind /scratch rw
-# A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
-mounts=() last=""
-while IFS= read -r -d '' entry; do
-  place="${entry%$'\t'*}" quoted="${entry%$'\t'*}" mode=""
-  quoted="${quoted//\"/\"\"}"
-  [[ "$entry" == *$'\t'rw ]] || mode=,readonly
-  [[ "$place" != "$last" ]] || unset 'mounts[-1]'
-  mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
-  last="$place"
-done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 
-# Which image this node has: the first node holds it against its own.
+node::mounts() { # fills `mounts`, the options that the engine gets
+  local entry path quoted mode last=""
+  # A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
+  while IFS= read -r -d '' entry; do
+    path="${entry%$'\t'*}" mode=""
+    quoted="${path//\"/\"\"}"
+    [[ "$entry" == *$'\t'rw ]] || mode=",$read_only"
+    [[ "$path" != "$last" ]] || unset 'mounts[-1]'
+    mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
+    last="$path"
+  done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
+}
+
+cd '/shared/my work/runs/r1/attempt-1' || exit 69
+node::bind '/shared/my work/runs/r1' rw
+node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
+node::bind /scratch rw
+node::mounts
+
+# Which image this node has: the first node compares it with its own.
 DRAY_IMAGE_ID=$(docker image inspect '--format={{.Id}}' dray:cpu | tr --delete ' \n') || true
 export DRAY_IMAGE_ID
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from dray import render
+from dray import engines, render
 from dray.config.site import Fabric, Site, SiteBind
 from dray.contract.findings import ConfigError
+from dray.engines.base import MOUNTS, Container, Engine
 from dray.facts import Facts
 from dray.planning.plan import Plan, plan
 from dray.runs.write import read_recipe
@@ -96,7 +99,10 @@ class TestStage:
         with start(sha256="0" * 64) as node:
             out, err = node.communicate(timeout=20)
         assert (node.returncode, out) == (69, "")
-        assert err.splitlines()[:2] == ["dray: the image did not arrive whole", f"  where:  {self.copy(tmp_path)}"]
+        assert err.splitlines()[:2] == [
+            "dray: the copy of the image differs from the image",
+            f"  where:  {self.copy(tmp_path)}",
+        ]
 
     def test_where_there_is_no_room_the_shared_one_starts(self, start, tmp_path: Path) -> None:
         small = tmp_path / "file"
@@ -156,12 +162,45 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
         "--container-writable",
     ]
     script = render.node_script(decided)
-    assert script.index("cd '/my runs/r1/attempt-1'\n") < script.index("\npython3 \\\n  -m \\\n  dray.runner \\\n")
+    assert script.index("cd '/my runs/r1/attempt-1'\n") < script.index(
+        "\nnode::start python3 \\\n  -m \\\n  dray.runner \\\n"
+    )
     assert "apptainer" not in script
     assert "\nexport TRITON_CACHE_DIR=/tmp/dray-r1/triton\n" in script
     odd = site.model_copy(update={"binds": (SiteBind(path="/a:b", why=""),)})
     with pytest.raises(ConfigError, match="Pyxis cannot mount a path with , or :"):
         render.srun_options(made(root, Path("/r"), site=odd, engine="pyxis", image="/i.sqsh"))
+
+
+def test_an_engine_is_one_class_and_a_line_in_the_registry(root: Path, monkeypatch) -> None:
+    """Traits decide the rest: what node.sh looks for, how variables get in, who may use it."""
+
+    class Shifter(Engine):
+        name = "shifter"
+        schedulers = frozenset({"slurm"})
+        env_prefix = "SHIFTER_"
+        read_only = "locked"
+
+        def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
+            return ["shifter", f"--image={container.image}", MOUNTS, *inner]
+
+    monkeypatch.setitem(engines._BY_NAME, "shifter", Shifter())
+    script = render.node_script(made(root, Path("/r"), site=Site(name="s", about=""), engine="shifter", image="/i.img"))
+    assert "node::need /i.img 'the image' " in script
+    assert "read_only=locked\n" in script
+    assert "\nexport SHIFTER_TRITON_CACHE_DIR=/tmp/dray-r/triton\n" in script
+    assert 'node::start shifter \\\n  --image=/i.img \\\n  "${mounts[@]}" \\\n  python3 \\\n' in script
+
+
+def test_no_other_room_compares_names_of_engines(root: Path) -> None:
+    compares = re.compile(rf"engine (==|!=|in|not in) .*({'|'.join(engines.names())})")
+    rooms = (path for path in (root / "src/dray").rglob("*.py") if path.parent.name not in ("engines", "containers"))
+    assert [str(path) for path in rooms if compares.search(path.read_text())] == []
+
+
+def test_an_engine_that_is_none(root: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such engine"):
+        made(root, Path("/r"), site=Site(name="s", about=""), engine="rkt", image="/i")
 
 
 @pytest.mark.parametrize(("uid", "keep"), [(1000, True), (0, False)])

@@ -285,4 +285,4 @@ def test_what_a_recipe_reads_and_keeps_is_bound(root: Path) -> None:
         ("/node/tokens", True, True),
     ]
     script = render.node_script(decided)
-    assert "mkdir -p -- /scratch/kept || true\nneed /scratch/kept 'recipe checkpoint.folder: " in script
+    assert "mkdir -p -- /scratch/kept || true\nnode::need /scratch/kept 'recipe checkpoint.folder: " in script

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.run import Engine
+from dray.cli.options import Engine
 from dray.runs import desk, write
 
 
@@ -17,7 +17,7 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.dataset=some.txt."),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
+    engine: Engine = "bare",
 ) -> None:
     """Print how well the model of a run that has ended foretells its texts, on this machine's CPUs."""
     plan, final = desk.ended(run)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray.cli.run import Engine
+from dray.cli.options import Engine
 from dray.contract.findings import ConfigError
 from dray.runs import desk, write
 from dray.runs.paths import newest_attempt
@@ -19,7 +19,7 @@ def export(
     to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where it goes; else RUN/exports/step-N.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
     shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, and so the memory that it takes.")] = 4.0,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
+    engine: Engine = "bare",
 ) -> None:
     """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU, whoever made it."""
     paths = newest_attempt(run)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.run import Engine
+from dray.cli.options import Engine
 from dray.runs import desk
 
 
@@ -19,7 +19,7 @@ def generate(
     tokens: Annotated[int | None, typer.Option(min=1, help="How many it writes; else 64, or what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest each time.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
+    engine: Engine = "bare",
 ) -> None:
     """Print a prompt and what the model of a run that has ended makes of it, on this machine's CPUs."""
     plan, final = desk.ended(run)

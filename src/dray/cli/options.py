@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from dray import engines
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
@@ -90,3 +91,20 @@ def chosen(words: list[str] | None, launcher: str, context: typer.Context) -> Ch
 
 
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]
+_ENGINES = engines.names("local", "hosts")
+
+
+def _engine(name: str) -> str:
+    if name not in _ENGINES:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(_ENGINES)}")
+    return name
+
+
+Engine = Annotated[
+    str,
+    typer.Option(
+        callback=_engine,
+        metavar=f"[{'|'.join(_ENGINES)}]",
+        help="What starts the image; bare: this Python. Apptainer and Singularity: with --hostfile.",
+    ),
+]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from dray.cli.options import Overrides, RecipeFile
-from dray.cli.run import Engine
+from dray.cli.options import Engine, Overrides, RecipeFile
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub
 from dray.runs.write import read_recipe
@@ -18,7 +16,7 @@ from dray.runs.write import read_recipe
 def prefetch(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    engine: Annotated[Engine, typer.Option(help="What starts the image that fetches; bare: this Python.")] = "bare",
+    engine: Engine = "bare",
 ) -> None:
     """Fetch a recipe's model, tokenizer and texts into HF_HOME, on a machine that reaches the hub; runs are offline."""
     settings = read_recipe(recipe, overrides or [])

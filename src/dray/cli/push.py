@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.run import Engine
+from dray.cli.options import Engine
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub
 
@@ -17,7 +17,7 @@ def push(
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Its name on the hub; made if it is not there.")],
     public: Annotated[bool, typer.Option("--public", help="For all to see; else for those whom you let.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="What LoRA learnt alone, without the model.")] = False,
-    engine: Annotated[Engine, typer.Option(help="What starts the image; bare: this Python.")] = "bare",
+    engine: Engine = "bare",
 ) -> None:
     """Send the model of a run that has ended to the hub, with its card, as whoever HF_TOKEN is."""
     plan, folder = desk.ended(run)

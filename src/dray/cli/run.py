@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from dray.cli.options import GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
+from dray import engines
+from dray.cli.options import Engine, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
 from dray.runs.paths import default_runs
-
-Engine = Literal["bare", "docker", "podman", "apptainer", "singularity"]
 
 
 def run(
@@ -24,9 +23,7 @@ def run(
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
-    engine: Annotated[
-        Engine, typer.Option(help="bare: this Python; docker, podman: a container a node; apptainer: with --hostfile.")
-    ] = "bare",
+    engine: Engine = "bare",
     site: Site = "",
     runs: Runs = None,
     hostfile: Annotated[
@@ -44,8 +41,9 @@ def run(
     settings = asked.recipe()
     if not hostfile:
         _refuse({"--node": node is not None, "--print": show}, "goes with --hostfile")
-        _refuse({f"--engine {engine}": engine in ("apptainer", "singularity")}, "goes with --hostfile, or with sbatch")
-    if settings.image_digest and engine not in ("apptainer", "singularity"):
+        one_machine = engine in engines.names("local")
+        _refuse({f"--engine {engine}": not one_machine}, "goes with --hostfile, or with sbatch")
+    if settings.image_digest and engines.get(engine).image != "file":
         raise ConfigError(
             "a recipe with image_digest wants one SIF, which only Apptainer starts",
             found=settings.image_digest,

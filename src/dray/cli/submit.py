@@ -66,7 +66,7 @@ def submit(
     plan = write.decide(settings, facts, RunPaths(folder))
     estimate = sizes.words(plan, chosen_site, gpu_memory)
     options = [
-        *render.sbatch_options(settings, chosen_site, facts.gpus_per_node),
+        *queue.options(settings, chosen_site, facts.gpus_per_node),
         *([f"--nodes={nodes}"] if nodes else []),
         *(sbatch or []),
     ]

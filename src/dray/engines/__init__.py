@@ -1,38 +1,25 @@
-"""What starts a container: each engine turns a plan and an inner command into one command line."""
+"""What starts a container. A new engine is a class in a file of its own, and a line in `_ALL`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dray.contract.findings import ConfigError
+from dray.engines.apptainer import Apptainer, Singularity
+from dray.engines.bare import Bare
+from dray.engines.base import Engine
+from dray.engines.docker import Docker, Podman
+from dray.engines.pyxis import Pyxis
 
-from dray.engines import apptainer, docker
-from dray.planning.plan import Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """`prefix` before a variable's name in the shell makes the engine hand it in; `argv` starts the container."""
-
-    prefix: str
-    argv: Callable[[Plan, Sequence[str]], list[str]]
-    identify: Callable[[Plan], list[str]] | None = None
+_ALL: tuple[Engine, ...] = (Bare(), Docker(), Podman(), Apptainer(), Singularity(), Pyxis())
+_BY_NAME = {engine.name: engine for engine in _ALL}
 
 
-def _inner(_plan: Plan, inner: Sequence[str]) -> list[str]:
-    """There is no container, or Slurm has started it."""
-    return list(inner)
+def get(name: str) -> Engine:
+    """The engine of this name."""
+    if name not in _BY_NAME:
+        raise ConfigError("there is no such engine", wanted=", ".join(_BY_NAME), found=name)
+    return _BY_NAME[name]
 
 
-_ENGINES = {
-    "apptainer": Engine(prefix="APPTAINERENV_", argv=apptainer.argv, identify=apptainer.identify),
-    "singularity": Engine(prefix="SINGULARITYENV_", argv=apptainer.argv, identify=apptainer.identify),
-    "docker": Engine(prefix="", argv=docker.argv, identify=docker.identify),
-    "podman": Engine(prefix="", argv=docker.argv, identify=docker.identify),
-    "pyxis": Engine(prefix="", argv=_inner),
-    "bare": Engine(prefix="", argv=_inner),
-}
-
-
-def of(plan: Plan) -> Engine:
-    """The plan's engine."""
-    return _ENGINES[plan.engine]
+def names(*schedulers: str) -> list[str]:
+    """The engines that start nodes for one of these schedulers; without any, all."""
+    return [engine.name for engine in _ALL if not schedulers or engine.schedulers & {*schedulers}]

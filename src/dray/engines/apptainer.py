@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dray.config.image import ACCELERATORS
-from dray.engines import stage
-from dray.engines.places import MOUNTS
-from dray.engines.words import OnNode, each
-from dray.planning.plan import Plan
+from dray.engines.base import MOUNTS, STAGED_IMAGE, Container, Engine
 
 _GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
 
 
-def argv(plan: Plan, inner: Sequence[str]) -> list[str]:
+class Apptainer(Engine):
     """`exec` with nothing of the host inside but what the plan names, /tmp, and what the site's administrators bind."""
-    return [
-        plan.engine,
-        "--quiet",  # its INFO lines about optional helpers are nothing that a user can act on
-        "exec",
-        "--cleanenv",
-        "--no-eval",  # else a $(...) in a variable's value is run
-        "--no-mount=home,cwd",
-        *_GPU[ACCELERATORS[plan.variant]],
-        each(MOUNTS),
-        f"--pwd={plan.where}",
-        OnNode(f'"${stage.IMAGE}"') if plan.stage else plan.image,
-        *inner,
-    ]
+
+    name = "apptainer"
+    schedulers = frozenset({"slurm", "hosts"})
+    env_prefix = "APPTAINERENV_"
+    host_libraries = True
+
+    def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
+        return [
+            self.name,
+            "--quiet",  # its INFO lines about optional helpers are nothing that a user can act on
+            "exec",
+            "--cleanenv",
+            "--no-eval",  # else a $(...) in a variable's value is run
+            "--no-mount=home,cwd",
+            *_GPU[container.accelerator],
+            MOUNTS,
+            f"--pwd={container.folder}",
+            STAGED_IMAGE if container.staged else container.image,
+            *inner,
+        ]
+
+    def identify(self, image: str) -> list[str]:
+        """The id in the SIF's header, which dray makes of the image's content: reading it all would take seconds."""
+        return ["od", "--address-radix=n", "--format=x1", "--skip-bytes=48", "--read-bytes=16", image]
 
 
-def identify(plan: Plan) -> list[str]:
-    """The id in the SIF's header, which dray makes of the image's content: reading it all would take seconds."""
-    return ["od", "--address-radix=n", "--format=x1", "--skip-bytes=48", "--read-bytes=16", plan.image]
+class Singularity(Apptainer):
+    """SingularityCE."""
+
+    name = "singularity"
+    env_prefix = "SINGULARITYENV_"

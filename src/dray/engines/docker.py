@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
-from dray.config.image import ACCELERATORS
-from dray.engines.places import MOUNTS
-from dray.engines.words import OnNode, each
-from dray.planning.plan import Plan
+from dray.engines.base import DEVICES, MOUNTS, Container, Engine, Shell
 
 LABEL = "dray.run"
-DEVICES = "devices"
 _ROCM = ["--device=/dev/kfd", "--device=/dev/dri"]
-_GPU = {
-    "docker": {"cpu": [], "cuda": ["--gpus=all"], "rocm": _ROCM},
-    "podman": {"cpu": [], "cuda": ["--device=nvidia.com/gpu=all"], "rocm": _ROCM},
-}
 
 
-def network(plan: Plan) -> str:
-    """The private network's name."""
-    return f"dray-{plan.run}"
+def network(run: str) -> str:
+    """The name of a run's private network."""
+    return f"dray-{run}"
 
 
-def argv(plan: Plan, inner: Sequence[str]) -> list[str]:
+class Docker(Engine):
     """`run` in the foreground; the container ends with its command and leaves nothing."""
-    name = plan.world.identity["name"]
-    # A hostname alone is not in the network's DNS.
-    private = [f"--network={network(plan)}", OnNode(f'--hostname="${name}"'), OnNode(f'--network-alias="${name}"')]
-    # Podman without root: the caller's number inside is another one outside, unless it is told to keep it.
-    keep = ["--userns=keep-id"] if plan.engine == "podman" and not plan.user.startswith("0:") else []
-    return [
-        plan.engine,
-        "run",
-        "--rm",
-        "--init",
-        f"--label={LABEL}={plan.run}",
-        *(private if plan.world.one_machine else ["--network=host"]),
-        f"--user={plan.user}",
-        *keep,
-        "--shm-size=1g",  # the default of 64 MB ends data workers and NCCL with a bus error
-        each(DEVICES),  # Apptainer sees the host's; here each must be named
-        *_GPU[plan.engine][ACCELERATORS[plan.variant]],
-        *(f"--env={name}" for name in (*(v.name for v in plan.env), *plan.world.identity.values(), *plan.pass_env)),
-        each(MOUNTS),
-        f"--workdir={plan.where}",
-        plan.image,
-        *inner,
-    ]
+
+    name = "docker"
+    image = "store"
+    schedulers = frozenset({"hosts", "local"})
+    read_only = "readonly"
+    names_devices = True
+    private_network = True
+    gpus: ClassVar[dict[str, list[str]]] = {"cpu": [], "cuda": ["--gpus=all"], "rocm": _ROCM}
+
+    def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
+        node = container.name_variable
+        # A hostname alone is not in the network's DNS.
+        private = [
+            f"--network={network(container.run)}",
+            Shell(f'--hostname="${node}"'),
+            Shell(f'--network-alias="${node}"'),
+        ]
+        return [
+            self.name,
+            "run",
+            "--rm",
+            "--init",
+            f"--label={LABEL}={container.run}",
+            *(private if container.one_machine else ["--network=host"]),
+            f"--user={container.user}",
+            *self.user_namespace(container.user),
+            "--shm-size=1g",  # the default of 64 MB ends data workers and NCCL with a bus error
+            DEVICES,  # Apptainer sees the host's; here each must be named
+            *self.gpus[container.accelerator],
+            *(f"--env={name}" for name in container.variables),
+            MOUNTS,
+            f"--workdir={container.folder}",
+            container.image,
+            *inner,
+        ]
+
+    def user_namespace(self, _user: str) -> list[str]:
+        """Options that keep the caller's user inside."""
+        return []
+
+    def identify(self, image: str) -> list[str]:
+        return [self.name, "image", "inspect", "--format={{.Id}}", image]
 
 
-def identify(plan: Plan) -> list[str]:
-    """The program that prints which image this node has."""
-    return [plan.engine, "image", "inspect", "--format={{.Id}}", plan.image]
+class Podman(Docker):
+    """Podman, also without root."""
+
+    name = "podman"
+    store_prefix = "localhost/"
+    gpus: ClassVar[dict[str, list[str]]] = {**Docker.gpus, "cuda": ["--device=nvidia.com/gpu=all"]}
+
+    def user_namespace(self, user: str) -> list[str]:
+        """Without root the caller's number inside is another one outside, unless it is told to keep it."""
+        return [] if user.startswith("0:") else ["--userns=keep-id"]

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dray.contract.findings import ConfigError
-from dray.planning.plan import Plan
+from dray.engines.base import Container, Engine
 
 
-def srun(plan: Plan) -> list[str]:
-    """What srun is told."""
-    # Slurm mounts before anything of ours runs on the node: what is not required there cannot be looked for.
-    binds = [bind for bind in plan.binds if bind.required]
-    for bind in binds:
-        if set(",:") & set(bind.path):
-            raise ConfigError("Pyxis cannot mount a path with , or : in it", found=bind.path, fix="name another place")
-    mounts = ",".join(f"{bind.path}:{bind.path}{'' if bind.write else ':ro'}" for bind in binds)
-    return [
-        f"--container-image={plan.image}",
-        f"--container-mounts={mounts}",
-        f"--container-workdir={plan.folder}",
-        "--no-container-mount-home",
-        "--no-container-remap-root",
-        "--container-writable",  # of the container's own copy, which goes at the end
-    ]
+class Pyxis(Engine):
+    """The inner command alone; the rest is srun's."""
+
+    name = "pyxis"
+    schedulers = frozenset({"slurm"})
+    isolates_env = False
+    script_mounts = False
+
+    def argv(self, _container: Container, inner: Sequence[str]) -> list[str]:
+        return list(inner)
+
+    def srun_options(self, container: Container) -> list[str]:
+        # Slurm mounts before anything of ours runs on the node: what only some nodes have is left out.
+        for mount in container.mounts:
+            if set(",:") & set(mount.path):
+                raise ConfigError(
+                    "Pyxis cannot mount a path with , or : in it", found=mount.path, fix="name another folder"
+                )
+        mounts = ",".join(f"{path}:{path}{'' if write else ':ro'}" for path, write in container.mounts)
+        return [
+            f"--container-image={container.image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={container.folder}",
+            "--no-container-mount-home",
+            "--no-container-remap-root",
+            "--container-writable",  # of the container's own copy, which goes at the end
+        ]

@@ -10,6 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
+from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
@@ -67,7 +68,7 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
         found += _typo(setting, "error")
     for variable in plan.env:
         found += _overridden(variable, shell)
-    shares_environment = plan.engine in ("bare", "pyxis")
+    shares_environment = not engines.get(plan.engine).isolates_env
     for name, value in shell.items():
         if name in inside:
             continue

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from dray import engines
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import record, verify
 
@@ -21,7 +22,7 @@ def in_engine(engine: str, variant: str) -> str:
     """The image of Docker or Podman, which must be there: they would look on a registry, where it never was."""
     from dray.containers import images  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
 
-    tag = docker_tag(variant) if engine == "docker" else f"localhost/{docker_tag(variant)}"
+    tag = engines.get(engine).store_prefix + docker_tag(variant)
     if not images.find(engine, docker_tag(variant)):
         raise ConfigError(
             "the image is not there",

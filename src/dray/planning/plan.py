@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric, Site
@@ -76,7 +77,7 @@ def plan(
     site_why: str = "given",
 ) -> Plan:
     """Decide everything, with the reason of every automatic choice."""
-    run, folder = run_folder.name, run_folder / names.attempt(attempt)
+    run, folder, engine = run_folder.name, run_folder / names.attempt(attempt), engines.get(facts.engine)
     _refuse_other_gpus(recipe, site)
     _refuse_parted_checkpoints(recipe, facts)
     hosts = facts.hosts()
@@ -110,7 +111,7 @@ def plan(
         reasons["batch"] = f"{shares.global_size} = {product}"
     if recipe.train:
         reasons["training"] = _training(recipe)
-    python = facts.image if facts.engine == "bare" else "python3"
+    python = engine.python(facts.image)
     launcher = launchers.start(
         recipe.launcher, python=python, folder=str(folder), hosts=hosts, each=ranks_per_node, port=port,
         restarts=recipe.max_restarts,
@@ -140,7 +141,7 @@ def plan(
         engine=facts.engine,
         image=facts.image,
         image_sha256=facts.image_sha256,
-        stage=site.stage if facts.engine in ("apptainer", "singularity") else "",
+        stage=site.stage if engine.image == "file" and engine.script_mounts else "",
         variant=recipe.image,
         site=f"site {site.name}",
         sbatch=site.sbatch,
@@ -156,7 +157,7 @@ def plan(
         env=env,
         pass_env=passed,
         left_outside=tuple(sorted(set(facts.environment) - {*passed, *(variable.name for variable in env)}))
-        if facts.engine not in ("bare", "pyxis")
+        if engine.isolates_env
         else (),
         binds=binds.resolve(recipe, site, facts, run_folder=run_folder),
         reasons=reasons,
@@ -190,7 +191,7 @@ def _refuse_parted_checkpoints(recipe: Recipe, facts: Facts) -> None:
 
 def _fabric(site: Site, facts: Facts) -> Fabric:
     """Only Apptainer puts the host's files into a container's library path; elsewhere the image must have all."""
-    if site.fabric.strategy == "host" and facts.engine not in ("apptainer", "singularity"):
+    if site.fabric.strategy == "host" and not engines.get(facts.engine).host_libraries:
         return site.fabric.model_copy(update={"strategy": "none", "libraries": (), "plugin": ""})
     return site.fabric
 

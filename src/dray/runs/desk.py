@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dray import engines
 from dray.config.recipe import Command, Preflight, Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Engine
@@ -55,8 +56,7 @@ def once(
     facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
     with TemporaryDirectory(prefix="dray-") as folder:
         told = Path(folder, named, "given.json")
-        python = image if engine == "bare" else "python3"
-        argv = (python, "-m", module, *words, *([str(told)] if given else []))
+        argv = (engines.get(engine).python(image), "-m", module, *words, *([str(told)] if given else []))
         program = Recipe(
             name=recipe.name,
             launcher="python",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dray import engines
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Engine, Facts
@@ -58,7 +59,7 @@ class Hosts:
             "scheduler": "hosts",
             "nodelist": ",".join(self.names),
             "address": None,
-            "hf_home": None if engine == "bare" else here.hf_home,  # a bare one finds each machine's own
+            "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine's own
             "port": port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
         }
         return here.model_copy(update=among)

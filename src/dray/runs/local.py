@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dray import process
+from dray import engines, process
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.containers import network as containers
@@ -27,7 +27,7 @@ _GRACE = 10.0  # seconds that the other nodes get to end by themselves once one 
 def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus_per_node: int, site: str) -> Facts:
     """What this machine offers: as many nodes as asked for, all of them here."""
     count = nodes or recipe.nodes
-    on_loopback = engine not in ("docker", "podman")
+    on_loopback = not engines.get(engine).private_network
     return Facts(
         scheduler="local",
         nodelist=f"node[1-{count}]" if count > 1 else "node1",
@@ -48,9 +48,10 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
 
 def image_of(engine: Engine, recipe: Recipe) -> str:
     """What this engine starts here for the recipe: an image, or for bare a Python that has the training stack."""
-    if engine in ("apptainer", "singularity"):
+    kind = engines.get(engine).image
+    if kind == "file":
         return str(store.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
-    return store.bare_python() if engine == "bare" else store.in_engine(engine, recipe.image)
+    return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
 
 
 def hf_home() -> str | None:
@@ -71,8 +72,8 @@ def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | N
     with ExitStack() as stack:
         stack.enter_context(process.stoppable())
         stack.callback(shutil.rmtree, scratch(plan.run), ignore_errors=True)
-        if plan.engine in ("docker", "podman"):
-            private = network(plan) if plan.world.one_machine else None
+        if engines.get(plan.engine).private_network:
+            private = network(plan.run) if plan.world.one_machine else None
             label = f"{LABEL}={plan.run}"
             stack.enter_context(containers.removed_after(plan.engine, label=label, network=private))
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]

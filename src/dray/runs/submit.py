@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dray import process
+from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
 from dray.runs.paths import make_run_folder
@@ -27,6 +28,13 @@ def sbatch(
     decided = [f"--run={folder}", f"--image={image}", f"--site={site}"]
     said = [*words, *(["--", *command] if command else [])]
     return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *said]
+
+
+def options(recipe: Recipe, site: Site, gpus: int) -> list[str]:
+    """What `dray submit` adds to sbatch; a later option of the user's wins over these."""
+    asked = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}"}
+    options = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes}", "--ntasks-per-node=1", *site.sbatch]
+    return [*options, asked[site.gpu_option]] if gpus else options
 
 
 def require_account(site: Site, options: Sequence[str]) -> None:

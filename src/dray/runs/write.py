@@ -88,8 +88,8 @@ def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None) -
     for name, text in decided.files.items():
         write_atomic(paths.folder / name, text)
     write_atomic(paths.node_script, render.node_script(decided), mode=0o777)
-    if decided.engine == "pyxis":
-        write_atomic(paths.srun_options, render.srun_options(decided))
+    if options := render.srun_options(decided):
+        write_atomic(paths.srun_options, options)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
     return decided, paths
 

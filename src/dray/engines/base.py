@@ -1,0 +1,88 @@
+"""What an engine is: how it starts one container on a node, and the traits by which the rest of dray treats it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+
+class Shell(str):
+    """An argument that only the node knows, as its own shell expands it; every other argument is quoted."""
+
+    __slots__ = ()
+
+
+MOUNTS, DEVICES, STAGED_IMAGE = Shell('"${mounts[@]}"'), Shell('"${devices[@]}"'), Shell('"$image"')
+"""What node.sh has filled before the engine starts."""
+
+
+class Mount(NamedTuple):
+    """A folder or file of the host at the same path in the container."""
+
+    path: str
+    write: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """The container of one node."""
+
+    run: str
+    image: str
+    staged: bool
+    """Whether the node starts a copy of the image on its own disk."""
+    accelerator: str
+    folder: str
+    """The working directory."""
+    user: str
+    variables: tuple[str, ...]
+    """The names of the variables that are set inside."""
+    name_variable: str
+    """The variable with the node's name."""
+    one_machine: bool
+    """Whether all nodes of the run are containers on this machine."""
+    mounts: tuple[Mount, ...]
+    """What each node has; what only some have, the node's own script adds."""
+
+
+class Engine:
+    """Starts containers. A new one is a subclass in a file of its own, registered in `dray.engines`."""
+
+    name: ClassVar[str]
+    image: ClassVar[Literal["file", "store", "python"]] = "file"
+    """Where an image is: a file that nodes read, the engine's own store, or none: an installed Python."""
+    store_prefix: ClassVar[str] = ""
+    """What the store adds in front of a name that no registry has."""
+    schedulers: ClassVar[frozenset[str]] = frozenset({"slurm", "hosts", "local"})
+    """Who starts the nodes that it can be used on."""
+    isolates_env: ClassVar[bool] = True
+    """Whether only the variables that the plan names reach the ranks."""
+    env_prefix: ClassVar[str] = ""
+    """What makes the engine hand in a variable, in front of its name."""
+    script_mounts: ClassVar[bool] = True
+    """Whether node.sh looks for what must be mounted and lists it."""
+    read_only: ClassVar[str] = "ro"
+    """The option of a mount that nobody may write."""
+    host_libraries: ClassVar[bool] = False
+    """Whether it puts libraries of the host into the container's library path."""
+    names_devices: ClassVar[bool] = False
+    """Whether each device of the host must be named."""
+    private_network: ClassVar[bool] = False
+    """Whether nodes on one machine have a network of their own, and containers outlive the program that starts them."""
+
+    def python(self, _image: str) -> str:
+        """The Python inside."""
+        return "python3"
+
+    def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
+        """The command line that runs `inner` in a container in the foreground."""
+        raise NotImplementedError
+
+    def identify(self, _image: str) -> list[str]:
+        """The program that prints which image a node has; nothing where there is none."""
+        return []
+
+    def srun_options(self, _container: Container) -> list[str]:
+        """What srun is told, where Slurm itself starts the container."""
+        return []

@@ -1,0 +1,8 @@
+"""Plan -> text: node.sh, the options of srun and sbatch, what `dray plan` shows. Quoting happens in this room alone."""
+
+from __future__ import annotations
+
+from dray.render.node import node_script, srun_options
+from dray.render.text import text
+
+__all__ = ["node_script", "srun_options", "text"]

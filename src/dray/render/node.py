@@ -1,0 +1,182 @@
+"""The script that starts a node: the plan as data, and the files of bash that work on it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from importlib import resources
+
+from dray import engines
+from dray.config.image import ACCELERATORS
+from dray.contract import exit_codes
+from dray.contract import run_folder as names
+from dray.engines.base import Container, Mount, Shell
+from dray.planning import environment
+from dray.planning.binds import Bind
+from dray.planning.plan import Plan
+
+_DEVICES = """\
+# The fabric's devices, where this node has them.
+devices=()
+for device in /dev/infiniband /dev/cxi*; do
+  [[ ! -e "$device" ]] || devices+=("--device=$device")
+done"""
+
+
+def node_script(plan: Plan) -> str:
+    """The script that one task on each node runs."""
+    engine = engines.get(plan.engine)
+    start = " \\\n  ".join(_quoted(argument) for argument in start_argv(plan))
+    waits = plan.by_slurm or bool(plan.stage)  # else dray run waits for the nodes, and cleans up after them
+    parts = [
+        "#!/usr/bin/env bash\n"
+        f"# Starts run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
+        "set -euo pipefail",
+        _unset() if engine.env_prefix else "",
+        *_lines(_exports(plan, engine.env_prefix)),
+        f"scratch={_quoted(environment.scratch(plan.run))}\n{_file('start')}" if waits else "",
+        *_lines(_places(plan) if engine.script_mounts else []),
+        *_lines(_identify(plan, engine.identify(plan.image))),
+        *_lines(_handed_in(plan, engine.env_prefix) if engine.env_prefix else []),
+        *_lines(_missing_secrets(plan)),
+        _DEVICES if engine.names_devices else "",
+        _stage(plan) if plan.stage else "",
+        f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
+        f"{'node::start' if waits else 'exec'} {start}",
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def srun_options(plan: Plan) -> str:
+    """What the job's script adds to srun where Slurm starts the container, an argument a line."""
+    return "".join(f"{option}\n" for option in engines.get(plan.engine).srun_options(_container(plan)))
+
+
+def start_argv(plan: Plan) -> list[str]:
+    """The engine's whole command line."""
+    engine = engines.get(plan.engine)
+    inner = [engine.python(plan.image), "-m", "dray.runner", f"{plan.folder}/{names.PLAN}"]
+    return engine.argv(_container(plan), inner)
+
+
+def _container(plan: Plan) -> Container:
+    pyxis = not engines.get(plan.engine).script_mounts
+    return Container(
+        run=plan.run,
+        image=plan.image,
+        staged=bool(plan.stage),
+        accelerator=ACCELERATORS[plan.variant],
+        folder=plan.folder if pyxis else plan.where,
+        user=plan.user,
+        variables=(*(variable.name for variable in plan.env), *plan.world.identity.values(), *plan.pass_env),
+        name_variable=plan.world.identity["name"],
+        one_machine=plan.world.one_machine,
+        mounts=tuple(Mount(bind.path, bind.write) for bind in plan.binds if bind.required),
+    )
+
+
+def _file(name: str) -> str:
+    """A file of bash without its first line, which node.sh has itself."""
+    content = resources.files("dray.render").joinpath("bash", f"{name}.sh").read_text(encoding="utf-8")
+    return content.partition("\n")[2].rstrip("\n")
+
+
+def _lines(lines: Iterator[str] | list[str]) -> list[str]:
+    joined = "\n".join(lines)
+    return [joined] if joined else []
+
+
+def _unset() -> str:
+    return (
+        "# The engine would hand these in as well, and no plan would show them.\n"
+        'unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"\n'
+        "unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}"
+    )
+
+
+def _exports(plan: Plan, prefix: str) -> Iterator[str]:
+    for variable in plan.env:
+        # A site's text may hold a line break, and what follows it would be a command.
+        yield "# " + " ".join((variable.source + (f": {variable.why}" if variable.why else "")).split())
+        yield f"export {prefix}{variable.name}={_quoted(variable.value)}"
+
+
+def _places(plan: Plan) -> Iterator[str]:
+    engine, identity = engines.get(plan.engine), plan.world.identity
+    yield f"number={identity['node']} name={identity['name']} read_only={engine.read_only}"
+    yield _file("places")
+    yield ""
+    yield f"cd {_quoted(plan.folder)} || exit {exit_codes.UNFIT}"
+    if engine.image == "file":
+        yield _call("need", plan.image, "the image")
+    for bind in plan.binds:
+        yield from _bind(bind, plan)
+    if plan.fabric.strategy == "host":
+        yield from _fabric(plan)
+    yield "node::mounts"
+
+
+def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
+    path, mode = _quoted(bind.path), "rw" if bind.write else "ro"
+    if not bind.required:
+        yield f"[[ ! -e {path} ]] || node::bind {path} {mode}"
+        return
+    if bind.made:
+        yield f"mkdir -p -- {path} || true"
+    if bind.path != plan.run_folder:
+        yield _call("need", bind.path, f"{bind.source}: {bind.why}")
+    yield f"node::bind {path} {mode}"
+
+
+def _fabric(plan: Plan) -> Iterator[str]:
+    wanted = f"a part of the fabric ({plan.site}); without it ranks would fall back to TCP without a warning"
+    yield f"\n{_file('fabric')}\n"
+    for pattern in plan.fabric.libraries:
+        yield _call("library", pattern, wanted)
+    if plan.fabric.plugin:
+        yield _call("newest", plan.fabric.plugin, wanted)
+        yield 'node::bind "$newest" ro'
+        if "NCCL_NET_PLUGIN" not in {variable.name for variable in plan.env}:  # the recipe's, or the site's own
+            yield f'export {engines.get(plan.engine).env_prefix}NCCL_NET_PLUGIN="$newest"'
+
+
+def _call(function: str, path: str, wanted: str) -> str:
+    record: dict[str, object] = {
+        "rank": None,
+        "code": exit_codes.UNFIT,
+        "why": f"{path} is not there\n  wanted: {wanted}",
+        "log": None,
+        "last_lines": [],
+    }
+    return shlex.join([f"node::{function}", path, wanted, json.dumps(record)[1:-1]])
+
+
+def _identify(plan: Plan, argv: list[str]) -> Iterator[str]:
+    if argv:
+        variable = plan.world.identity["image"]
+        yield "# Which image this node has: the first node compares it with its own."
+        yield f"{variable}=$({' '.join(map(_quoted, argv))} | tr --delete ' \\n') || true"
+        yield f"export {variable}"
+
+
+def _handed_in(plan: Plan, prefix: str) -> Iterator[str]:
+    yield "# Only the node knows these: its own identity, and what pass_env names."
+    for name in (*plan.world.identity.values(), *plan.pass_env):
+        yield f'if [[ -v {name} ]]; then export {prefix}{name}="${name}"; fi'
+
+
+def _missing_secrets(plan: Plan) -> Iterator[str]:
+    if plan.recipe.pass_env:
+        yield "# A token that is missing is named at the start, and not by a failed download."
+    for name in plan.recipe.pass_env:
+        yield f"[[ -v {name} ]] || echo 'dray: {name} (pass_env) is not set' >&2"
+
+
+def _stage(plan: Plan) -> str:
+    call = shlex.join(["node::stage", plan.image, plan.stage, plan.image_sha256])
+    return f'image_id="${{{plan.world.identity["image"]}}}"\n{_file("stage")}\n\n{call}'
+
+
+def _quoted(argument: str) -> str:
+    return argument if isinstance(argument, Shell) else shlex.quote(argument)

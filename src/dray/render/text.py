@@ -1,0 +1,99 @@
+"""The plan for a reader: what would run, and who decided what."""
+
+from __future__ import annotations
+
+import shlex
+
+from dray import engines
+from dray.engines.base import Shell
+from dray.planning.plan import Plan
+from dray.render.node import start_argv
+
+
+def text(plan: Plan) -> str:
+    """The plan for a reader: what would run, and who decided what."""
+    rows: list[tuple[str, list[tuple[str, str]]]] = [
+        (
+            "run",
+            [
+                ("id", plan.run),
+                ("folder", f"{plan.run_folder}, attempt {plan.attempt}"),
+                ("recipe", f"{plan.recipe.name}" + (f": {plan.recipe.about}" if plan.recipe.about else "")),
+                ("image", f"{plan.image} ({plan.variant}, started by {plan.engine})"),
+            ],
+        ),
+        (
+            "world",
+            [
+                ("site", plan.reasons["site"]),
+                ("nodes", plan.reasons["nodes"]),
+                ("", " ".join(_named(node.name, node.address) for node in plan.world.nodes)),
+                ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
+                ("master", plan.reasons["master"]),
+                ("port", plan.reasons["port"]),
+                ("cores", plan.reasons["cores"]),
+                *([("batch", plan.reasons["batch"])] if plan.batch else []),
+                *([("training", plan.reasons["training"])] if plan.recipe.train else []),
+                ("preflight", plan.reasons["preflight"]),
+            ],
+        ),
+        *([("fabric", _fabric(plan))] if plan.fabric.kind != "unknown" else []),
+        ("environment", [(v.name, _origin(v.value, v.source, v.why, v.beats)) for v in plan.env]),
+        (
+            "from where the job was submitted",
+            [
+                ("passed", " ".join(plan.pass_env) or "nothing (pass_env in the recipe names what should be)"),
+                *([("left outside", " ".join(plan.left_outside))] if plan.left_outside else []),
+            ],
+        ),
+        (
+            "binds",
+            [
+                (
+                    b.path,
+                    f"{'read-write' if b.write else 'read-only'}{'' if b.required else ' if it is there'}, {b.origin}",
+                )
+                for b in plan.binds
+            ]
+            if engines.get(plan.engine).image != "python"
+            else [("none", "bare runs on the machine itself")],
+        ),
+        ("on each node", [("", " ".join(a if isinstance(a, Shell) else shlex.quote(a) for a in start_argv(plan)))]),
+        ("which starts", [("in", plan.where), ("", shlex.join([*plan.launcher, *plan.command]))]),
+    ]
+    return "\n".join(_section(title, entries) for title, entries in rows)
+
+
+def _named(name: str, address: str) -> str:
+    return name if name == address else f"{name} ({address})"
+
+
+def _fabric(plan: Plan) -> list[tuple[str, str]]:
+    fabric = plan.fabric
+    whose = {"host": "the host's libraries", "image": "the image's libraries", "none": "nothing is put in"}
+    proof = " or ".join(fabric.transport) or "anything"
+    return [
+        ("kind", f"{fabric.kind}, {whose[fabric.strategy]}: {' '.join(plan.reasons['fabric'].split())}"),
+        *(("library", pattern) for pattern in fabric.libraries),
+        *([("plugin", fabric.plugin)] if fabric.plugin else []),
+        (
+            "proof",
+            f"ranks of several nodes must use {proof}"
+            + (f", at {fabric.min_bus_bandwidth_gb_s} GB/s or more" if fabric.min_bus_bandwidth_gb_s else ""),
+        ),
+    ]
+
+
+def _origin(value: str, source: str, why: str, beats: tuple[str, ...]) -> str:
+    shown = f"{value or repr(value)}  [{source}]"
+    if why:
+        shown += f" {why}"
+    if beats:
+        shown += f"; beats {', '.join(beats)}"
+    return shown
+
+
+def _section(title: str, entries: list[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in entries), default=0)
+    lines = [f"  {name:<{width}}  {value}".rstrip() if width else f"  {value}" for name, value in entries]
+    return "\n".join([title, *lines, ""])
