@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
-from dray.cluster.desk import Desk
+from dray.cluster.local import LocalCluster
 from dray.config import checkout
 from dray.containers import builder, docker
 from dray.images import store
@@ -68,7 +68,7 @@ def main() -> None:
         for name, words in PACKINGS.items():
             images[name] = _repacked(sif, scratch, name, words)
         for code in STARTS:
-            _start(Desk(client), images, code)
+            _start(LocalCluster(client), images, code)
         _opened(images["folder"])
 
 
@@ -105,7 +105,7 @@ def _packed(rootfs: Path, out: Path, words: Iterable[str]) -> Path:
     return out
 
 
-def _start(desk: Desk, images: dict[str, Path], code: str) -> None:
+def _start(cluster: LocalCluster, images: dict[str, Path], code: str) -> None:
     """Each in turn, round after round, so that a machine that slows down slows all of them."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
@@ -114,7 +114,7 @@ def _start(desk: Desk, images: dict[str, Path], code: str) -> None:
                 if state == "cold":
                     Path("/proc/sys/vm/drop_caches").write_text("3")
                 run = f"TIMEFORMAT=%R; time apptainer --quiet exec '{image}' /opt/dray/bin/python3 -c '{code}'"
-                ended = desk.exec(["bash", "-c", run], node="n1")
+                ended = cluster.exec(["bash", "-c", run], node="n1")
                 if ended.code != 0:
                     sys.exit(ended.err)
                 seconds.setdefault((name, state), []).append(float(ended.err.split()[-1]))

@@ -14,7 +14,7 @@ import time
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
-from dray.cluster.desk import Desk
+from dray.cluster.local import LocalCluster
 from dray.config import checkout
 from dray.config.site import Site
 from dray.containers import docker
@@ -39,9 +39,9 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     _environment()
     with closing(docker.client()) as client:
-        desk = Desk(client)
-        _preflight(desk, rounds)
-        _fallback(desk)
+        cluster = LocalCluster(client)
+        _preflight(cluster, rounds)
+        _fallback(cluster)
 
 
 def _environment() -> None:
@@ -65,21 +65,21 @@ def _environment() -> None:
     )
 
 
-def _job(desk: Desk, *words: str, site: str = "") -> tuple[float, Path]:
+def _job(cluster: LocalCluster, *words: str, site: str = "") -> tuple[float, Path]:
     began = time.monotonic()
     argv = ["bash", "-c", SUBMIT, "sbatch", f"--export=ALL,DRAY_SITE={site}", "slurm/multinode.sh"]
-    said = desk.exec([*argv, "recipes/smoke-cpu.toml", *SHORT, *words]).out
+    said = cluster.exec([*argv, "recipes/smoke-cpu.toml", *SHORT, *words]).out
     took = time.monotonic() - began
     folder = next(line.split(" /shared/")[1] for line in said.splitlines() if line.startswith("run folder: "))
-    return took, desk.shared / folder / "attempt-1"
+    return took, cluster.shared / folder / "attempt-1"
 
 
-def _preflight(desk: Desk, rounds: int) -> None:
+def _preflight(cluster: LocalCluster, rounds: int) -> None:
     took: dict[str, list[float]] = {"never": [], "always": []}
     parts: list[dict[str, float]] = []
     for _ in range(rounds):
         for when, seconds in took.items():
-            one, folder = _job(desk, f"preflight.when={when}")
+            one, folder = _job(cluster, f"preflight.when={when}")
             seconds.append(one)
             if when == "always":
                 parts.append(json.loads((folder / "preflight/report.json").read_text())["seconds"])
@@ -89,10 +89,10 @@ def _preflight(desk: Desk, rounds: int) -> None:
         print(f"  {part:<14} {statistics.median(one[part] for one in parts):6.2f} s")
 
 
-def _fallback(desk: Desk) -> None:
-    file = desk.shared / "home" / "bench site.toml"
+def _fallback(cluster: LocalCluster) -> None:
+    file = cluster.shared / "home" / "bench site.toml"
     file.write_text('name = "b"\nabout = "b"\n[fabric]\nstrategy = "host"\nplugin = "/opt/none/librccl-net*.so"\n')
-    took, folder = _job(desk, site="/shared/home/bench site.toml")
+    took, folder = _job(cluster, site="/shared/home/bench site.toml")
     cause = json.loads((folder / "result.json").read_text())["cause"]
     print(f"\na plugin that is not there: {took:.1f} s from sbatch to the end, {cause['node']}: {cause['why']}")
 

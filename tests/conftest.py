@@ -43,12 +43,12 @@ def _sif() -> str | None:
 
 
 def _cluster() -> str | None:
-    from dray.cluster.desk import Desk
+    from dray.cluster.local import LocalCluster
     from dray.containers import docker
 
     client = docker.client()
     try:
-        health = Desk(client).look()
+        health = LocalCluster(client).health()
     finally:
         client.close()
     return None if health is not None else "no cluster is up (make cluster)"
@@ -117,13 +117,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def desk():
+def cluster():
     """The cluster on this machine."""
-    from dray.cluster.desk import Desk
+    from dray.cluster.local import LocalCluster
     from dray.containers import docker
 
     client = docker.client()
-    yield Desk(client)
+    yield LocalCluster(client)
     client.close()
 
 

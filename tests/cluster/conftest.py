@@ -55,17 +55,17 @@ exit "${BASH_REMATCH[1]}"
 
 
 @pytest.fixture(scope="session")
-def sbatch(desk):
+def sbatch(cluster):
     """Submit and wait, as the cluster's ordinary user; `words` are what follows sbatch."""
 
     def submit(*words: str, workdir: str | None = None, env: dict[str, str] | None = None) -> Ended:
-        log = desk.shared / "home" / "job.log"
+        log = cluster.shared / "home" / "job.log"
         log.unlink(missing_ok=True)
         given = ["bash", "-c", WAIT, "sbatch", "--output=/shared/home/job.log", *words]
-        code, out, err = desk.exec(given, workdir=workdir, env=env)
+        code, out, err = cluster.exec(given, workdir=workdir, env=env)
         output = log.read_text() if log.exists() else out + err
         found = re.search(r"^run folder: /shared/(.*)$", output, re.MULTILINE)
-        return Ended(code, output, desk.shared / found[1] if found else None)
+        return Ended(code, output, cluster.shared / found[1] if found else None)
 
     return submit
 
@@ -79,7 +79,7 @@ exec {shlex.quote(sys.executable)} -m dray cluster exec -- sbatch "$@"
 
 
 @pytest.fixture(scope="session")
-def submit(desk, root: Path, tmp_path_factory: pytest.TempPathFactory):
+def submit(cluster, root: Path, tmp_path_factory: pytest.TempPathFactory):
     """By `dray submit`: the job once it has ended, and its number."""
     tool = tmp_path_factory.mktemp("bin") / "sbatch"
     tool.write_text(SBATCH)
@@ -87,9 +87,9 @@ def submit(desk, root: Path, tmp_path_factory: pytest.TempPathFactory):
 
     def submitted(*words: str | Path, cwd: Path | None = None) -> tuple[Ended, str]:
         ended = subprocess.run(
-            [sys.executable, "-m", "dray", "submit", "--runs", desk.shared / "my runs", *words],
+            [sys.executable, "-m", "dray", "submit", "--runs", cluster.shared / "my runs", *words],
             cwd=cwd or root,
-            env={**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "SHARED": str(desk.shared)},
+            env={**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "SHARED": str(cluster.shared)},
             capture_output=True,
             text=True,
             check=False,
@@ -108,14 +108,14 @@ def submit(desk, root: Path, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="session")
-def full_run(desk, root: Path) -> Ended:
+def full_run(cluster, root: Path) -> Ended:
     """The smoke recipe on both nodes, by the README's own line."""
     (line,) = re.findall(r"^\S+ cluster exec -- sbatch .*$", (root / "README.md").read_text(), re.MULTILINE)
     ended = subprocess.run(["bash", "-c", line], cwd=root, capture_output=True, text=True, check=False)
-    log = desk.shared / "home" / "smoke.log"
+    log = cluster.shared / "home" / "smoke.log"
     output = log.read_text() if log.exists() else ended.stdout + ended.stderr
     found = re.search(r"^run folder: /shared/(.*)$", output, re.MULTILINE)
-    return Ended(ended.returncode, output, desk.shared / found[1] if found else None)
+    return Ended(ended.returncode, output, cluster.shared / found[1] if found else None)
 
 
 SHORT = (

@@ -1,4 +1,4 @@
-"""The cluster on your desk, for real. What a test breaks, it sees healed."""
+"""The local cluster, for real. What a test breaks, it sees healed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 pytestmark = pytest.mark.cluster
 
 
-def up_again(desk):
+def up_again(cluster):
     """`up` with the sizes and folders that it has."""
-    now = desk.look()
-    return desk.up(
+    now = cluster.health()
+    return cluster.up(
         nodes=now.size.nodes,
         gpus_per_node=now.size.gpus_per_node,
         base=now.base,
@@ -24,17 +24,17 @@ def up_again(desk):
 
 
 @pytest.fixture(scope="module")
-def healed(desk):
-    """The desk is well before and after."""
-    yield up_again(desk)
-    up_again(desk)
+def healed(cluster):
+    """The cluster is well before and after."""
+    yield up_again(cluster)
+    up_again(cluster)
 
 
 @pytest.fixture
-def broken(desk, healed):
+def broken(cluster, healed):
     """Whatever a test does to it, it is well for the next."""
     yield
-    up_again(desk)
+    up_again(cluster)
 
 
 def dray(*words):
@@ -42,86 +42,86 @@ def dray(*words):
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_status_of_a_healthy_cluster(desk, healed):
+def test_status_of_a_healthy_cluster(cluster, healed):
     nodes, gpus = healed.size.nodes, healed.size.gpus_per_node
-    assert [(part.name, part.container, part.gpus, part.trouble) for part in healed.parts] == [
+    assert [(machine.name, machine.container, machine.gpus, machine.problem) for machine in healed.machines] == [
         ("controller", "running", "", None),
         *((f"n{number}", "running", f"gpu:{gpus}", None) for number in range(1, nodes + 1)),
     ]
     assert (healed.slurm[:6], healed.apptainer[:4]) == ("24.11.", "1.4.")
     said = dray("status")
     assert (said.returncode, said.stderr) == (0, "")
-    assert f"/shared is {desk.shared}" in said.stdout
+    assert f"/shared is {cluster.shared}" in said.stdout
 
 
-def test_up_again_is_quick_and_keeps_everything(desk, healed):
-    parts = [part.name for part in healed.parts]
-    before = [(desk.part(name).id, desk.part(name).attrs["State"]["StartedAt"]) for name in parts]
+def test_up_again_is_quick_and_keeps_everything(cluster, healed):
+    names = [machine.name for machine in healed.machines]
+    before = [(cluster.machine(name).id, cluster.machine(name).attrs["State"]["StartedAt"]) for name in names]
     begun = time.monotonic()
-    up_again(desk)
+    up_again(cluster)
     assert time.monotonic() - begun < 20
-    assert [(desk.part(name).id, desk.part(name).attrs["State"]["StartedAt"]) for name in parts] == before
+    assert [(cluster.machine(name).id, cluster.machine(name).attrs["State"]["StartedAt"]) for name in names] == before
 
 
-def test_gpus_are_given_to_jobs(desk, healed):
+def test_gpus_are_given_to_jobs(cluster, healed):
     words = ["srun", "--nodes=2", "--gpus-per-node=1", "bash", "-c", "echo $SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES"]
-    assert desk.exec(words) == (0, "1 0\n1 0\n", "")
+    assert cluster.exec(words) == (0, "1 0\n1 0\n", "")
 
 
-def test_more_gpus_than_there_are_is_refused(desk, healed):
-    assert desk.exec(["srun", f"--gpus-per-node={healed.size.gpus_per_node + 1}", "true"]) == (
+def test_more_gpus_than_there_are_is_refused(cluster, healed):
+    assert cluster.exec(["srun", f"--gpus-per-node={healed.size.gpus_per_node + 1}", "true"]) == (
         1,
         "",
         "srun: error: Unable to allocate resources: Requested node configuration is not available\n",
     )
 
 
-def test_exec_gives_code_and_both_streams(desk, healed):
-    assert desk.exec(["bash", "-c", "echo out; echo err >&2; exit 7"]) == (7, "out\n", "err\n")
+def test_exec_gives_code_and_both_streams(cluster, healed):
+    assert cluster.exec(["bash", "-c", "echo out; echo err >&2; exit 7"]) == (7, "out\n", "err\n")
     said = dray("exec", "--node", "n2", "--", "bash", "-c", "hostname; echo err >&2; exit 7")
     assert (said.returncode, said.stdout, said.stderr) == (7, "n2\n", "err\n")
 
 
-def test_the_user_is_ordinary_and_shares_its_files(desk, healed):
+def test_the_user_is_ordinary_and_shares_its_files(cluster, healed):
     name = f"test-{time.time_ns()}"
-    written = desk.exec(["srun", "--nodes=1", "--nodelist=n2", "bash", "-c", f"id -un > $DRAY_RUNS/{name}"])
+    written = cluster.exec(["srun", "--nodes=1", "--nodelist=n2", "bash", "-c", f"id -un > $DRAY_RUNS/{name}"])
     assert written == (0, "", "")
-    file = desk.shared / "runs" / name
+    file = cluster.shared / "runs" / name
     assert file.read_text() == "dray\n"
-    assert file.stat().st_uid == int(desk.exec(["id", "-u"]).out) != 0
+    assert file.stat().st_uid == int(cluster.exec(["id", "-u"]).out) != 0
     file.unlink()
 
 
-def test_a_batch_job_fails_with_its_own_code(desk, healed):
-    code, out, err = desk.exec(["sbatch", "--wait", "--output=/dev/null", "--wrap", "exit 75"])
+def test_a_batch_job_fails_with_its_own_code(cluster, healed):
+    code, out, err = cluster.exec(["sbatch", "--wait", "--output=/dev/null", "--wrap", "exit 75"])
     assert (code, out.split()[:3], err) == (75, ["Submitted", "batch", "job"], "")
 
 
-def test_a_killed_slurmd_is_seen_and_healed(desk, broken):
-    node = desk.part("n2")
+def test_a_killed_slurmd_is_seen_and_healed(cluster, broken):
+    node = cluster.machine("n2")
     node.exec_run(["pkill", "-KILL", "slurmd"], detach=True)
     node.wait(timeout=20)
     said = dray("status")
     assert said.returncode == 69
     assert "n2: its container is exited" in said.stderr
-    assert "part: slurmd or munged ended with exit code 137" in said.stderr
+    assert "machine: slurmd or munged ended with exit code 137" in said.stderr
     assert said.stderr.endswith("  fix:    dray cluster up\n")
-    assert up_again(desk).troubles == ()
-    assert sorted(desk.exec(["srun", "--nodes=2", "hostname"]).out.split()) == ["n1", "n2"]
+    assert up_again(cluster).problems == ()
+    assert sorted(cluster.exec(["srun", "--nodes=2", "hostname"]).out.split()) == ["n1", "n2"]
 
 
-def test_a_drained_node_is_seen_and_healed(desk, broken):
+def test_a_drained_node_is_seen_and_healed(cluster, broken):
     drain = ["scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=a test"]
-    assert desk.exec(drain, user="root") == (0, "", "")
-    assert desk.look().troubles == ("n2: Slurm calls it drained (a test)",)
-    assert up_again(desk).troubles == ()
+    assert cluster.exec(drain, user="root") == (0, "", "")
+    assert cluster.health().problems == ("n2: Slurm calls it drained (a test)",)
+    assert up_again(cluster).problems == ()
 
 
-def test_a_part_that_does_not_exist(desk, healed):
+def test_a_machine_that_does_not_exist(cluster, healed):
     said = dray("exec", "--node", "n99", "--", "true")
-    wanted = ", ".join(sorted(part.name for part in healed.parts))
+    wanted = ", ".join(sorted(machine.name for machine in healed.machines))
     assert (said.returncode, said.stdout, said.stderr) == (
         69,
         "",
-        f"dray: the cluster has no such part\n  wanted: {wanted}\n  found:  n99\n",
+        f"dray: the cluster has no such machine\n  wanted: {wanted}\n  found:  n99\n",
     )

@@ -10,7 +10,7 @@ import pytest
 from dray.hostlist import expand
 
 if TYPE_CHECKING:
-    from dray.cluster.desk import Desk
+    from dray.cluster.local import LocalCluster
 
 LISTS = 2000
 BATCH = 500
@@ -43,7 +43,7 @@ def _hosts(dice: random.Random) -> str:
 
 
 @pytest.mark.cluster
-def test_expand_names_what_scontrol_names_in_its_order(desk: Desk) -> None:
+def test_expand_names_what_scontrol_names_in_its_order(cluster: LocalCluster) -> None:
     dice = random.Random(1)
     lists: list[str] = []
     while len(lists) < LISTS:
@@ -52,7 +52,7 @@ def test_expand_names_what_scontrol_names_in_its_order(desk: Desk) -> None:
             lists.append(text)
     printed: list[list[str]] = []
     for first in range(0, LISTS, BATCH):
-        code, out, err = desk.exec(["bash", "-c", SHOW, "bash", *lists[first : first + BATCH]])
+        code, out, err = cluster.exec(["bash", "-c", SHOW, "bash", *lists[first : first + BATCH]])
         assert (code, err) == (0, "")
         printed += [line.split() for line in out.splitlines()]
     assert dict(zip(lists, printed, strict=True)) == {text: expand(text) for text in lists}

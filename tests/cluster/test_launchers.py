@@ -34,9 +34,9 @@ def test_one_rank_alone_is_a_world_too_for_accelerate(sbatch) -> None:
 
 
 @pytest.fixture
-def folder(desk) -> Path:
+def folder(cluster) -> Path:
     """A folder of the cluster's user with scripts that know nothing of dray."""
-    made = desk.shared / "home" / "my scripts"
+    made = cluster.shared / "home" / "my scripts"
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(SCRIPTS, made)
     for path in (made, *made.iterdir()):
@@ -109,7 +109,7 @@ def test_a_rank_that_dies_before_the_first_collective(sbatch, root: Path, folder
     assert (cause["rank"], cause["node"], cause["code"], cause["why"]) == (3, "n2", 41, "exit code 41")
 
 
-def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: Path) -> None:
+def test_what_was_compiled_on_a_node_is_gone(sbatch, cluster, root: Path, folder: Path) -> None:
     writes = "import os; os.makedirs(os.environ['TRITON_CACHE_DIR']); print(os.environ['TRITON_CACHE_DIR'])"
     ended = sbatch(
         f"{root}/slurm/multinode.sh", QUICK, "--", "python3", "-c", writes, workdir="/shared/home/my scripts"
@@ -118,7 +118,7 @@ def test_what_was_compiled_on_a_node_is_gone(sbatch, desk, root: Path, folder: P
     scratch = (ended.attempt / "logs" / "rank-0.log").read_text().strip().removesuffix("/triton")
     assert scratch.startswith("/tmp/dray-")
     for node in ("n1", "n2"):
-        assert desk.exec(["test", "-e", scratch], node=node).code == 1
+        assert cluster.exec(["test", "-e", scratch], node=node).code == 1
 
 
 def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path, folder: Path) -> None:
@@ -131,11 +131,11 @@ def test_ranks_that_compile_at_once_do_not_break_one_another(sbatch, root: Path,
     assert logs == ["compiled 8\n"] * 4
 
 
-def test_a_run_inside_an_salloc_and_two_at_once(desk, root: Path, folder: Path) -> None:
+def test_a_run_inside_an_salloc_and_two_at_once(cluster, root: Path, folder: Path) -> None:
     """The ports of two steps of one job must not meet."""
     start = f"bash {shlex.quote(str(root))}/slurm/multinode.sh {QUICK} ranks_per_node=1 -- ddp.py --note"
     both = f"{start} one & {start} two & wait %1 && wait %2"
-    code, out, err = desk.exec(
+    code, out, err = cluster.exec(
         ["salloc", "--quiet", "--nodes=2", "--overcommit", "bash", "-c", both], workdir="/shared/home/my scripts"
     )
     assert code == 0, out + err
@@ -154,27 +154,27 @@ def test_half_of_slurms_variables(sbatch) -> None:
     assert "dray: this is not a whole Slurm job: SLURM_JOB_NODELIST is not set\n" in ended.output
 
 
-def test_a_node_with_another_image(sbatch, desk, sif: Path) -> None:
+def test_a_node_with_another_image(sbatch, cluster, sif: Path) -> None:
     """Each node has a file of that name on its own disk, as after a copy that went wrong on one."""
     own = shlex.quote(str(sif))
     other = f"(head --bytes=48 {own}; head --bytes=16 /dev/zero; tail --bytes=+65 {own}) >/tmp/own.sif"
     for node, script in (("n1", f"cp {own} /tmp/own.sif"), ("n2", other)):
-        assert desk.exec(["bash", "-c", script], node=node).code == 0
+        assert cluster.exec(["bash", "-c", script], node=node).code == 0
     try:
         ended = sbatch("--export=ALL,DRAY_IMAGE=/tmp/own.sif", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     finally:
         for node in ("n1", "n2"):
-            desk.exec(["rm", "-f", "/tmp/own.sif"], node=node)
+            cluster.exec(["rm", "-f", "/tmp/own.sif"], node=node)
     assert ended.code == 78, ended.output
     assert ended.result()["cause"]["why"].splitlines()[0] == "node 1 (n2) holds another image"
 
 
-def test_a_node_without_the_image(sbatch, desk, sif: Path) -> None:
-    assert desk.exec(["cp", str(sif), "/tmp/own.sif"], node="n1").code == 0
+def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:
+    assert cluster.exec(["cp", str(sif), "/tmp/own.sif"], node="n1").code == 0
     try:
         ended = sbatch("--export=ALL,DRAY_IMAGE=/tmp/own.sif", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     finally:
-        desk.exec(["rm", "-f", "/tmp/own.sif"], node="n1")
+        cluster.exec(["rm", "-f", "/tmp/own.sif"], node="n1")
     assert ended.code == 69, ended.output
     cause = ended.result()["cause"]
     assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif is not there\n  wanted: the image")
@@ -197,9 +197,9 @@ def test_ranks_that_torchrun_starts_again(sbatch, root: Path, folder: Path) -> N
     assert list((ended.attempt / "failures").iterdir()) == []
 
 
-def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, desk, root: Path, folder: Path) -> None:
+def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, cluster, root: Path, folder: Path) -> None:
     """Ranks meet at the interface's address, and start from a copy of the image that is gone afterwards."""
-    site = desk.shared / "home" / "my site.toml"
+    site = cluster.shared / "home" / "my site.toml"
     site.write_text('name = "mine"\nabout = "a test"\ninterfaces = ["hsn0", "eth0"]\nstage = "/tmp"\n')
     site.chmod(0o644)
     show = "import os; print(os.environ['MASTER_ADDR'], os.environ['APPTAINER_CONTAINER'])"
@@ -208,9 +208,9 @@ def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, desk, root: Path, fo
         "--", "python3", "-c", show, workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    address = desk.exec(["hostname", "-I"], node="n1").out.split()[0]
+    address = cluster.exec(["hostname", "-I"], node="n1").out.split()[0]
     for rank in (0, 1):
         master, image = (ended.attempt / "logs" / f"rank-{rank}.log").read_text().split()
         assert master == address
         assert image.startswith("/tmp/dray-images-")
-        assert desk.exec(["bash", "-c", "ls -A /tmp/dray-images-*"], node=f"n{rank + 1}").out == ""
+        assert cluster.exec(["bash", "-c", "ls -A /tmp/dray-images-*"], node=f"n{rank + 1}").out == ""

@@ -17,11 +17,11 @@ SHORT = ("train.steps=2", "train.warmup_steps=0", "train.log_every=1")
 
 
 @pytest.fixture
-def site(desk):
+def site(cluster):
     """Write the site file of the cluster's user; the job's option that names it."""
 
     def write(text: str) -> str:
-        file = desk.shared / "home" / "my site.toml"
+        file = cluster.shared / "home" / "my site.toml"
         file.write_text(f'name = "mine"\nabout = "a test"\n{text}\n')
         file.chmod(0o644)
         return "--export=ALL,DRAY_SITE=/shared/home/my site.toml"
@@ -30,11 +30,11 @@ def site(desk):
 
 
 @pytest.fixture
-def fabric(desk, library: Callable[..., Path]) -> Callable[..., str]:
+def fabric(cluster, library: Callable[..., Path]) -> Callable[..., str]:
     """A folder of libraries that the nodes share, and the part of a site file that puts them in."""
 
     def write(name: str, **said: object) -> str:
-        folder = desk.shared / "home" / "fabric"
+        folder = cluster.shared / "home" / "fabric"
         path = library(folder / name, name, **said)
         for one in (folder, path):
             one.chmod(0o755)
@@ -43,11 +43,11 @@ def fabric(desk, library: Callable[..., Path]) -> Callable[..., str]:
     return write
 
 
-def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabric, desk) -> None:
+def test_a_site_of_ones_own_with_binds_staging_and_libraries(sbatch, site, fabric, cluster) -> None:
     """The smoke recipe with all that a site can ask for, and the preflight before it."""
-    data = desk.shared / "home" / "the data"
+    data = cluster.shared / "home" / "the data"
     data.mkdir(exist_ok=True)
-    link = desk.shared / "home" / "scratch"
+    link = cluster.shared / "home" / "scratch"
     link.unlink(missing_ok=True)
     link.symlink_to("the data")
     option = site(
@@ -95,19 +95,19 @@ def test_a_library_for_a_newer_glibc_stops_before_a_rank_starts(sbatch, site, fa
 
 
 @pytest.mark.parametrize("what", ["bind", "plugin"])
-def test_what_one_node_alone_lacks(sbatch, site, desk, what: str) -> None:
+def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
     """A site that expects a plugin which a node does not have: a silent fallback, on a real cluster."""
     said = {
         "bind": '[[binds]]\npath = "/tmp/only here"\nwhy = "data"\n',
         "plugin": '[fabric]\nstrategy = "host"\nplugin = "/tmp/only here/librccl-net*.so"\n',
     }
     where = shlex.quote("/tmp/only here")
-    assert desk.exec(["bash", "-c", f"mkdir -p {where} && touch {where}/librccl-net.so"], node="n1").code == 0
+    assert cluster.exec(["bash", "-c", f"mkdir -p {where} && touch {where}/librccl-net.so"], node="n1").code == 0
     began = time.monotonic()
     try:
         ended = sbatch(site(said[what]), "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     finally:
-        desk.exec(["bash", "-c", f"rm -rf {where}"], node="n1")
+        cluster.exec(["bash", "-c", f"rm -rf {where}"], node="n1")
     assert ended.code == 69, ended.output
     assert time.monotonic() - began < 60
     cause = ended.result()["cause"]
@@ -124,31 +124,31 @@ def test_what_one_node_alone_lacks(sbatch, site, desk, what: str) -> None:
     )
 
 
-def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, desk) -> None:
-    own = desk.shared / "home" / "my sites"
+def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> None:
+    own = cluster.shared / "home" / "my sites"
     own.mkdir(exist_ok=True)
     own.chmod(0o755)
     file = own / "harbour.toml"
     file.write_text(
-        'name = "harbour"\nabout = "a test"\nclusters = ["desk"]\n[[binds]]\npath = "$MYDATA"\nwhy = "data"\n'
+        'name = "harbour"\nabout = "a test"\nclusters = ["local"]\n[[binds]]\npath = "$MYDATA"\nwhy = "data"\n'
     )
     file.chmod(0o644)
     option = "--export=ALL,DRAY_SITES=/shared/home/my sites,MYDATA=/shared/home/my sites"
     ended = sbatch(option, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.when=never", *SHORT)
     assert ended.code == 0, ended.output
     plan = json.loads((ended.attempt / "plan.json").read_text())
-    assert plan["reasons"]["site"] == "harbour: Slurm calls this cluster desk"
+    assert plan["reasons"]["site"] == "harbour: Slurm calls this cluster local"
     assert ("/shared/home/my sites", "site harbour $MYDATA") in [
         (bind["path"], bind["source"]) for bind in plan["binds"]
     ]
 
 
-def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, desk) -> None:
-    before = set((desk.shared / "runs").iterdir())
+def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, cluster) -> None:
+    before = set((cluster.shared / "runs").iterdir())
 
     def on_n2() -> list[dict[str, object]]:
         files = [
-            file for run in set((desk.shared / "runs").iterdir()) - before for file in run.glob("preflight/*.json")
+            file for run in set((cluster.shared / "runs").iterdir()) - before for file in run.glob("preflight/*.json")
         ]
         said = [json.loads(file.read_text()) for file in files]
         return [rank for rank in said if rank["node"] == "n2"]
@@ -160,10 +160,10 @@ def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, desk
             assert time.monotonic() < deadline
             time.sleep(0.02)
         stopped = ranks[0]
-        assert desk.exec(["kill", "-STOP", str(stopped["pid"])], node="n2").code == 0
+        assert cluster.exec(["kill", "-STOP", str(stopped["pid"])], node="n2").code == 0
         ended = job.result()
     assert ended.code == 69, ended.output
     cause = ended.result()["cause"]
     assert cause["why"].splitlines()[0] == f"rank {stopped['rank']} on n2 did not answer in 20 s"
     assert (cause["node"], cause["rank"]) == ("n2", stopped["rank"])
-    assert desk.exec(["kill", "-0", str(stopped["pid"])], node="n2").code != 0
+    assert cluster.exec(["kill", "-0", str(stopped["pid"])], node="n2").code != 0

@@ -49,10 +49,10 @@ def test_a_place_that_the_nodes_lack(sbatch) -> None:
     assert cause["why"] == "/no/such/text.txt is not there\n  wanted: recipe data.train: the text to train on"
 
 
-def test_a_busy_port_is_try_again(sbatch, desk) -> None:
+def test_a_busy_port_is_try_again(sbatch, cluster) -> None:
     (port,) = (
         line.split("=")[1].strip()
-        for line in desk.exec(["scontrol", "show", "config"])[1].splitlines()
+        for line in cluster.exec(["scontrol", "show", "config"])[1].splitlines()
         if line.startswith("SlurmdPort ")
     )
     ended = sbatch(*RECIPE, f"port={port}")
@@ -60,12 +60,12 @@ def test_a_busy_port_is_try_again(sbatch, desk) -> None:
     assert ended.result()["cause"]["why"].splitlines()[0] == f"port {port} is busy on n1"
 
 
-def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, desk) -> None:
-    before = set((desk.shared / "runs").iterdir())
+def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, cluster) -> None:
+    before = set((cluster.shared / "runs").iterdir())
     ended = sbatch(*RECIPE, "train.stesp=5")
     assert ended.code == 78
     assert "unknown key: did you mean `steps`?" in ended.output
-    assert set((desk.shared / "runs").iterdir()) == before
+    assert set((cluster.shared / "runs").iterdir()) == before
 
 
 def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
@@ -80,12 +80,12 @@ def test_no_recipe_and_no_such_recipe(sbatch) -> None:
     assert (ended.code, "dray: there is no recipe recipes/nothing.toml" in ended.output) == (78, True)
 
 
-def test_a_killed_rank_is_named_with_its_signal(sbatch, desk) -> None:
-    before = set((desk.shared / "runs").iterdir())
+def test_a_killed_rank_is_named_with_its_signal(sbatch, cluster) -> None:
+    before = set((cluster.shared / "runs").iterdir())
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, *RECIPE, "train.steps=5000", "train.log_every=1")
-        until(lambda: any('"step"' in path.read_text() for path in new(desk, before, "metrics.jsonl")))
-        code, out, err = desk.exec(["pkill", "-KILL", "--oldest", "-f", "^python3 -m dray.train"], node="n2")
+        until(lambda: any('"step"' in path.read_text() for path in new(cluster, before, "metrics.jsonl")))
+        code, out, err = cluster.exec(["pkill", "-KILL", "--oldest", "-f", "^python3 -m dray.train"], node="n2")
         assert code == 0, out + err
         ended = job.result()
     assert ended.code == 137
@@ -94,22 +94,22 @@ def test_a_killed_rank_is_named_with_its_signal(sbatch, desk) -> None:
     assert cause["rank"] in (2, 3)
 
 
-def test_a_cancelled_job_still_says_how_it_ended(sbatch, desk) -> None:
-    before = set((desk.shared / "runs").iterdir())
+def test_a_cancelled_job_still_says_how_it_ended(sbatch, cluster) -> None:
+    before = set((cluster.shared / "runs").iterdir())
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, *RECIPE, "train.steps=5000", "train.log_every=1")
-        until(lambda: any('"step"' in path.read_text() for path in new(desk, before, "metrics.jsonl")))
-        assert desk.exec(["scancel", "--user=dray"]).code == 0
+        until(lambda: any('"step"' in path.read_text() for path in new(cluster, before, "metrics.jsonl")))
+        assert cluster.exec(["scancel", "--user=dray"]).code == 0
         ended = job.result()
-    until(lambda: bool(new(desk, before, "result.json")))  # Slurm calls the job ended before its script has
+    until(lambda: bool(new(cluster, before, "result.json")))  # Slurm calls the job ended before its script has
     result = ended.result()
     assert (result["status"], result["exit_code"], result["cause"]) == ("stopped", 143, None)
     assert result["steps"] >= 1
 
 
-def new(desk, before: set[Path], name: str) -> list[Path]:
+def new(cluster, before: set[Path], name: str) -> list[Path]:
     """This file of runs that were not there before."""
-    return [path / name for path in set((desk.shared / "runs").iterdir()) - before if (path / name).exists()]
+    return [path / name for path in set((cluster.shared / "runs").iterdir()) - before if (path / name).exists()]
 
 
 def until(happened: Callable[[], bool], seconds: float = 60) -> None:
@@ -120,9 +120,9 @@ def until(happened: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
-def test_an_image_without_dray(sbatch, desk, root: Path) -> None:
+def test_an_image_without_dray(sbatch, cluster, root: Path) -> None:
     """A real SIF that has a shell and no Python, made as a user would make one."""
-    made = desk.exec(["bash", "-c", TINY_SIF, "tiny", "/shared/home/other.sif"])
+    made = cluster.exec(["bash", "-c", TINY_SIF, "tiny", "/shared/home/other.sif"])
     assert made.code == 0, made.err
     ended = sbatch(*RECIPE, env={"DRAY_IMAGE": "/shared/home/other.sif"})
     assert ended.code == 78

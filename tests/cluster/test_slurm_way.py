@@ -65,8 +65,8 @@ def test_one_node_by_sbatchs_option_learns_the_same(sbatch, full_run) -> None:
     assert first == pytest.approx(first_of_two, abs=1e-4)
 
 
-def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, desk, root: Path, sif: Path) -> None:
-    checkout = desk.shared / "my work"
+def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, cluster, root: Path, sif: Path) -> None:
+    checkout = cluster.shared / "my work"
     shutil.rmtree(checkout, ignore_errors=True)
     for folder in ("slurm", "recipes", "containers/steps"):
         shutil.copytree(root / folder, checkout / folder)
@@ -80,13 +80,13 @@ def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, de
     shutil.rmtree(checkout)
 
 
-def test_runs_go_beside_the_submission_when_nothing_else_is_said(sbatch, desk, root: Path) -> None:
+def test_runs_go_beside_the_submission_when_nothing_else_is_said(sbatch, cluster, root: Path) -> None:
     ended = sbatch(
         "--export=ALL,DRAY_RUNS=", f"{root}/slurm/singlenode.sh", "recipes/smoke-cpu.toml", *SHORT,
         workdir="/shared/home",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    assert ended.folder.parent == desk.shared / "home" / "runs"
+    assert ended.folder.parent == cluster.shared / "home" / "runs"
     assert ended.result()["hosts"] == ["n1"]
 
 

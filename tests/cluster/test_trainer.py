@@ -25,9 +25,9 @@ def test_every_strategy_is_the_same_training(sbatch, plain, losses_of, short, la
     assert losses_of(ended) == pytest.approx(plain, rel=2e-5)
 
 
-def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain, short, desk) -> None:
+def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain, short, cluster) -> None:
     """From the newest checkpoint that is whole, in a run folder of its own, by other ranks of another strategy."""
-    kept = desk.shared / "home" / "my checkpoints"
+    kept = cluster.shared / "home" / "my checkpoints"
     shutil.rmtree(kept, ignore_errors=True)
     words = (*short, "checkpoint.every=[[0, 2]]", "checkpoint.folder=/shared/home/my checkpoints")
     first = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *words, "train.steps=5")

@@ -1,4 +1,4 @@
-"""Slurm's configuration of the desk, whole."""
+"""Every file of the local cluster's Slurm configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dray.cluster.config import Size, slurm_files
 from dray.contract.findings import ConfigError
 
 SLURM_CONF = """\
-ClusterName=desk
+ClusterName=local
 SlurmctldHost=controller
 SlurmUser=slurm
 AuthType=auth/munge
@@ -17,7 +17,7 @@ SlurmdSpoolDir=/var/lib/slurm/slurmd
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 
-# Containers share the kernel's cgroups with their host, so nothing here may lean on them.
+# Containers share the kernel's cgroups with their host, so nothing may depend on them.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -66,7 +66,7 @@ NodeName=DEFAULT CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCo
         ),
     ],
 )
-def test_every_file_whole(size, last_lines, gres):
+def test_every_file(size, last_lines, gres):
     assert slurm_files(size) == {
         "slurm.conf": f"{SLURM_CONF}{last_lines} Default=YES MaxTime=INFINITE State=UP\n",
         "gres.conf": gres,

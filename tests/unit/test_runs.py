@@ -258,7 +258,7 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     """The whole command and its environment, in a place with a hostile name; sbatch writes down what it got."""
     tool = tmp_path / "bin" / "sbatch"
     tool.parent.mkdir()
-    tool.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\necho "42;desk"\n')
+    tool.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN/argv"\necho "42;local"\n')
     tool.chmod(0o755)
     runs = tmp_path / """a b,c%j'"$(touch pwned)"""
     image = tmp_path / "i.sif"

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from dray import process
 from dray.cluster.config import CONTROLLER
-from dray.cluster.containers import USER
-from dray.cluster.desk import Desk
 from dray.cluster.health import Health
+from dray.cluster.local import LocalCluster
+from dray.cluster.machines import USER
 from dray.containers.docker import client, host
 from dray.contract.findings import ConfigError, UnfitError
 
@@ -24,15 +24,15 @@ app = typer.Typer(no_args_is_help=True, help="A real Slurm with Apptainer on thi
 _log = Console(stderr=True, highlight=False)
 
 _USAGE = """\
-  dray cluster shell                                       a shell on it; then, for example:
+  dray cluster shell                                       open a shell on it; then, for example:
   sbatch --wait slurm/multinode.sh recipes/smoke-cpu.toml  train on two of its nodes
-  dray cluster status | down                               how it is; take it down"""
+  dray cluster status | down                               show its health; remove it"""
 
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="How many nodes besides the controller.")] = 2,
-    gpus_per_node: Annotated[int, typer.Option(help="How many pretended GPUs a node offers.")] = 2,
+    nodes: Annotated[int, typer.Option(help="Nodes besides the controller.")] = 2,
+    gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs of each node.")] = 2,
     base: Annotated[
         str | None,
         typer.Option(
@@ -45,33 +45,33 @@ def up(
         typer.Option(help="The folder that all nodes see as /shared. Default: build/cluster/shared."),
     ] = None,
 ) -> None:
-    """Bring it up, or heal it; quick when all is well."""
+    """Start the cluster, or repair it; fast if it is healthy."""
     with closing(client()) as engine, _log.status("bringing the cluster up") as spinner:
 
         def say(line: str) -> None:
             spinner.update(line[: _log.width - 4])
             _log.print(line, markup=False, soft_wrap=True)
 
-        health = Desk(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=say)
+        health = LocalCluster(engine).up(nodes=nodes, gpus_per_node=gpus_per_node, base=base, share=share, say=say)
     _show(health)
     typer.echo(_USAGE)
 
 
 @app.command()
 def status() -> None:
-    """How it is, and what to do when something is wrong."""
+    """Show its machines and their states; 69 with the fix if something is wrong."""
     with closing(client()) as engine:
-        health = Desk(engine).look()
+        health = LocalCluster(engine).health()
     if health is None:
         raise UnfitError("there is no cluster", fix="dray cluster up")
     _show(health)
-    if health.troubles:
-        raise UnfitError("the cluster is not well", found="\n".join(health.troubles), fix="dray cluster up")
+    if health.problems:
+        raise UnfitError("the cluster is not healthy", found="\n".join(health.problems), fix="dray cluster up")
 
 
 @app.command()
 def shell() -> None:
-    """A shell on the controller, as the cluster's ordinary user, in this checkout."""
+    """Open a shell on the controller, as the cluster's ordinary user, in this checkout."""
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", fix="dray cluster exec -- COMMAND")
     docker = process.which("docker")
@@ -80,36 +80,37 @@ def shell() -> None:
             "a shell needs Docker's command line client", fix="install it, or: dray cluster exec -- COMMAND"
         )
     with closing(client()) as engine:
-        container = Desk(engine).part(CONTROLLER)
-    words = [docker, "--host", host(), "exec", "--interactive", "--tty", "--user", USER]
-    words += ["--workdir", container.labels["dray.checkout"], str(container.name), "bash", "--login"]
-    os.execv(docker, words)  # noqa: S606  the shell takes this program's place, terminal and all
+        container = LocalCluster(engine).machine(CONTROLLER)
+    argv = [docker, "--host", host(), "exec", "--interactive", "--tty", "--user", USER]
+    argv += ["--workdir", container.labels["dray.checkout"], str(container.name), "bash", "--login"]
+    os.execv(docker, argv)  # noqa: S606  the shell takes this program's place, terminal and all
 
 
 @app.command(name="exec")
 def exec_(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.")],
-    node: Annotated[str, typer.Option(help="Where: controller, n1, n2 ...")] = CONTROLLER,
-    user: Annotated[str, typer.Option(help="As whom: dray or root.")] = USER,
+    node: Annotated[str, typer.Option(help="The machine: controller, n1, n2 ...")] = CONTROLLER,
+    user: Annotated[str, typer.Option(help="The user: dray or root.")] = USER,
 ) -> None:
-    """Run a command on it, in this checkout, and end with its exit code."""
+    """Run a command on the cluster, in this checkout; the exit code is the command's."""
     with closing(client()) as engine:
-        ended = Desk(engine).exec(command, node=node, user=user, show=True)
+        ended = LocalCluster(engine).exec(command, node=node, user=user, show=True)
     raise typer.Exit(ended.code)
 
 
 @app.command()
 def down() -> None:
-    """Remove its containers and its network; the shared folder stays."""
+    """Remove the cluster's containers and network; the shared folder stays."""
     with closing(client()) as engine:
-        removed = Desk(engine).down()
+        removed = LocalCluster(engine).down()
     _log.print(f"removed {', '.join(removed)}" if removed else "there was no cluster")
 
 
 def _show(health: Health) -> None:
-    table = Table("part", "container", "Slurm", "GPUs")
-    for part in health.parts:
-        table.add_row(part.name, part.container, part.slurm, part.gpus, style="red" if part.trouble else "")
+    table = Table("machine", "container", "Slurm", "GPUs")
+    for machine in health.machines:
+        style = "red" if machine.problem else ""
+        table.add_row(machine.name, machine.container, machine.slurm, machine.gpus, style=style)
     console = Console(highlight=False)
     console.print(table)
     console.print(

@@ -1,5 +1,5 @@
-"""A real Slurm with a real Apptainer on one machine: a controller and n1..nN, each a Docker container."""
+"""A real Slurm with a real Apptainer on one machine: a controller and n1 to nN, each a Docker container."""
 
-from dray.cluster.desk import Desk
+from dray.cluster.local import LocalCluster
 
-__all__ = ["Desk"]
+__all__ = ["LocalCluster"]

@@ -1,4 +1,4 @@
-"""Slurm's configuration of the desk, as text; pure."""
+"""The Slurm configuration of the local cluster, as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_NODES = 32
 MOST_GPUS = 16
 
 _SLURM_CONF = """\
-ClusterName=desk
+ClusterName=local
 SlurmctldHost={controller}
 SlurmUser=slurm
 AuthType=auth/munge
@@ -20,7 +20,7 @@ SlurmdSpoolDir=/var/lib/slurm/slurmd
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 
-# Containers share the kernel's cgroups with their host, so nothing here may lean on them.
+# Containers share the kernel's cgroups with their host, so nothing may depend on them.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -53,7 +53,7 @@ PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How big the desk is."""
+    """Its nodes and their GPUs."""
 
     nodes: int = 2
     gpus_per_node: int = 2
@@ -77,7 +77,7 @@ class Size:
 
 
 def slurm_files(size: Size) -> dict[str, str]:
-    """Every file of /etc/slurm that all machines of the desk have."""
+    """Every file of /etc/slurm, the same on all machines."""
     nodes = f"n{_span(1, size.nodes)}"
     gpus = size.gpus_per_node
     gres = f"NodeName={nodes} Name=gpu File=/dev/fakegpu{_span(0, gpus - 1)}\n" if gpus else ""

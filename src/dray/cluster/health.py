@@ -1,4 +1,4 @@
-"""How the desk is: what each part is doing, and what is wrong with it."""
+"""The health of the local cluster: the state of each machine, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ import docker
 from docker.models.containers import Container
 
 from dray.cluster.config import CONTROLLER, Size
-from dray.cluster.containers import execute, find, last_lines
+from dray.cluster.machines import execute, find, last_lines
 
 _WORKS = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Machine:
     """The controller or a node."""
 
     name: str
     container: str
-    """Docker's word for its state, or `missing`"""
+    """Its state as Docker names it, or `missing`."""
     slurm: str = ""
-    """Slurm's word for the node's state"""
+    """The node's state as Slurm names it."""
     gpus: str = ""
-    trouble: str | None = None
+    problem: str | None = None
 
     @property
     def stuck(self) -> bool:
-        """It runs, but only a restart makes it answer; a drained node answers and needs none."""
-        return self.container == "running" and self.trouble is not None and "drain" not in self.slurm
+        """It runs but does not answer, and needs a restart. A drained node answers."""
+        return self.container == "running" and self.problem is not None and "drain" not in self.slurm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """The whole desk."""
+    """The whole cluster."""
 
     size: Size
-    parts: tuple[Part, ...]
+    machines: tuple[Machine, ...]
     slurm: str
     apptainer: str
     shared: str
     base: str
 
     @property
-    def troubles(self) -> tuple[str, ...]:
-        return tuple(f"{part.name}: {part.trouble}" for part in self.parts if part.trouble)
+    def problems(self) -> tuple[str, ...]:
+        return tuple(f"{machine.name}: {machine.problem}" for machine in self.machines if machine.problem)
 
     @property
     def ready(self) -> bool:
-        """Every part works and every node is known to Slurm."""
-        return not self.troubles and all(part.slurm for part in self.parts if part.name != CONTROLLER)
+        """Every machine works and Slurm knows every node."""
+        return not self.problems and all(one.slurm for one in self.machines if one.name != CONTROLLER)
 
     @property
     def ended(self) -> bool:
-        """A container that should run does not; waiting changes nothing."""
-        return any(part.container != "running" for part in self.parts)
+        """A container has stopped; waiting changes nothing."""
+        return any(machine.container != "running" for machine in self.machines)
 
 
-def look(client: docker.DockerClient) -> Health | None:
-    """How the desk is, or None where there is none."""
+def health(client: docker.DockerClient) -> Health | None:
+    """None if there is no cluster."""
     containers = find(client)
     if not containers:
         return None
@@ -66,11 +66,11 @@ def look(client: docker.DockerClient) -> Health | None:
     size = Size(nodes=int(labels["dray.nodes"]), gpus_per_node=int(labels["dray.gpus-per-node"]))
     controller = _controller(containers.get(CONTROLLER))
     runs = controller.container == "running"
-    said = _sinfo(containers[CONTROLLER]) if runs and not controller.trouble else {}
-    nodes = (_node(name, containers.get(name), said) for name in size.node_names)
+    states = _sinfo(containers[CONTROLLER]) if runs and not controller.problem else {}
+    nodes = (_node(name, containers.get(name), states) for name in size.node_names)
     return Health(
         size=size,
-        parts=(controller, *nodes),
+        machines=(controller, *nodes),
         slurm=_version(containers[CONTROLLER], "sinfo") if runs else "",
         apptainer=_version(containers[CONTROLLER], "apptainer") if runs else "",
         shared=labels["dray.shared"],
@@ -78,25 +78,24 @@ def look(client: docker.DockerClient) -> Health | None:
     )
 
 
-def _controller(container: Container | None) -> Part:
-    status, trouble = _container(container)
-    if container and not trouble:
+def _controller(container: Container | None) -> Machine:
+    status, problem = _container(container)
+    if container and not problem:
         ping = execute(container, ["scontrol", "ping"])
         if ping.code != 0:
-            trouble = f"slurmctld does not answer\n{(ping.out + ping.err).strip()}\n{last_lines(container)}"
-    return Part(name=CONTROLLER, container=status, trouble=trouble)
+            problem = f"slurmctld does not answer\n{(ping.out + ping.err).strip()}\n{last_lines(container)}"
+    return Machine(name=CONTROLLER, container=status, problem=problem)
 
 
-def _node(name: str, container: Container | None, said: dict[str, tuple[str, str, str]]) -> Part:
-    status, trouble = _container(container)
-    # Without a controller to ask, a node's container is all there is to judge it by.
-    # What Slurm says of a container that is gone is old.
-    state, gpus, reason = ("", "", "") if trouble else said.get(name, ("", "", ""))
+def _node(name: str, container: Container | None, states: dict[str, tuple[str, str, str]]) -> Machine:
+    status, problem = _container(container)
+    # Without a controller only the container counts. Slurm's state of a stopped container is out of date.
+    state, gpus, reason = ("", "", "") if problem else states.get(name, ("", "", ""))
     if container and state and state not in _WORKS:
-        trouble = f"Slurm calls it {state} ({reason})"
+        problem = f"Slurm calls it {state} ({reason})"
         if "drain" not in state:
-            trouble += f"\n{last_lines(container)}"
-    return Part(name=name, container=status, slurm=state, gpus=gpus, trouble=trouble)
+            problem += f"\n{last_lines(container)}"
+    return Machine(name=name, container=status, slurm=state, gpus=gpus, problem=problem)
 
 
 def _container(container: Container | None) -> tuple[str, str | None]:

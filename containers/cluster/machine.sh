@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# What a container of the desk runs: its user, its pretended GPUs, munged and one Slurm daemon.
-# part.sh DAEMON UID GID GPUS, where DAEMON is slurmctld or slurmd. Ends as soon as a daemon does: a container that
-# is up is a part that works.
+# What a container of the local cluster runs: its user, its fake GPUs, munged and one Slurm daemon.
+# machine.sh DAEMON UID GID GPUS, where DAEMON is slurmctld or slurmd. Ends as soon as a daemon does: a container
+# that is up is a machine that works.
 set -euo pipefail
 
-part::user() {
+machine::user() {
   local -r uid=$1 gid=$2
   getent passwd dray >/dev/null && return
   # The caller's own ids, so that what jobs write on /shared is theirs; some name in the image may have them already.
@@ -13,10 +13,10 @@ part::user() {
   useradd -F --non-unique --uid "${uid}" --gid "${gid}" --no-create-home --home-dir /shared/home --shell /bin/bash dray
 }
 
-part::devices() {
+machine::devices() {
   local -r gpus=$1
   local gpu
-  # Docker hands the device over for root only.
+  # Docker opens the device for root alone.
   chmod 666 /dev/fuse
   # Slurm counts GPUs by their device files; nothing ever computes on these.
   for ((gpu = 0; gpu < gpus; gpu++)); do
@@ -24,7 +24,7 @@ part::devices() {
   done
 }
 
-part::munge() {
+machine::munge() {
   install --directory --owner munge --group munge --mode 755 /run/munge
   chown munge:munge /etc/munge /etc/munge/munge.key
   chmod 600 /etc/munge/munge.key
@@ -32,17 +32,17 @@ part::munge() {
   runuser -u munge -- munged --foreground --force &
   local -r munged=$!
   until [[ -S /run/munge/munge.socket.2 ]]; do
-    kill -0 "${munged}" 2>/dev/null || { echo "part: munged did not start" >&2; exit 69; }
+    kill -0 "${munged}" 2>/dev/null || { echo "machine: munged did not start" >&2; exit 69; }
     sleep 0.1
   done
 }
 
-part::daemon() {
+machine::daemon() {
   local -r daemon=$1
   install --directory --owner slurm --group slurm --mode 755 /var/lib/slurm /var/lib/slurm/slurmctld
   install --directory --mode 755 /var/lib/slurm/slurmd
   "${daemon}" -D &
-  # slurmctld writes down what its jobs have come to before it ends; without that, finished ones run for ever.
+  # slurmctld saves the state of its jobs before it ends; without that, finished jobs run for ever.
   # shellcheck disable=SC2064  # this daemon's number, now
   trap "kill $!; wait $!; exit 0" TERM
 }
@@ -50,13 +50,13 @@ part::daemon() {
 main() {
   local -r daemon=$1 uid=$2 gid=$3 gpus=$4
   rm -f /run/munge/munge.socket.2
-  part::user "${uid}" "${gid}"
-  part::devices "${gpus}"
-  part::munge
-  part::daemon "${daemon}"
+  machine::user "${uid}" "${gid}"
+  machine::devices "${gpus}"
+  machine::munge
+  machine::daemon "${daemon}"
   local code=0
   wait -n || code=$?
-  echo "part: ${daemon} or munged ended with exit code ${code}" >&2
+  echo "machine: ${daemon} or munged ended with exit code ${code}" >&2
   exit 1
 }
 

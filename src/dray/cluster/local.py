@@ -1,4 +1,4 @@
-"""The cluster on your desk: bring it up, keep it healthy, run in it, take it down."""
+"""The local cluster: bring it up, heal it, run commands in it, take it down."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import docker
 from docker.errors import NotFound
 from docker.models.containers import Container
 
-from dray.cluster import containers
+from dray.cluster import health, machines
 from dray.cluster.config import CONTROLLER, Size
-from dray.cluster.containers import Ended, Spec
-from dray.cluster.health import Health, look
+from dray.cluster.health import Health
+from dray.cluster.machines import Config, Ended
 from dray.config import checkout
+from dray.contract.findings import UnfitError
 from dray.containers.builder import trixie
 from dray.containers.docker import attempt, base_image, build
-from dray.contract.findings import UnfitError
 
 _READY_S = 90
 # Right after a start Slurm calls its nodes unresponsive for a moment; a restart then would only kill jobs.
-_PATIENCE_S = 6
+_RESTART_AFTER_S = 6
 _POLL_S = 0.2
 _REMAKE = "dray cluster down && dray cluster up"
 
 
-class Desk:
-    """The cluster of this machine's Docker Engine, whether it is up, half dead or not there."""
+class LocalCluster:
+    """The cluster of this machine's Docker Engine, in whatever state it is."""
 
     def __init__(self, client: docker.DockerClient) -> None:
         self._client = client
 
-    def look(self) -> Health | None:
-        """How it is, or None where there is none."""
+    def health(self) -> Health | None:
+        """None if there is no cluster."""
         with attempt("look at the cluster", fix=_REMAKE):
-            return look(self._client)
+            return health.health(self._client)
 
     def up(
         self,
@@ -49,70 +49,66 @@ class Desk:
         share: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Health:
-        """Make what is missing, remake what differs, heal what is sick; return when jobs can start."""
+        """Create what is missing, replace what differs, restart what does not answer; return when jobs can start."""
         size = Size(nodes=nodes, gpus_per_node=gpus_per_node)
-        before = self.look()
-        spec = self._spec(
-            size,
-            base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else trixie(checkout.root())),
-            share,
-            say,
-        )
-        if "SBATCH_OUTPUT" in spec.environment:
-            say(f"the cluster's user may not write in {spec.checkout}: batch jobs write to {spec.shared / 'home'}")
+        before = self.health()
+        base = base or os.environ.get("DRAY_CLUSTER_BASE") or (before.base if before else trixie(checkout.root()))
+        config = self._config(size, base, share, say)
+        if "SBATCH_OUTPUT" in config.environment:
+            say(f"the cluster's user may not write in {config.checkout}: batch jobs write to {config.shared / 'home'}")
         with attempt("bring the cluster up", fix=_REMAKE):
-            containers.ensure_network(self._client)
-            kept = self._drop_stale(spec, say)
-            key = containers.munge_key_of(next(iter(kept.values()))) if kept else secrets.token_bytes(128)
-            for part in spec.parts:
-                container = kept.get(part) or containers.create(self._client, spec, part, key)
+            machines.ensure_network(self._client)
+            kept = self._remove_stale(config, say)
+            key = machines.munge_key_of(next(iter(kept.values()))) if kept else secrets.token_bytes(128)
+            for name in config.names:
+                container = kept.get(name) or machines.create(self._client, config, name, key)
                 if container.status != "running":
-                    say(f"starting {part}")
+                    say(f"starting {name}")
                     container.start()
             return self._ready(say)
 
     def down(self) -> list[str]:
         """Remove its containers and network; the shared folder stays. Returns what was removed."""
-        with attempt("take the cluster down", fix="once more: dray cluster down"):
-            found = containers.find(self._client)
+        with attempt("take the cluster down", fix="dray cluster down"):
+            found = machines.find(self._client)
             for container in found.values():
                 _remove(container)
-            return [*sorted(found), *containers.remove_networks(self._client)]
+            return [*sorted(found), *machines.remove_networks(self._client)]
 
     def exec(
         self,
         argv: Sequence[str],
         *,
-        user: str = containers.USER,
+        user: str = machines.USER,
         workdir: str | Path | None = None,
         env: Mapping[str, str] | None = None,
         node: str = CONTROLLER,
         show: bool = False,
     ) -> Ended:
-        """Run a command on a part of the cluster, in the checkout unless told otherwise."""
-        container = self.part(node)
-        where = str(workdir) if workdir else container.labels["dray.checkout"]
+        """Run a command on a machine of the cluster, by default in the checkout."""
+        container = self.machine(node)
+        folder = str(workdir) if workdir else container.labels["dray.checkout"]
         with attempt(f"run {argv[0]} on {node}"):
-            return containers.execute(container, argv, user=user, workdir=where, env=env, show=show)
+            return machines.execute(container, argv, user=user, workdir=folder, env=env, show=show)
 
-    def part(self, name: str) -> Container:
+    def machine(self, name: str) -> Container:
         """The running container of the controller or of a node."""
         with attempt("look for the cluster"):
-            found = containers.find(self._client)
+            found = machines.find(self._client)
         if not found:
             raise UnfitError("there is no cluster", fix="dray cluster up")
         if name not in found:
-            raise UnfitError("the cluster has no such part", wanted=", ".join(sorted(found)), found=name)
+            raise UnfitError("the cluster has no such machine", wanted=", ".join(sorted(found)), found=name)
         if found[name].status != "running":
-            raise UnfitError(f"{name} does not run", found=found[name].status, fix="dray cluster up")
+            raise UnfitError(f"{name} is not running", found=found[name].status, fix="dray cluster up")
         return found[name]
 
     @property
     def shared(self) -> Path:
         """The folder of this machine that the cluster's machines see as /shared."""
-        return Path(self.part(CONTROLLER).labels["dray.shared"])
+        return Path(self.machine(CONTROLLER).labels["dray.shared"])
 
-    def _spec(self, size: Size, base: str, share: Path | None, say: Callable[[str], None]) -> Spec:
+    def _config(self, size: Size, base: str, share: Path | None, say: Callable[[str], None]) -> Config:
         root = checkout.root(build=True)
         shared = (share or root / "build/cluster/shared").resolve()
         uid, gid = _owner(root)
@@ -127,17 +123,17 @@ class Desk:
             target="node",
             on_line=_steps(say),
         )
-        return Spec(size=size, image=image, base=chosen, checkout=root, shared=shared, uid=uid, gid=gid)
+        return Config(size=size, image=image, base=chosen, checkout=root, shared=shared, uid=uid, gid=gid)
 
-    def _drop_stale(self, spec: Spec, say: Callable[[str], None]) -> dict[str, Container]:
-        """Remove what no longer fits or was never started; what stays, by part."""
+    def _remove_stale(self, config: Config, say: Callable[[str], None]) -> dict[str, Container]:
+        """Remove containers of another configuration, or never started; return the others, by machine."""
         kept = {}
-        for part, container in containers.find(self._client).items():
-            fits = part in spec.parts and container.labels["dray.spec"] == spec.labels["dray.spec"]
-            if fits and container.status in ("running", "exited"):
-                kept[part] = container
+        for name, container in machines.find(self._client).items():
+            same = name in config.names and container.labels["dray.config"] == config.labels["dray.config"]
+            if same and container.status in ("running", "exited"):
+                kept[name] = container
             else:
-                say(f"removing the old {part}")
+                say(f"removing the old {name}")
                 _remove(container)
         return kept
 
@@ -145,45 +141,45 @@ class Desk:
         begun = time.monotonic()
         restarted = False
         while True:
-            now = look(self._client)
+            now = health.health(self._client)
             if now and now.ready:
                 return now
             waited = time.monotonic() - begun
             if now is None or now.ended or waited > _READY_S:
                 raise UnfitError(
-                    "the cluster does not come up",
+                    "the cluster did not become ready",
                     wanted=f"every node ready for jobs within {_READY_S} s",
-                    found="\n".join(now.troubles) if now else "its containers are gone",
+                    found="\n".join(now.problems) if now else "its containers are gone",
                     fix=_REMAKE,
                 )
-            if waited > _PATIENCE_S and not restarted:
+            if waited > _RESTART_AFTER_S and not restarted:
                 self._restart_stuck(now, say)
                 restarted = True
             self._resume_drained(now)
             time.sleep(_POLL_S)
 
     def _restart_stuck(self, now: Health, say: Callable[[str], None]) -> None:
-        for part in now.parts:
-            if part.stuck:
-                say(f"restarting {part.name}")
-                self.part(part.name).restart(timeout=5)
+        for machine in now.machines:
+            if machine.stuck:
+                say(f"restarting {machine.name}")
+                self.machine(machine.name).restart(timeout=5)
 
     def _resume_drained(self, now: Health) -> None:
-        for part in now.parts:
-            if "drain" in part.slurm:
-                self.exec(["scontrol", "update", f"NodeName={part.name}", "State=RESUME"], user="root")
+        for machine in now.machines:
+            if "drain" in machine.slurm:
+                self.exec(["scontrol", "update", f"NodeName={machine.name}", "State=RESUME"], user="root")
 
 
 def _owner(root: Path) -> tuple[int, int]:
-    """Whose files the cluster's user writes: the caller's; under sudo the checkout owner's; never root's."""
+    """The ids of the cluster's user: the caller's, or the checkout owner's under sudo; never root's."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
-    found = root.stat()
-    return (found.st_uid, found.st_gid) if found.st_uid != 0 else (1000, 1000)
+    owner = root.stat()
+    return (owner.st_uid, owner.st_gid) if owner.st_uid != 0 else (1000, 1000)
 
 
 def _steps(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Of all that a build says, the steps that really run: those already built cost nothing."""
+    """From the output of a build, the steps that run; those already built take no time."""
     step = ""
 
     def on_line(line: str) -> None:

@@ -1,4 +1,4 @@
-"""The desk's containers and network: make, find, run in, remove."""
+"""The local cluster's containers and network: create, find, run in, remove."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from docker.types import Mount, NetworkingConfig
 
 from dray.cluster.config import CONTROLLER, Size, slurm_files
 
-NAME = "dray-desk"
+NAME = "dray-cluster"
 USER = "dray"
 SHARED = "/shared"
-_LABEL = "dray.cluster=desk"
+_LABEL = "dray.cluster=local"
 _MUNGE_KEY = "/etc/munge/munge.key"
 
 
@@ -33,8 +33,8 @@ class Ended(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What the desk is to be. A container made for another one is remade."""
+class Config:
+    """What the cluster is made from. A container made from another one is replaced."""
 
     size: Size
     image: str
@@ -45,17 +45,17 @@ class Spec:
     gid: int
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """In the order to start them: slurmctld waits seconds for every node whose name means nothing yet."""
+    def names(self) -> tuple[str, ...]:
+        """In the order to start them: slurmctld waits seconds for every node whose name does not resolve yet."""
         return (*self.size.node_names, CONTROLLER)
 
     @property
     def labels(self) -> dict[str, str]:
-        """What a later call must know about the desk it finds."""
+        """What a later call must know of the cluster that it finds."""
         digest = hashlib.sha256(repr((self, slurm_files(self.size), self.environment)).encode()).hexdigest()
         return {
-            "dray.cluster": "desk",
-            "dray.spec": digest,
+            "dray.cluster": "local",
+            "dray.config": digest,
             "dray.base": self.base,
             "dray.nodes": str(self.size.nodes),
             "dray.gpus-per-node": str(self.size.gpus_per_node),
@@ -65,70 +65,70 @@ class Spec:
 
     @property
     def environment(self) -> dict[str, str]:
-        found = {"DRAY_RUNS": f"{SHARED}/runs"}
-        # Slurm fails a batch job without a word when it cannot write its output where it was submitted.
+        variables = {"DRAY_RUNS": f"{SHARED}/runs"}
+        # Slurm fails a batch job without a message if it cannot write its output where it was submitted.
         if self.checkout.stat().st_uid != self.uid:
-            found["SBATCH_OUTPUT"] = f"{SHARED}/home/%x-%j.out"
-        return found
+            variables["SBATCH_OUTPUT"] = f"{SHARED}/home/%x-%j.out"
+        return variables
 
 
 def find(client: docker.DockerClient) -> dict[str, Container]:
-    """The desk's containers, in whatever state, by part: controller, n1, n2 ..."""
+    """Its containers, running or not, by machine: controller, n1, n2 ..."""
     found = client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True)
-    return {container.labels["dray.part"]: container for container in found}
+    return {container.labels["dray.machine"]: container for container in found}
 
 
-def create(client: docker.DockerClient, spec: Spec, part: str, munge_key: bytes) -> Container:
-    """A container of the desk, complete but not started."""
-    daemon = "slurmctld" if part == CONTROLLER else "slurmd"
-    gpus = 0 if part == CONTROLLER else spec.size.gpus_per_node
+def create(client: docker.DockerClient, config: Config, name: str, munge_key: bytes) -> Container:
+    """A container of the cluster, complete but not started."""
+    daemon = "slurmctld" if name == CONTROLLER else "slurmd"
+    gpus = 0 if name == CONTROLLER else config.size.gpus_per_node
     api = client.api
-    made = api.create_container(
-        spec.image,
-        [daemon, str(spec.uid), str(spec.gid), str(gpus)],
-        name=f"{NAME}-{part}",
-        hostname=part,
-        labels={**spec.labels, "dray.part": part},
-        environment=spec.environment,
-        networking_config=NetworkingConfig({NAME: api.create_endpoint_config(aliases=[part])}),  # type: ignore[arg-type]  # its stub describes another one,
-        host_config=_host_config(api, spec),
+    created = api.create_container(
+        config.image,
+        [daemon, str(config.uid), str(config.gid), str(gpus)],
+        name=f"{NAME}-{name}",
+        hostname=name,
+        labels={**config.labels, "dray.machine": name},
+        environment=config.environment,
+        networking_config=NetworkingConfig({NAME: api.create_endpoint_config(aliases=[name])}),  # type: ignore[arg-type]  # its stub is wrong
+        host_config=_host_config(api, config),
     )
-    container = client.containers.get(made["Id"])
-    container.put_archive("/", _tar(spec.size, munge_key))
+    container = client.containers.get(created["Id"])
+    container.put_archive("/", _tar(config.size, munge_key))
     return container
 
 
-def _host_config(api: docker.APIClient, spec: Spec) -> dict[str, Any]:
-    folders = {SHARED: spec.shared, str(spec.checkout): spec.checkout}
-    made = api.create_host_config(
+def _host_config(api: docker.APIClient, config: Config) -> dict[str, Any]:
+    folders = {SHARED: config.shared, str(config.checkout): config.checkout}
+    host_config = api.create_host_config(
         network_mode=NAME,
         mounts=[Mount(target, str(source), type="bind") for target, source in folders.items()],
-        # Apptainer mounts its images; Slurm sets priorities and looks into its tasks.
+        # Apptainer mounts its images; Slurm sets priorities and traces its tasks.
         cap_add=["SYS_ADMIN", "SYS_NICE", "SYS_PTRACE"],
         security_opt=["seccomp=unconfined", "apparmor=unconfined"],
         devices=["/dev/fuse:/dev/fuse:rwm"],
-        # Docker's 64 MB are too few for the ranks of a node to talk through.
+        # Docker's 64 MB are too small for the shared memory of a node's ranks.
         shm_size="1g",
         init=True,
     )
     # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
-    return {**made, "MaskedPaths": [], "ReadonlyPaths": []}
+    return {**host_config, "MaskedPaths": [], "ReadonlyPaths": []}
 
 
 def _tar(size: Size, munge_key: bytes) -> bytes:
     files = {f"/etc/slurm/{name}": (text.encode(), 0o644) for name, text in slurm_files(size).items()}
     files[_MUNGE_KEY] = (munge_key, 0o600)
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, (content, mode) in files.items():
             entry = tarfile.TarInfo(path.lstrip("/"))
             entry.size, entry.mode = len(content), mode
             tar.addfile(entry, io.BytesIO(content))
-    return made.getvalue()
+    return archive.getvalue()
 
 
 def munge_key_of(container: Container) -> bytes:
-    """The key that the desk already shares."""
+    """The key that its machines share."""
     pieces, _ = container.get_archive(_MUNGE_KEY)
     with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as tar:
         member = tar.extractfile(tar.getmembers()[0])
@@ -137,7 +137,7 @@ def munge_key_of(container: Container) -> bytes:
 
 def ensure_network(client: docker.DockerClient) -> None:
     if not client.networks.list(filters={"label": _LABEL}):
-        client.networks.create(NAME, driver="bridge", check_duplicate=True, labels={"dray.cluster": "desk"})
+        client.networks.create(NAME, driver="bridge", check_duplicate=True, labels={"dray.cluster": "local"})
 
 
 def remove_networks(client: docker.DockerClient) -> list[str]:
@@ -161,23 +161,23 @@ def execute(
     started = api.exec_create(
         container.id, list(argv), user=user, workdir=workdir, environment={"USER": user, **(env or {})}
     )
-    kept: tuple[list[bytes], list[bytes]] = ([], [])
+    outputs: tuple[list[bytes], list[bytes]] = ([], [])
     streams = (sys.stdout, sys.stderr)
     answers = api.exec_start(started["Id"], stream=True, demux=True)
     try:
         for pieces in answers:
-            for piece, keep, stream in zip(pieces, kept, streams, strict=True):
+            for piece, output, stream in zip(pieces, outputs, streams, strict=True):
                 if piece:
-                    keep.append(piece)
+                    output.append(piece)
                 if piece and show:
                     stream.buffer.write(piece)
                     stream.flush()
     finally:
         answers._response.close()  # type: ignore[attr-defined]  # the stream's own close() leaves its connection open
-    out, err = (b"".join(keep).decode(errors="replace") for keep in kept)
+    out, err = (b"".join(output).decode(errors="replace") for output in outputs)
     return Ended(int(api.exec_inspect(started["Id"])["ExitCode"]), out, err)
 
 
 def last_lines(container: Container, count: int = 12) -> str:
-    """The end of what its daemons said."""
+    """The end of its daemons' logs."""
     return container.logs(tail=count).decode(errors="replace").strip()
