@@ -1,4 +1,4 @@
-"""Slurm's compressed host lists, such as `n[1-3,07-10]-ib[0-1],login1`, to names."""
+"""Expand Slurm's compressed host lists, such as `n[1-3,07-10]-ib[0-1],login1`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from dray.contract.findings import ConfigError
 
 LIMIT = 65_536
-"""Hosts in one list. Slurm takes no more in one range, and no cluster has as many."""
+"""Hosts in one list. Slurm accepts no more in one range, and no cluster has as many."""
 
 _NAME = re.compile(r"(?:[^][,\s]|\[[^][]*])+")
 _GAP = re.compile(r"\s*,\s*|\s+")  # scontrol separates at white space too
@@ -35,7 +35,7 @@ def expand(text: str) -> list[str]:
 
 
 def _hosts(text: str, name: re.Match[str], room: int) -> list[str]:
-    """In Slurm's own order: the last brackets turn fastest, then the first, then the second, and so on."""
+    """In Slurm's order: the last brackets vary fastest, then the first, then the second, and so on."""
     start, *pieces = re.split(r"[][]", name[0])
     position = name.start() + len(start) + 1
     groups = []
@@ -55,16 +55,16 @@ def _hosts(text: str, name: re.Match[str], room: int) -> list[str]:
 def _ranges(text: str, position: int, inside: str) -> list[tuple[range, int]]:
     """Each range with the width to which its numbers are padded."""
     found = []
-    for word in inside.split(","):
-        bounds = _RANGE.fullmatch(word)
+    for part in inside.split(","):
+        bounds = _RANGE.fullmatch(part)
         if not bounds:
-            problem = f"`{word}` is no range" if word else "a range is missing"
+            problem = f"`{part}` is not a range" if part else "a range is missing"
             raise _malformed(text, position, problem, "write ranges as [7] or [07-10,12]")
         low, high = int(bounds[1]), int(bounds[2] or bounds[1])
         if high < low:
-            raise _malformed(text, position, f"`{word}` runs backwards", f"write {bounds[2]}-{bounds[1]}")
+            raise _malformed(text, position, f"`{part}` runs backwards", f"write {bounds[2]}-{bounds[1]}")
         found.append((range(low, high + 1), len(bounds[1])))
-        position += len(word) + 1
+        position += len(part) + 1
     return found
 
 
@@ -73,7 +73,7 @@ def _numbers(ranges: list[tuple[range, int]]) -> list[str]:
 
 
 def _too_many(text: str, position: int) -> ConfigError:
-    return _malformed(text, position, f"more than {LIMIT:,} hosts", "look for a digit too many")
+    return _malformed(text, position, f"more than {LIMIT:,} hosts", "remove the digit that is too many")
 
 
 def _unexpected(text: str, position: int, end: int) -> ConfigError:

@@ -1,4 +1,4 @@
-"""The one door to subprocesses on the host side. Commands are lists of strings; no shell ever sees them."""
+"""All subprocesses on the host start in this module. Commands are lists of strings; no shell parses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Done:
 
 
 def which(name: str) -> str | None:
-    """Where PATH has this program."""
+    """The path of this program, from PATH."""
     return shutil.which(name)
 
 
@@ -38,15 +38,15 @@ def run(
     show: bool = False,
     check: bool = True,
 ) -> Done:
-    """Run to the end. `env` is added to this process's own; `show` lets the user see the output as it comes."""
-    words = [str(word) for word in argv]
+    """Run to the end. `env` is added to this process's; `show` passes the output on to the user as it comes."""
+    command = [str(argument) for argument in argv]
     pipe = None if show else subprocess.PIPE
     try:
         ended = subprocess.run(  # noqa: S603  a list, never a shell
-            words,
+            command,
             cwd=cwd,
             env={**os.environ, **(env or {})},
-            stdin=None if show else subprocess.DEVNULL,  # who shows may also ask, as for a passphrase
+            stdin=None if show else subprocess.DEVNULL,  # a shown program may ask for a passphrase
             stdout=pipe,
             stderr=pipe,
             text=True,
@@ -54,21 +54,21 @@ def run(
             check=False,
         )
     except FileNotFoundError as missing:
-        raise UnfitError(f"{words[0]} is not on this machine", where=f"PATH={os.environ.get('PATH', '')}") from missing
-    done = Done(argv=tuple(words), code=ended.returncode, out=ended.stdout or "", err=ended.stderr or "")
+        raise UnfitError(f"{command[0]} is not installed", where=f"PATH={os.environ.get('PATH', '')}") from missing
+    done = Done(argv=tuple(command), code=ended.returncode, out=ended.stdout or "", err=ended.stderr or "")
     if check and done.code != 0:
         raise DrayError(
-            f"{words[0]} failed with exit code {done.code}",
-            where=" ".join(words),
+            f"{command[0]} failed with exit code {done.code}",
+            where=" ".join(command),
             found="\n".join((done.err or done.out).strip().splitlines()[-15:]) or None,
         )
     return done
 
 
 def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> int:
-    """Run to the end, each line of both streams going to `on_line` as it comes; the exit code."""
+    """Run to the end, with each line of both streams passed to `on_line`; return the exit code."""
     with subprocess.Popen(  # noqa: S603  a list, never a shell
-        [str(word) for word in argv],
+        [str(argument) for argument in argv],
         env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -88,13 +88,13 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM and a closed terminal (but for nohup) end what is done here as Ctrl-C does: with nothing left behind."""
+    """Handle SIGTERM and a closed terminal (except under nohup) as Ctrl-C: the `finally` blocks run."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in caught}
     try:
         yield
     finally:
@@ -103,36 +103,36 @@ def stoppable() -> Iterator[None]:
 
 
 class Running:
-    """A command that goes on meanwhile. It leads a process group, so that all it starts can be stopped."""
+    """A command in the background. It leads a process group, so that all it starts can be stopped."""
 
-    def __init__(self, started: subprocess.Popen[bytes]) -> None:
-        self._started = started
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
 
     def code(self) -> int | None:
         """Its exit code as a shell gives it (128 + signal), or None while it runs."""
-        code = self._started.poll()
+        code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until it ends or the time is over."""
+        """Until it ends, or for so many seconds."""
         with suppress(subprocess.TimeoutExpired):
-            self._started.wait(timeout=seconds)
+            self._process.wait(timeout=seconds)
 
     def stop(self) -> None:
-        """End the whole group, in peace if it can be. Ranks, in sessions of their own, end with their launcher."""
-        for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+        """End the whole group, with SIGTERM first. Ranks have sessions of their own and end with their launcher."""
+        for number, timeout in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
             try:
-                os.killpg(self._started.pid, number)
+                os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 return
-            self.wait(patience)
+            self.wait(timeout)
 
 
 def start(argv: Sequence[str | Path], *, env: Mapping[str, str], output: IO[bytes]) -> Running:
-    """Start and come back at once. `env` is everything it gets; both its streams go to `output`."""
+    """Start in the background. `env` is its whole environment; both its streams go to `output`."""
     return Running(
         subprocess.Popen(  # noqa: S603  a list, never a shell
-            [str(word) for word in argv],
+            [str(argument) for argument in argv],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,

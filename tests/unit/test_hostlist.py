@@ -84,7 +84,7 @@ def test_expand_names_the_hosts_that_clustershell_names(text: str) -> None:
 RANGES = "write ranges as [7] or [07-10,12]"
 MISSING = "name one, or leave out the comma"
 CLOSE = "close it with ] before the next one"
-DIGIT = "look for a digit too many"
+DIGIT = "remove the digit that is too many"
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ DIGIT = "look for a digit too many"
         ("n[]", "a range is missing", 3, RANGES),
         ("n[1,]", "a range is missing", 5, RANGES),
         ("n[1,,2]", "a range is missing", 5, RANGES),
-        ("a[1-2]bc[3,x]", "`x` is no range", 12, RANGES),
-        ("n[1-]", "`1-` is no range", 3, RANGES),
-        ("n[-2]", "`-2` is no range", 3, RANGES),
-        ("n[1-2-3]", "`1-2-3` is no range", 3, RANGES),
-        ("n[1, 2]", "` 2` is no range", 5, RANGES),
-        ("n[٣]", "`٣` is no range", 3, RANGES),
-        ("n[1000000000000000000]", "`1000000000000000000` is no range", 3, RANGES),
+        ("a[1-2]bc[3,x]", "`x` is not a range", 12, RANGES),
+        ("n[1-]", "`1-` is not a range", 3, RANGES),
+        ("n[-2]", "`-2` is not a range", 3, RANGES),
+        ("n[1-2-3]", "`1-2-3` is not a range", 3, RANGES),
+        ("n[1, 2]", "` 2` is not a range", 5, RANGES),
+        ("n[٣]", "`٣` is not a range", 3, RANGES),
+        ("n[1000000000000000000]", "`1000000000000000000` is not a range", 3, RANGES),
         ("m,n[1,3-1]", "`3-1` runs backwards", 7, "write 1-3"),
         ("m,n[0-99999999]", "more than 65,536 hosts", 3, DIGIT),
         ("n[0-999999999999999999]x[0-999999999999999999]", "more than 65,536 hosts", 1, DIGIT),

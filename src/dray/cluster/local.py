@@ -18,9 +18,9 @@ from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.health import Health
 from dray.cluster.machines import Config, Ended
 from dray.config import checkout
-from dray.contract.findings import UnfitError
 from dray.containers.builder import trixie
 from dray.containers.docker import attempt, base_image, build
+from dray.contract.findings import UnfitError
 
 _READY_S = 90
 # Right after a start Slurm calls its nodes unresponsive for a moment; a restart then would only kill jobs.

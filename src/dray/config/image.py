@@ -1,4 +1,4 @@
-"""What an image is made of: containers/<variant>/image.toml."""
+"""The definition of an image: containers/<variant>/image.toml."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field
 from dray.config.model import Spec
 
 Variant = Literal["cpu", "cuda", "cuda12", "rocm"]
-# Whose GPUs each variant drives.
+# The GPUs of each variant.
 ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Vendor(Spec):
-    """A wheel that the main registry has not got, or has in another build."""
+    """A wheel that the main registry lacks, or has in another build."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
     """The package."""
@@ -25,30 +25,30 @@ class Vendor(Spec):
     sha256: list[Digest]
     """The hash of each of its files that may be installed."""
     index: Annotated[str, Field(pattern=r"^https://\S+$")]
-    """The vendor's index, which errors name; it is asked only where pip's own configuration names it."""
+    """The vendor's index, for messages; pip uses it only if its own configuration names it."""
 
 
 class Image(Spec):
     """One variant of the image."""
 
     variant: Variant
-    """Which GPUs, and which age of their drivers; also the name of its folder under containers/."""
+    """The GPUs and the age of their drivers; also the name of its folder under containers/."""
     base: Annotated[str, Field(pattern=r"^\S+@sha256:[0-9a-f]{64}$")]
-    """The image that it is built on, pinned by digest. `--base` puts another in its place for one build."""
+    """The base image, pinned by digest. `--base` replaces it for one build."""
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
-    """Which of the base's Pythons runs everything, such as 3.11; the lock's wheels are for this one."""
+    """The base's Python, such as 3.11, which the lock's wheels are for."""
     driver: Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")] | None = None
-    """The oldest driver of the host that it runs with."""
+    """The oldest host driver that it runs with."""
     architectures: list[Annotated[str, Field(pattern=r"^(\d+\.\d+|gfx[0-9a-f]+)$")]] = Field(default_factory=list)
     """The GPUs that operators are compiled for, such as 8.0 or gfx90a."""
     vendor: list[Vendor] = Field(default_factory=list)
-    """Wheels from elsewhere, with their hashes."""
+    """Wheels of other indexes, with their hashes."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], Line] = Field(default_factory=dict)
-    """What this variant's processes find in their environment, besides containers/environment."""
+    """Environment variables of this variant, added to containers/environment."""
     labels: dict[Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")], Line] = Field(default_factory=dict)
-    """Labels that both the SIF and the Docker image carry."""
+    """Labels of both the SIF and the Docker image."""
 
     @property
     def accelerator(self) -> str:
-        """Whose GPUs the image drives."""
+        """The GPUs that the image is for."""
         return ACCELERATORS[self.variant]

@@ -1,4 +1,4 @@
-"""What a model expects at a key, in plain English, read from its JSON schema."""
+"""The keys of a pydantic model in plain English, from its JSON schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 Node = dict[str, Any]
 
-_TYPES = {  # null is left out, since nobody can write it in TOML
+_TYPES = {  # without null, which TOML lacks
     "integer": "a whole number",
     "number": "a number",
     "boolean": "true or false",
@@ -40,7 +40,7 @@ class Schema:
         self._root = model.model_json_schema()
 
     def keys(self, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        """Only what a user wrote: pydantic also names the branches of a union."""
+        """The user's keys in a location; pydantic also names the branches of a union."""
         return tuple(key for key, _ in self._walk(loc))
 
     def names(self, keys: tuple[str | int, ...]) -> list[str]:
@@ -48,7 +48,7 @@ class Schema:
         return [name for node in self._branches(self._at(keys)) for name in node.get("properties", ())]
 
     def expected(self, keys: tuple[str | int, ...]) -> str:
-        """What may stand at `keys`; empty where the schema does not know."""
+        """The value that `keys` takes; empty if the schema does not say."""
         return self._text(self._at(keys))
 
     def describe(self) -> list[tuple[str, str, str, str]]:
@@ -93,7 +93,7 @@ class Schema:
         return None
 
     def _each(self, branch: Node, key: str | int | None = None) -> Node | None:
-        """What every entry of a list or of a table with free names is."""
+        """The schema of every entry of a list, or of a table with free names."""
         if not isinstance(key, str) and (items := branch.get("items")):
             return dict(items)
         if isinstance(key, int):

@@ -1,4 +1,4 @@
-"""A site: what a cluster asks for and offers, as data. Each value says why, and from where it is known."""
+"""A site: what a cluster offers and requires, as data, each value with its reason and source."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from pydantic import Field, field_validator, model_validator
 
 from dray.config.image import Variant
 from dray.config.model import Spec
+from dray.contract.cores import parse
 
 Cores = Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
-# Whole words of a path may be variables of the job: $SCRATCH/data.
-Place = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
+# Variables of the job are allowed: $SCRATCH/data.
+BindPath = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
 Pattern = Annotated[str, Field(pattern=r"^/[^\n\"$,]*$")]
 
 
 class SiteBind(Spec):
-    """A folder or file of the host that the container sees at the same place."""
+    """A folder or file of the host that the container sees at the same path."""
 
-    path: Place
+    path: BindPath
     """Absolute path; it may name variables of the job, such as $SCRATCH."""
     why: str
-    """What breaks without it."""
+    """What fails without it."""
     source: str = ""
-    """From where this is known."""
+    """Which page or script this is from."""
     write: bool = False
     """Whether ranks may write there."""
     required: bool = True
-    """Whether a node without it is unfit; where it is not required, it is left out there."""
+    """Whether a node without it is unfit; if false, such a node goes without it."""
 
 
 class SiteVariable(Spec):
@@ -38,59 +39,59 @@ class SiteVariable(Spec):
     value: str
     """Its value."""
     why: str
-    """What breaks without it."""
+    """What fails without it."""
     source: str = ""
-    """From where this is known."""
+    """Which page or script this is from."""
     nodes: Literal["any", "one", "several"] = "any"
-    """Whether it is for jobs of one node or of several only."""
+    """Set it in all jobs, only in jobs of one node, or only in jobs of several."""
 
 
 class Fabric(Spec):
-    """The network between nodes, and how to tell that it is used."""
+    """The network between nodes, and the proof that a run uses it."""
 
     kind: Literal["unknown", "slingshot", "infiniband", "ethernet"] = "unknown"
-    """What it is."""
+    """Its hardware."""
     strategy: Literal["host", "image", "none"] = "none"
-    """Whose libraries drive it: the host's, put into the container; the image's own; or nothing is to be done."""
+    """Whose libraries drive it: the host's, bound into the container; the image's; or none are needed."""
     libraries: tuple[Pattern, ...] = ()
-    """With `host`: the host's files that go into the container's library path. A * takes the newest that matches."""
+    """With `host`: the host's files to bind into the container's library path. A * selects the newest match."""
     plugin: Annotated[str, Field(pattern=r"^(/[^\n\"$,]*)?$")] = ""
-    """NCCL's or RCCL's network plugin by its full path; a * takes the newest that matches."""
+    """Full path of NCCL's or RCCL's network plugin. A * selects the newest match."""
     transport: tuple[str, ...] = ()
-    """What NCCL or RCCL may say that it uses between nodes, such as cxi or IB. Anything else is a silent fallback."""
+    """The transports that NCCL or RCCL may use between nodes, such as cxi or IB. A run with another one is refused."""
     min_bus_bandwidth_gb_s: Annotated[float, Field(ge=0)] = 0.0
-    """The least bus bandwidth of an all-reduce over two to eight nodes, GB/s; 0 sets none."""
+    """Minimum bus bandwidth of an all-reduce over two to eight nodes, in GB/s; 0: no minimum."""
 
     @model_validator(mode="after")
     def _libraries_are_the_hosts(self) -> Fabric:
         if self.strategy != "host" and self.libraries:
-            raise ValueError('fabric.libraries are put into the container with strategy = "host" only')
+            raise ValueError('fabric.libraries needs strategy = "host"')
         if self.strategy == "host" and not (self.libraries or self.plugin):
-            raise ValueError('strategy = "host" wants fabric.libraries or fabric.plugin')
+            raise ValueError('strategy = "host" needs fabric.libraries or fabric.plugin')
         return self
 
 
 class Site(Spec):
-    """One cluster's profile."""
+    """The profile of one cluster."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
-    """The file's own name."""
+    """The name of the file, without .toml."""
     about: str
-    """Which machine this is."""
+    """The machine in one sentence."""
     clusters: tuple[str, ...] = ()
-    """What Slurm calls it (SLURM_CLUSTER_NAME); so it is found by itself."""
+    """Its names in Slurm (SLURM_CLUSTER_NAME), by which dray selects this site."""
     hosts: tuple[str, ...] = ()
-    """Patterns of host names, such as iris-*, where the cluster's name does not tell."""
+    """Patterns of host names, such as iris-*, if the name in Slurm is not enough."""
     image: Variant | None = None
-    """The variant for its GPUs."""
+    """The image variant for its GPUs."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
-    """GPUs on a node, which a job asks for where its user names no number."""
+    """GPUs of a node; the default of --gpus-per-node."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How sbatch is asked for them: --gpus-per-node=N or --gres=gpu:N."""
+    """How a job requests them: --gpus-per-node=N or --gres=gpu:N."""
     gpu_memory_gb: Annotated[float, Field(ge=0)] = 0.0
-    """Memory of one GPU, the smaller one where there are two kinds; `dray submit` refuses what will not fit."""
+    """Memory of one GPU, the smaller one if there are two kinds; a run that does not fit is refused."""
     account: str = ""
-    """What its projects' accounts look like, where sbatch must be told one; `dray submit` asks for it."""
+    """An example of an account, if the cluster requires --account; `dray submit` refuses a job without one."""
     cpus_per_node: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a node."""
     sbatch: tuple[str, ...] = ()
@@ -100,52 +101,41 @@ class Site(Spec):
     env: tuple[SiteVariable, ...] = ()
     """Variables that ranks need."""
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
-    """Network interfaces on which ranks meet, the first that the first node has; else its host name's address."""
+    """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
     engine: Literal["", "pyxis"] = ""
-    """What starts containers, where it is not the apptainer or singularity on the nodes."""
+    """What starts containers, if it is not apptainer or singularity."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
-    """A folder of each node's own disk, such as /tmp or /dev/shm, to which the image is copied before it starts."""
+    """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     cores: tuple[Cores, ...] = ()
-    """The cores of each local rank, such as 49-55; used where a job has all of them and as many ranks on a node."""
+    """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()
     why: dict[str, str] = {}
-    """For a key above: why it has this value, and from where that is known. `uncertain:` begins what is not sure."""
+    """For each key above: why it has this value, with the source. `uncertain:` begins what is not certain."""
 
     @field_validator("cores")
     @classmethod
     def _no_core_twice(cls, cores: tuple[str, ...]) -> tuple[str, ...]:
-        seen: set[int] = set()
+        taken: set[int] = set()
         for mask in cores:
-            mine = set(numbers(mask))
-            if not mine:
+            own = set(parse(mask))
+            if not own:
                 raise ValueError(f"{mask}: a range ends before it begins")
-            if mine & seen:
-                raise ValueError(f"{mask}: core {min(mine & seen)} is another rank's already")
-            seen |= mine
+            if own & taken:
+                raise ValueError(f"{mask}: core {min(own & taken)} belongs to another rank")
+            taken |= own
         return cores
 
     @model_validator(mode="after")
     def _fits_the_node(self) -> Site:
         unknown = set(self.why) - set(type(self).model_fields)
         if unknown:
-            raise ValueError(f"why.{min(unknown)}: there is no such key, so there is nothing to explain")
-        highest = max((max(numbers(mask)) for mask in self.cores), default=-1)
+            raise ValueError(f"why.{min(unknown)}: there is no such key to explain")
+        highest = max((max(parse(mask)) for mask in self.cores), default=-1)
         if self.cpus_per_node and highest >= self.cpus_per_node:
             raise ValueError(f"cores: core {highest} is not on a node of {self.cpus_per_node} CPUs (cpus_per_node)")
         if self.cores and self.gpus_per_node and len(self.cores) != self.gpus_per_node:
             raise ValueError(f"cores: {len(self.cores)} masks for {self.gpus_per_node} GPUs (gpus_per_node)")
-        twice = [
-            one for one in {v.name for v in self.env} if [v.name for v in self.env if v.nodes == "any"].count(one) > 1
-        ]
-        if twice:
-            raise ValueError(f"env: {min(twice)} is there twice")
+        names = [variable.name for variable in self.env if variable.nodes == "any"]
+        if len(set(names)) < len(names):
+            raise ValueError(f"env: {min(name for name in names if names.count(name) > 1)} is set twice")
         return self
-
-
-def numbers(mask: str) -> list[int]:
-    """0-3,8 as the kernel writes it."""
-    found: list[int] = []
-    for part in mask.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found

@@ -42,7 +42,9 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
             r=said["rank"],
             lora_alpha=said["alpha"],
             lora_dropout=said["dropout"],
-            target_modules=[name for name in linear if not said["target_modules"] or _is_target(name, said["target_modules"])],
+            target_modules=[
+                name for name in linear if not said["target_modules"] or _is_target(name, said["target_modules"])
+            ],
             fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
             task_type="CAUSAL_LM" if config.objective != "masked" else None,
         )
