@@ -19,6 +19,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning.batch import divide
 from dray.planning.plan import plan
+from dray.runs import submit as queue
 from dray.runs.write import read_recipe
 from helpers import ROOT, golden
 
@@ -90,7 +91,7 @@ def test_what_a_cluster_is_asked_for(where: str) -> None:
     words += [f"nodes={nodes or 2}"]
     path = ROOT / "recipes" / f"{name}.toml"
     found = sites.find(site)
-    asked = render.sbatch_options(read_recipe(path, words), found, *gpus or [found.gpus_per_node])
+    asked = queue.options(read_recipe(path, words), found, *gpus or [found.gpus_per_node])
     ended = dray("plan", path, *words, *options, "--site", site, "--runs", "/runs")
     assert (ended.returncode, ended.stderr) == (0, "")
     same(f"seed-{where}.txt", f"sbatch {shlex.join(asked)}\n\n{ended.stdout}")

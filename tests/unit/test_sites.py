@@ -19,6 +19,7 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.fitness import site_file
 from dray.planning.plan import plan
+from dray.runs import submit as queue
 from dray.runs.write import read_recipe
 from helpers import ROOT, golden
 
@@ -82,10 +83,10 @@ def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> 
 def test_a_submission_asks_as_the_site_does(root: Path, tmp_path: Path) -> None:
     site = load(Site, root / "slurm/sites/leonardo.toml")
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["image=cuda"])
-    options = render.sbatch_options(recipe, site, 4)
+    options = queue.options(recipe, site, 4)
     assert options[-1] == "--gres=gpu:4"
     assert "--partition=boost_usr_prod" in options
-    assert render.sbatch_options(recipe, site.model_copy(update={"gpu_option": "gpus-per-node"}), 8)[-1] == (
+    assert queue.options(recipe, site.model_copy(update={"gpu_option": "gpus-per-node"}), 8)[-1] == (
         "--gpus-per-node=8"
     )
 
