@@ -11,6 +11,7 @@ from dray.config.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
+Every = tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
 
 
 class Batch(Spec):
@@ -201,7 +202,7 @@ class Evaluation(Spec):
 class Checkpoint(Spec):
     """What a run keeps, so that another may go on from there."""
 
-    every: tuple[tuple[Annotated[int, Field(ge=0)], Count], ...] = ()
+    every: Every = ()
     """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever. A
     number alone is for ever. Left out: none before the end."""
     at_start: bool = False
@@ -213,7 +214,7 @@ class Checkpoint(Spec):
     """Where they are kept and looked for; else in the run's own folder. With one, the same command goes on where the
     last was cut off, requeued or typed again. A relative path starts at the recipe's own folder."""
 
-    @field_validator("every", mode="before")
+    @field_validator("every", mode="before", json_schema_input_type=Count | Every)
     @classmethod
     def _number_alone(cls, said: object) -> object:
         if isinstance(said, int):

@@ -1,0 +1,52 @@
+"""docs/reference holds the JSON schemas of our files, made from the models. DRAY_GOLDEN=write writes them anew."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+from pydantic import BaseModel
+
+from dray.config.image import Image
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.planning.plan import Plan
+from helpers import GOLDEN, ROOT, golden
+
+MODELS: dict[str, type[BaseModel]] = {"image": Image, "plan": Plan, "recipe": Recipe, "site": Site}
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+FILES = [
+    *(("recipe", path) for path in sorted((ROOT / "recipes").glob("*.toml"))),
+    *(("site", path) for path in sorted((ROOT / "slurm" / "sites").glob("*.toml"))),
+    *(("image", path) for path in sorted((ROOT / "containers").glob("*/image.toml"))),
+    ("plan", GOLDEN / "plan.json"),
+]
+
+
+def schema(kind: str) -> dict:
+    made = MODELS[kind].model_json_schema()
+    version = made["properties"].get("version", {}).get("const", 1)
+    return {"$schema": DIALECT, "$id": f"urn:dray:{kind}:{version}", "version": version, **made}
+
+
+def file(kind: str) -> Path:
+    return ROOT / "docs" / "reference" / f"{kind}.schema.json"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_schema_is_that_of_the_model(kind: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema(kind))
+    golden(file(kind), json.dumps(schema(kind), indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+@pytest.mark.parametrize(("kind", "path"), FILES, ids=lambda value: value.name if isinstance(value, Path) else value)
+def test_our_files_are_valid(kind: str, path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    published = json.loads(file(kind).read_text(encoding="utf-8"))
+    jsonschema.validate(content, published, jsonschema.Draft202012Validator)
+    with pytest.raises(jsonschema.ValidationError, match="stesp"):
+        jsonschema.validate({**content, "stesp": 1}, published, jsonschema.Draft202012Validator)
