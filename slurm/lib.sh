@@ -55,7 +55,7 @@ lib::image() { # RECIPE [key=value ...]: the image's file; the planner inside ca
   variant="$(lib::said image "$@")"
   digest="$(lib::said image_digest "$@")"
   local -r image="${given_image:-$DRAY_HOME/build/dray-${variant:-cpu}.sif}"
-  [[ -f "$image" ]] || lib::die 78 "the image is not there" "wanted: $image (the recipe's image is ${variant:-cpu})" \
+  [[ -f "$image" ]] || lib::die 78 "the image does not exist" "wanted: $image (the recipe's image is ${variant:-cpu})" \
     "fix:    make image-${variant:-cpu}, or set DRAY_IMAGE to an image that dray has built"
   if [[ -n "$digest" ]]; then
     local found

@@ -168,7 +168,7 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
         assert found.stdout.split() == [f"{unpacked}/opt/dray/control"]
         # What is there of the same inputs is not built again.
         again = checkout.build("--format", "sif", "--format", "docker")
-        assert "there already" in again.stderr
+        assert "found, built from the same inputs" in again.stderr
         digests = re.findall(r"sha256:\w+", built.stdout)
         assert len(digests) == 2
         assert re.findall(r"sha256:\w+", again.stdout) == digests
@@ -248,7 +248,7 @@ def bundle(checkout, tmp_path_factory) -> Path:
 
 class TestBundle:
     def test_builds_the_same_image_without_a_network(self, checkout, bundle, tmp_path, client):
-        first = checkout.build()  # there already
+        first = checkout.build()
         assert first.returncode == 0, first.stderr
         away = tmp_path / "away"
         # No index and no archive: every name that is looked up is refused.
@@ -288,7 +288,7 @@ class TestBundle:
         refused = checkout.build("--bundle", copy)
         assert refused.returncode == 78
         assert refused.stderr == (
-            "dray: the bundle has not arrived whole\n"
+            "dray: the bundle differs from its checksums\n"
             f"  where:  {copy}\n"
             "  found:  labels: missing\n"
             "          more: not its own\n"
@@ -298,14 +298,14 @@ class TestBundle:
 
     def test_no_bundle_and_another_variant_s(self, checkout, bundle, tmp_path):
         refused = checkout.build("--bundle", tmp_path)
-        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: this is no bundle")
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: not a bundle")
         refused = checkout.dray("build", "cuda", "--bundle", bundle)
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the bundle is of another image")
 
     def test_a_folder_that_is_there_is_not_overwritten(self, checkout, bundle):
         refused = checkout.dray("bundle", VARIANT, "--out", bundle)
         assert refused.returncode == 78
-        assert "the bundle's folder is there already" in refused.stderr
+        assert "the bundle's folder exists already" in refused.stderr
 
 
 def test_a_base_that_cannot_be_pulled(checkout):

@@ -93,7 +93,7 @@ def test_the_definition_is_walked_to_its_end_with_the_cpu_s_wheels(checkout, tmp
     stale = dray("build", "rocm", "--wheels", tmp_path / "nowhere", checkout=checkout)
     assert (stale.returncode, stale.stderr.splitlines()[-2:]) == (
         78,
-        ["dray: there is no such folder of wheels", f"  where:  {tmp_path}/nowhere"],
+        ["dray: the folder of wheels does not exist", f"  where:  {tmp_path}/nowhere"],
     )
     with closing(docker.client()) as client:
         try:

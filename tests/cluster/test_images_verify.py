@@ -252,7 +252,7 @@ def test_inspect_what_others_built(packed, small):
     facts.write_text("[]")
     sif = packed(small)
     assert refusal(image_look.inspect, str(sif)) == (
-        f"the image does not say what it is\n  where:  {sif}: /opt/dray/image.json\n"
+        f"the image's description is damaged\n  where:  {sif}: /opt/dray/image.json\n"
         "  found:  TypeError('list indices must be integers or slices, not str')"
     )
     facts.unlink()
@@ -411,9 +411,9 @@ def test_no_byte_may_change(packed, small, keys):
         flipped(sif, offset)
         for signature in (True, False):
             assert refusal(image_look.verify, str(sif), signature=signature) == (
-                f"this is not the image that it should be\n  where:  {sif}\n  wanted: {signed} ({sif}.json)\n"
+                f"the image has another digest\n  where:  {sif}\n  wanted: {signed} ({sif}.json)\n"
                 f"  found:  {verify.digest(sif)}\n"
-                "  fix:    copy or build it again; it is another image, or was changed or damaged since"
+                "  fix:    copy or build it again: this is another image, or it was changed or damaged"
             )
         flipped(sif, offset)
     image_look.verify(str(sif))
@@ -444,12 +444,12 @@ def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
     quoted = f"'{tmp_path}/no keys'"
     docker = f'mkdir -p -m 700 {quoted} && docker run --rm -it -u "$(id -u)" -v {quoted}:/keys {inside}'
     assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
-        f"the image is signed with a key that is not known here\n  where:  {sif}\n"
+        f"the image is signed with a key that is not in the keyring\n  where:  {sif}\n"
         f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {sif_format.read(sif).signers()[0]}\n"
-        f"  fix:    if you trust its owner, have the public key from them, then: {docker} key import FILE"
+        f"  fix:    ask its owner for the public key; if you trust them: {docker} key import FILE"
     )
     assert refusal(image_look.signatures.sign, sif_format.read(packed(small))) == (
-        f"there is no key to sign with\n  where:  {tmp_path}/no keys\n  fix:    {docker} key newpair"
+        f"no key to sign with\n  where:  {tmp_path}/no keys\n  fix:    {docker} key newpair"
     )
 
 
@@ -458,7 +458,7 @@ def test_a_key_that_is_not_there(packed, small, keys):
     known = sif_format.read(signed_once(sif, keys)).signers()[0]
     whole = sif.read_bytes()
     assert refusal(image_look.sign, str(sif), key="ABCD") == (
-        f"there is no such key\n  where:  {keys}\n  wanted: --key with one of:\n          {known}\n  found:  ABCD"
+        f"no such key\n  where:  {keys}\n  wanted: --key with one of:\n          {known}\n  found:  ABCD"
     )
     assert sif.read_bytes() == whole
 

@@ -79,7 +79,7 @@ def test_podman_without_the_image(root: Path, tmp_path: Path, podman: dict[str, 
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (
         78,
-        "dray: the image is not there\n  wanted: localhost/dray:cuda12 in Podman\n"
+        "dray: the image does not exist\n  wanted: localhost/dray:cuda12 in Podman\n"
         "  fix:    dray image build cuda12 --format podman\n",
     )
 

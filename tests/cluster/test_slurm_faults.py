@@ -150,4 +150,4 @@ def test_runs_in_a_place_that_cannot_be_written(sbatch) -> None:
 def test_a_missing_image(sbatch) -> None:
     ended = sbatch(*RECIPE, env={"DRAY_IMAGE": "/shared/gone.sif"})
     assert ended.code == 78
-    assert "dray: the image is not there\n  wanted: /shared/gone.sif (the recipe's image is cpu)\n" in ended.output
+    assert "dray: the image does not exist\n  wanted: /shared/gone.sif (the recipe's image is cpu)\n" in ended.output

@@ -111,7 +111,7 @@ def test_a_rootfs_that_is_not_there(engine, tmp_path):
     with pytest.raises(ConfigError) as refused:
         docker.base_image(engine, f"{tmp_path}/base.tar")
     assert str(refused.value) == (
-        "the base image's rootfs is not there\n"
+        "the base image's root filesystem does not exist\n"
         f"  found:  {tmp_path}/base.tar\n"
         f"  fix:    make one: containers/base/make-base.sh trixie {tmp_path}/base.tar"
     )

@@ -139,7 +139,7 @@ def test_tar_is_unpacked_without_devices(tmp_path):
 @pytest.mark.parametrize(
     ("made", "problem", "fix"),
     [
-        (False, "the base is not there", "make one: containers/base/make-base.sh bookworm build/base/bookworm.tar"),
+        (False, "the base does not exist", "make one: containers/base/make-base.sh bookworm build/base/bookworm.tar"),
         (True, "the base is a folder", "tar --create --file base.tar --directory {base} ."),
     ],
 )
@@ -176,7 +176,7 @@ def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
         f"  where:  {base}\n"
         "  wanted: one for amd64, which this machine runs\n"
         f"  found:  {found}\n"
-        "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar makes one here"
+        "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar makes one"
     )
 
 
@@ -304,7 +304,7 @@ class TestMksquashfs:
             "mksquashfs cannot make the same bytes every time\n"
             "  wanted: squashfs-tools 4.4 or newer, with zstd\n"
             "  found:  one without -root-mode -all-time -mkfs-time zstd\n"
-            "  fix:    install it, or build where Docker Engine lends one"
+            "  fix:    install it, or build with a Docker Engine"
         )
 
 

@@ -183,9 +183,7 @@ def test_rubbish_is_refused(sif, fault):
     spoil(sif)
     with pytest.raises(ConfigError) as raised:
         sif_format.read(sif)
-    assert str(raised.value) == (
-        f"this is not an image that can be used\n  where:  {sif}\n  wanted: {wanted}\n  found:  {found}"
-    )
+    assert str(raised.value) == (f"not a usable image\n  where:  {sif}\n  wanted: {wanted}\n  found:  {found}")
 
 
 def test_paths_without_an_image(tmp_path, sif):
@@ -197,10 +195,10 @@ def test_paths_without_an_image(tmp_path, sif):
             sif_format.read(path)
         said.append(str(raised.value))
     assert said == [
-        f"the image is not there\n  wanted: {tmp_path}/none.sif\n"
+        f"the image does not exist\n  wanted: {tmp_path}/none.sif\n"
         "  fix:    make image-cpu builds build/dray-cpu.sif; or name the file of another image",
-        f"this is not an image that can be used\n  where:  {tmp_path}\n  wanted: {SIF}\n  found:  a folder",
-        f"this is not an image that can be used\n  where:  {tmp_path}/pipe\n  wanted: {SIF}\n  found:  no regular file",
+        f"not a usable image\n  where:  {tmp_path}\n  wanted: {SIF}\n  found:  a folder",
+        f"not a usable image\n  where:  {tmp_path}/pipe\n  wanted: {SIF}\n  found:  no regular file",
         f"the image cannot be read\n  where:  {sif}/below\n  found:  Not a directory",
         f"the image cannot be read\n  where:  {tmp_path}/round\n  found:  Too many levels of symbolic links",
     ]

@@ -122,7 +122,7 @@ def test_no_room_for_a_copy(sif, tool, monkeypatch):
     with pytest.raises(UnfitError) as raised:
         sign.sign(sif_format.read(sif))
     assert str(raised.value) == (
-        "no copy of the image, to be signed, can be made beside it\n"
+        "the image cannot be copied, to sign the copy\n"
         f"  where:  {sif.parent}\n  wanted: room for 0 MB, and the right to write there\n"
         "  found:  No space left on device"
     )

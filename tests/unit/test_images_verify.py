@@ -80,7 +80,7 @@ def test_a_damaged_record(sif, text, found):
     assert refusal(record.read, sif) == (
         f"the image's record is damaged\n  where:  {sif}.json\n  found:  "
         + found.replace("\n", "\n          ")
-        + "\n  fix:    build the image again; or remove the record, and say --digest"
+        + "\n  fix:    build the image again; or remove the record, and give --digest"
     )
 
 
@@ -89,29 +89,29 @@ def test_who_says_which_digest(sif, tmp_path):
     pinned, loose = tmp_path / "pinned.toml", tmp_path / "loose.toml"
     pinned.write_text(RECIPE.format(f'image_digest = "sha256:{ZERO}"\n'))
     loose.write_text(RECIPE.format(""))
-    said = "sha256:" + "2" * 64
-    assert verify.wanted(sif, said=said, recipe=pinned) == (said, "--digest")
-    assert verify.wanted(sif, recipe=pinned) == (f"sha256:{ZERO}", f"image_digest of {pinned}")
-    assert refusal(verify.wanted, sif, recipe=loose) == (
-        f"the recipe says no image_digest\n  where:  {loose}\n  wanted: the digest that the image must have\n"
-        f"  found:  the image here: {sif}\n"
+    given = "sha256:" + "2" * 64
+    assert verify.expected(sif, given=given, recipe=pinned) == (given, "--digest")
+    assert verify.expected(sif, recipe=pinned) == (f"sha256:{ZERO}", f"image_digest of {pinned}")
+    assert refusal(verify.expected, sif, recipe=loose) == (
+        f"the recipe pins no image_digest\n  where:  {loose}\n  wanted: the digest that the image must have\n"
+        f"  found:  {sif}: {verify.digest(sif)}\n"
         f'  fix:    put image_digest = "{verify.digest(sif)}" into it, or leave out --recipe'
     )
-    assert verify.wanted(sif) == (f"sha256:{ONE}", f"{sif}.json")
+    assert verify.expected(sif) == (f"sha256:{ONE}", f"{sif}.json")
 
 
 def test_nobody_says_which_digest(sif):
-    assert refusal(verify.wanted, sif) == (
-        f"nothing says which digest this image should have\n  where:  {sif}\n"
+    assert refusal(verify.expected, sif) == (
+        f"no digest to verify the image against\n  where:  {sif}\n"
         f"  wanted: --digest, image_digest in the recipe (--recipe), or the record {sif}.json\n"
         "  fix:    copy the record along with the image, or ask who built it for the digest"
     )
 
 
-@pytest.mark.parametrize("said", [ONE, "sha256:1", f"sha256:{ONE}0", f"sha256:{ONE[:-1]}G"])
-def test_no_digest_at_all(sif, said):
-    assert refusal(verify.wanted, sif, said=said) == (
-        f"this is no digest\n  wanted: sha256: and 64 hexadecimal digits\n  found:  {said}"
+@pytest.mark.parametrize("given", [ONE, "sha256:1", f"sha256:{ONE}0", f"sha256:{ONE[:-1]}G"])
+def test_no_digest_at_all(sif, given):
+    assert refusal(verify.expected, sif, given=given) == (
+        f"not a digest\n  wanted: sha256: and 64 hexadecimal digits\n  found:  {given}"
     )
 
 
@@ -126,9 +126,9 @@ def test_the_digest_decides(sif, capsys):
         found = f"sha256:{hashlib.sha256(sif.read_bytes()).hexdigest()}"
         for signature in (True, False):
             assert refusal(image_look.verify, str(sif), digest=digest, signature=signature) == (
-                f"this is not the image that it should be\n  where:  {sif}\n  wanted: {digest} (--digest)\n"
+                f"the image has another digest\n  where:  {sif}\n  wanted: {digest} (--digest)\n"
                 f"  found:  {found}\n"
-                "  fix:    copy or build it again; it is another image, or was changed or damaged since"
+                "  fix:    copy or build it again: this is another image, or it was changed or damaged"
             )
 
 
@@ -151,7 +151,7 @@ def test_a_variant_is_the_image_built_here(tmp_path, monkeypatch):
     (tmp_path / "containers" / "steps").mkdir(parents=True)
     monkeypatch.setenv("DRAY_HOME", str(tmp_path))
     assert refusal(image_look.verify, "cuda12") == (
-        f"the image is not there\n  wanted: {tmp_path}/build/dray-cuda12.sif\n"
+        f"the image does not exist\n  wanted: {tmp_path}/build/dray-cuda12.sif\n"
         "  fix:    make image-cuda12 builds build/dray-cuda12.sif; or name the file of another image"
     )
 
@@ -220,5 +220,5 @@ def test_what_is_submitted_is_the_recipe_s(sif, monkeypatch, tmp_path):
     assert store.required(tmp_path, "cpu", digest) == sif
     with pytest.raises(ConfigError) as raised:
         store.required(tmp_path, "cpu", f"sha256:{ZERO}")
-    assert raised.value.problem == "this is not the image that it should be"
+    assert raised.value.problem == "the image has another digest"
     assert raised.value.details["wanted"] == f"sha256:{ZERO} (the recipe's image_digest)"

@@ -161,7 +161,7 @@ def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
     lock = pin("tiny", wheel(index, "tiny")) + pin("torch", "0" * 64, "2.8.0")
     with pytest.raises(UnfitError) as raised:
         fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
-    assert raised.value.problem == "a wheel of the image is not where pip looks"
+    assert raised.value.problem == "pip cannot find a wheel of the image"
     assert raised.value.details == {
         "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
@@ -203,7 +203,7 @@ def test_users_own_folder(index, fetch, tmp_path):
 
 
 def test_users_folder_that_is_not_there(fetch, tmp_path):
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="the folder of wheels does not exist"):
         fetch("", own=tmp_path / "nowhere")
 
 

@@ -95,7 +95,7 @@ def bundle_(
         source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=say)
         made = bundle.make(root, source, folder, say=say)
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
-    print(f"{made}  {size / 1e6:.0f} MB\nthere: make image-{variant} BUNDLE={made.name}")
+    print(f"{made}  {size / 1e6:.0f} MB\nto build from it: make image-{variant} BUNDLE={made.name}")
 
 
 @app.command()
@@ -107,8 +107,8 @@ def enter(variant: Variant) -> None:
         raise ConfigError("no build of this image has failed", where=failed, fix=f"dray image build {variant}")
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", where=failed)
-    words = builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"})
-    os.execv(words[0], words)  # noqa: S606  the shell takes this program's place, terminal and all
+    argv = builder.shell(failed / ROOTFS, binds={(failed / "inputs").resolve(): "/mnt"})
+    os.execv(argv[0], argv)  # noqa: S606  the shell takes this program's place, terminal and all
 
 
 for verb in (image_lock.lock, image_look.inspect, image_look.verify, image_look.sign, image_look.sbom, image_look.diff):

@@ -52,10 +52,10 @@ def verify(
     digest: Annotated[str | None, typer.Option(help="sha256:... that the image must have.")] = None,
     signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check who signed it.")] = True,
 ) -> None:
-    """Refuse an image that is not the wanted one, byte for byte, or that nobody known has signed."""
+    """Refuse an image with another digest, or one that is not signed with a key of the keyring."""
     sif = sif_format.read(_file(image))
-    wanted, source = identity.wanted(sif.path, said=digest, recipe=recipe)
-    found = identity.require(sif.path, wanted, source)
+    expected, source = identity.expected(sif.path, given=digest, recipe=recipe)
+    found = identity.require(sif.path, expected, source)
     signers = signatures.check(sif) if signature else []
     print(
         f"{sif.path}\n{found} ({source})\n"

@@ -99,7 +99,7 @@ def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
         nodes=count,
         gpus_per_node=gpus,
         engine="apptainer",
-        image=str(store.to_run(checkout.root(), recipe.image)),
+        image=str(store.job_file(checkout.root(), recipe.image)),
         site=site,
         cluster=host.cluster_name(),
         login=socket.gethostname(),

@@ -58,9 +58,9 @@ def run(
 
     with engine() as client:
         if client is None:
-            here = {"python3": sys.executable, APPTAINER: apptainer.program() or APPTAINER}
+            programs = {"python3": sys.executable, APPTAINER: apptainer.program() or APPTAINER}
             unset = {} if network else {name: "" for lower in _PROXIES for name in (lower, lower.upper())}
-            code = process.follow([here.get(str(argv[0]), argv[0]), *argv[1:]], on_line=read, env=unset)
+            code = process.follow([programs.get(str(argv[0]), argv[0]), *argv[1:]], on_line=read, env=unset)
         else:
             tools = _loaded(client, saved) if saved and saved.exists() else image(client, checkout, on_line)
             code = _in_container(client, tools, checkout, argv, binds=binds, on_line=read, network=network)
@@ -164,18 +164,20 @@ def _in_container(
 
 def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
     """The command that opens a shell in a root filesystem, as the root that its steps had."""
-    words = ["shell", "--writable", "--fakeroot", "--no-home"]
-    words += [word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")]
+    options = ["shell", "--writable", "--fakeroot", "--no-home"]
+    options += [word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")]
     with engine() as client:
         if client is None:
-            return [process.which(apptainer.program() or "") or "apptainer", *words, str(rootfs)]
+            return [process.which(apptainer.program() or "") or "apptainer", *options, str(rootfs)]
     command = process.which("docker")
     if not command:
         raise UnfitError("a shell needs Docker's command line client", where=rootfs, fix="install it")
     volumes = [word for path in (rootfs, *binds) for word in ("--volume", f"{path}:{path}")]
-    options = [word for name in (*sandbox.SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)]
-    options += ["--user", ":".join(map(str, sandbox.caller())), *volumes]
-    return [command, "run", "--rm", "--interactive", "--tty", *options, TAG, "apptainer", *words, str(rootfs)]
+    docker_options = [
+        word for name in (*sandbox.SECURITY, "systempaths=unconfined") for word in ("--security-opt", name)
+    ]
+    docker_options += ["--user", ":".join(map(str, sandbox.caller())), *volumes]
+    return [command, "run", "--rm", "--interactive", "--tty", *docker_options, TAG, "apptainer", *options, str(rootfs)]
 
 
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
@@ -184,9 +186,9 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
     read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
     key = hashlib.sha256(read.encode()).hexdigest()
     with docker.attempt(f"look for {TAG}"):
-        there = client.images.list(TAG)
-    if there and there[0].labels.get(_KEY) == key:
-        return str(there[0].id)
+        found = client.images.list(TAG)
+    if found and found[0].labels.get(_KEY) == key:
+        return str(found[0].id)
     on_line("dray: builder")
     return docker.build(
         client,

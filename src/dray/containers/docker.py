@@ -42,8 +42,8 @@ def client() -> docker.DockerClient:
 def _knock() -> None:
     """The SDK hides why it cannot connect in a text, and leaves its socket open."""
     if host().startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as door:
-            door.connect(host().removeprefix("unix://"))
+        with socket.socket(socket.AF_UNIX) as knock:
+            knock.connect(host().removeprefix("unix://"))
 
 
 def _unreachable(error: Exception) -> UnfitError:
@@ -68,8 +68,8 @@ def attempt(what: str, *, fix: str | None = None) -> Iterator[None]:
     except BrokenPipeError:  # who reads our output has gone; that is none of Docker's
         raise
     except (DockerException, OSError) as error:
-        said = getattr(error, "explanation", None) or error
-        raise DrayError(f"Docker failed to {what}", found=said, fix=fix) from error
+        reason = getattr(error, "explanation", None) or error
+        raise DrayError(f"Docker failed to {what}", found=reason, fix=fix) from error
 
 
 def base_image(client: docker.DockerClient, base: str) -> str:
@@ -78,7 +78,7 @@ def base_image(client: docker.DockerClient, base: str) -> str:
     if path.is_file():
         return _imported(client, path)
     if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
-        raise ConfigError("the base image's rootfs is not there", found=base, fix=_how_to_make(base))
+        raise ConfigError("the base image's root filesystem does not exist", found=base, fix=_how_to_make(base))
     with attempt(f"look for the image {base}"):
         try:
             client.images.get(base)
@@ -96,7 +96,7 @@ def _pull(client: docker.DockerClient, base: str) -> None:
         client.images.pull(base)
     except (DockerException, OSError) as error:
         raise UnfitError(
-            f"the base image {base} is not here and cannot be pulled",
+            f"the base image {base} cannot be pulled",
             found=getattr(error, "explanation", None) or error,
             fix=_how_to_make("build/base/trixie.tar"),
         ) from error

@@ -52,7 +52,7 @@ def build(
         found = {} if again else _found(source, sif, formats)
         asked = [name for name in formats if name not in found]
         if not asked:
-            say("dray: there already, of the same inputs (--force builds it again)")
+            say("dray: found, built from the same inputs (--force builds it again)")
             return [found[name] for name in formats]
         unpacked = sif if "sif" in found else None
         make = partial(_made, checkout, source, near=sif, formats=asked, unpacked=unpacked, say=say)
@@ -75,9 +75,9 @@ def build(
 def _found(source: Source, sif: Path, formats: Sequence[str]) -> dict[str, str]:
     """The images that were made from the same inputs, a line for each: the SIF, and those that the engines have."""
     found = {}
-    known = _record(sif)
-    if known and known.inputs == source.digest and f"sha256:{known.sif.sha256}" == digest(sif):
-        found["sif"] = f"{sif}  {known.sif.size / 1e6:.0f} MB  sha256:{known.sif.sha256}"
+    recorded = _record(sif)
+    if recorded and recorded.inputs == source.digest and f"sha256:{recorded.sif.sha256}" == digest(sif):
+        found["sif"] = f"{sif}  {recorded.sif.size / 1e6:.0f} MB  sha256:{recorded.sif.sha256}"
     tag = store.docker_tag(source.image.variant)
     for engine in images.engines(formats):
         info = images.find(engine, tag)

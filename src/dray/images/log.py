@@ -48,12 +48,12 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
             with process.stoppable():
                 yield line
         except DrayError as error:
-            said = "\n".join(last)
-            if _FULL in f"{said}\n{error.details.get('found')}".lower():
+            text = "\n".join(last)
+            if _FULL in f"{text}\n{error.details.get('found')}".lower():
                 raise _disk_full(build, [build, out or build]) from error
             # What dray itself says needs no log; what a program said is in it.
-            if said and isinstance(error, BuildError):
-                error.amend(where=path, found=said)
+            if text and isinstance(error, BuildError):
+                error.amend(where=path, found=text)
             raise
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -1,4 +1,4 @@
-"""Where a variant's image is, once built."""
+"""Where a variant's image is: the SIF in build/, or the tag in Docker or Podman."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_engine(engine: str, variant: str) -> str:
     tag = engines.get(engine).store_prefix + docker_tag(variant)
     if not images.find(engine, docker_tag(variant)):
         raise ConfigError(
-            "the image is not there",
+            "the image does not exist",
             wanted=f"{tag} in {engine.capitalize()}",
             fix=f"dray image build {variant} --format {engine}",
         )
@@ -54,7 +54,7 @@ def failed(checkout: Path, variant: str) -> Path:
     return checkout / "build" / "failed" / variant
 
 
-def to_run(checkout: Path, variant: str) -> Path:
+def job_file(checkout: Path, variant: str) -> Path:
     """The file that a job starts: DRAY_IMAGE, else the variant's own."""
     return Path(os.environ.get("DRAY_IMAGE") or sif(checkout, variant))
 
@@ -62,10 +62,10 @@ def to_run(checkout: Path, variant: str) -> Path:
 def require_variant(variant: str) -> None:
     """Inside an image: that it is the recipe's. Only who starts it can choose another."""
     try:
-        said = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))
+        description = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # no image at all; what is damaged, its own checks say
-    _same(said.get("variant", variant), variant, sys.prefix)
+    _same(description.get("variant", variant), variant, sys.prefix)
 
 
 def _same(found: str, variant: str, where: object) -> None:
@@ -81,16 +81,16 @@ def _same(found: str, variant: str, where: object) -> None:
 
 def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
     """The same, and before anything is queued it must be there, and be the one that the recipe wants."""
-    file = to_run(checkout, variant)
+    file = job_file(checkout, variant)
     if not file.is_file():
         raise ConfigError(
-            "the image is not there",
+            "the image does not exist",
             wanted=f"{file} (the recipe's image is {variant})",
             fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
         )
-    known = record.read(file)
-    if known:
-        _same(known.variant, variant, file)
+    recorded = record.read(file)
+    if recorded:
+        _same(recorded.variant, variant, file)
     if digest:
         verify.require(file, digest, "the recipe's image_digest")
     return file

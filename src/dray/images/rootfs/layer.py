@@ -54,15 +54,15 @@ def write(rootfs: Path, out: BinaryIO, *, epoch: int) -> None:
 
 def _walk(rootfs: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(rootfs):
-        here = Path(folder)
+        parent = Path(folder)
         folders.sort()
-        names = sorted([*files, *(name for name in folders if (here / name).is_symlink())])
-        if here == rootfs:
+        names = sorted([*files, *(name for name in folders if (parent / name).is_symlink())])
+        if parent == rootfs:
             folders[:] = [name for name in folders if name not in _APPTAINERS]
             names = [name for name in names if name not in _APPTAINERS]
         else:
-            yield here
-        yield from (here / name for name in names)
+            yield parent
+        yield from (parent / name for name in names)
 
 
 def _sealed(entry: tarfile.TarInfo, epoch: int, *, size: int | None = None) -> tarfile.TarInfo:

@@ -60,15 +60,15 @@ def unpack(sif: Path, scratch: Path) -> Path:
 
 def start_from(base: Path, scratch: Path) -> str:
     """Apptainer's From for a base, by a name that no machine's path is in."""
-    here = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"
+    unpacked = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"
     if base.suffix == ".sif":
-        here.symlink_to(base)
+        unpacked.symlink_to(base)
         found = sif_format.read(base).architecture
     else:
-        here.mkdir()
+        unpacked.mkdir()
         # An ordinary user can make no devices, and a container has the host's anyway.
-        process.run(["tar", "--extract", "--file", base, "--directory", here, "--exclude=./dev/*"])
-        found = _architecture(here)
+        process.run(["tar", "--extract", "--file", base, "--directory", unpacked, "--exclude=./dev/*"])
+        found = _architecture(unpacked)
     wanted = sif_format.MACHINES.get(platform.machine(), platform.machine())
     if found != wanted:
         raise ConfigError(
@@ -76,9 +76,9 @@ def start_from(base: Path, scratch: Path) -> str:
             where=base,
             wanted=f"one for {wanted}, which this machine runs",
             found=f"one for {found}" if found else "no /usr/bin/env in it",
-            fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one here",
+            fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one",
         )
-    return here.name
+    return unpacked.name
 
 
 def _architecture(rootfs: Path) -> str:

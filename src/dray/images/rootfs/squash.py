@@ -25,14 +25,14 @@ def argv(rootfs: Path, out: Path, *, epoch: int) -> list[str]:
 def require() -> None:
     """Refuse a mksquashfs that cannot do this, before minutes are spent on what it is to pack."""
     done = process.run(["mksquashfs", "-help"], check=False)
-    known = set(re.findall(r"(?<!\S)(-[a-z-]+|zstd)(?!\S)", done.out + done.err))
-    missing = [word for word in argv(Path(), Path(), epoch=0) if word in _NEWER and word not in known]
+    options = set(re.findall(r"(?<!\S)(-[a-z-]+|zstd)(?!\S)", done.out + done.err))
+    missing = [word for word in argv(Path(), Path(), epoch=0) if word in _NEWER and word not in options]
     if missing:
         raise UnfitError(
             "mksquashfs cannot make the same bytes every time",
             wanted="squashfs-tools 4.4 or newer, with zstd",
             found=f"one without {' '.join(missing)}",
-            fix="install it, or build where Docker Engine lends one",
+            fix="install it, or build with a Docker Engine",
         )
 
 
@@ -41,6 +41,6 @@ def pack(rootfs: Path, out: Path, *, epoch: int, definition: Path) -> None:
     print("dray: pack the SIF", flush=True)
     squashfs = out.with_suffix(".squashfs")
     process.run(argv(rootfs, squashfs, epoch=epoch))
-    said = definition.read_bytes()
-    sif_format.write(squashfs, out, epoch=epoch, definition=said, metadata=sif_format.metadata(rootfs, said))
+    text = definition.read_bytes()
+    sif_format.write(squashfs, out, epoch=epoch, definition=text, metadata=sif_format.metadata(rootfs, text))
     squashfs.unlink()

@@ -90,8 +90,8 @@ def _piped(sif: Sif, only: Sequence[str], *, keep: bool) -> dict[str, tuple[Entr
         hold = os.open(pipe, os.O_WRONLY)
         reading = beside.submit(_received, end, keep)
         try:
-            words = ["-no-wildcards", "-no-xattrs", "-pf", str(pipe)]
-            _unsquashfs(sif, words, only, writes=Path(scratch), needs=_PIPES)
+            options = ["-no-wildcards", "-no-xattrs", "-pf", str(pipe)]
+            _unsquashfs(sif, options, only, writes=Path(scratch), needs=_PIPES)
         finally:
             os.close(hold)
         return reading.result()
@@ -99,30 +99,30 @@ def _piped(sif: Sif, only: Sequence[str], *, keep: bool) -> dict[str, tuple[Entr
 
 def _unsquashfs(
     sif: Sif,
-    words: Sequence[str],
+    options: Sequence[str],
     files: Sequence[str] = (),
     *,
     writes: Path | None = None,
     needs: tuple[int, int] = _LISTS,
 ) -> Done:
     binds = {sif.path: False, **({writes: True} if writes else {})}
-    argv = ["unsquashfs", "-no-progress", "-offset", str(sif.system.offset), *words, str(sif.path), *files]
+    argv = ["unsquashfs", "-no-progress", "-offset", str(sif.system.offset), *options, str(sif.path), *files]
     done = builder.tool(argv, binds=binds)
     if done.code == 0:
         return done
-    said = (done.err or done.out).strip().splitlines()
-    raise _unfit(needs, said) or ConfigError(
+    lines = (done.err or done.out).strip().splitlines()
+    raise _unfit(needs, lines) or ConfigError(
         "the image's files cannot be read",
         where=sif.path,
-        found="\n".join(said[-5:]),
+        found="\n".join(lines[-5:]),
         fix="build or copy the image again",
     )
 
 
-def _unfit(needs: tuple[int, int], said: Sequence[str]) -> UnfitError | None:
+def _unfit(needs: tuple[int, int], lines: Sequence[str]) -> UnfitError | None:
     """The reason that is not the image's: an old unsquashfs says no more than which options it has."""
     shown = re.search(r"version (\d+)\.(\d+)\S*", builder.tool(["unsquashfs", "-version"], binds={}).out)
-    lacks = next((line for line in said if _NO_ZSTD in line), None)
+    lacks = next((line for line in lines if _NO_ZSTD in line), None)
     if not lacks and not (shown and (int(shown[1]), int(shown[2])) < needs):
         return None
     return UnfitError(
@@ -157,10 +157,10 @@ def _described(stream: IO[bytes]) -> Iterator[tuple[bytes, Entry]]:
             yield _UNQUOTE.sub(rb"\1", name), _entry(kind.decode(), os.fsdecode(rest))
 
 
-def _entry(kind: str, words: str) -> Entry:
+def _entry(kind: str, fields: str) -> Entry:
     if kind == "L":
-        return Entry(kind=KINDS[kind], content=words)
-    time, mode, user, group, *rest = words.split(" ", 4)
+        return Entry(kind=KINDS[kind], content=fields)
+    time, mode, user, group, *rest = fields.split(" ", 4)
     made = Entry(kind=KINDS[kind], content="".join(rest), mode=mode, owner=f"{user}/{group}", time=time)
     return replace(made, size=int(made.content.split()[0])) if kind == "R" else made
 

@@ -86,7 +86,7 @@ class Sif:
 def write(squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"") -> None:
     """Make `out` of a squashfs, as `apptainer build` lays it out, with nothing of this machine or moment in it."""
     parts = [("definition", "", definition), *([("metadata", _METADATA, metadata)] if metadata else [])]
-    architecture = ARCHITECTURES[_here()]
+    architecture = ARCHITECTURES[_architecture()]
     with out.open("wb") as file, squashfs.open("rb") as source:
         table, end = b"", _DATA
         for kind, name, content in parts:
@@ -135,7 +135,7 @@ def read(path: Path) -> Sif:
     except FileNotFoundError:
         variant = named[1] if (named := _NAME.fullmatch(path.name)) else "cpu"
         fix = f"make image-{variant} builds build/dray-{variant}.sif; or name the file of another image"
-        raise ConfigError("the image is not there", wanted=path, fix=fix) from None
+        raise ConfigError("the image does not exist", wanted=path, fix=fix) from None
     except OSError as error:
         raise ConfigError("the image cannot be read", where=path, found=error.strerror) from error
 
@@ -210,7 +210,7 @@ def _described(
     return _DESCRIPTOR.pack(_NUMBERS[kind], True, number, _GROUP, 0, *places, name.encode(), extra)
 
 
-def _here() -> str:
+def _architecture() -> str:
     try:
         return MACHINES[platform.machine()]
     except KeyError as unknown:
@@ -229,4 +229,4 @@ def _text(path: Path) -> str:
 def _refused(
     path: Path, found: str, wanted: str = "a SIF, as dray image build and apptainer build make them"
 ) -> ConfigError:
-    return ConfigError("this is not an image that can be used", where=path, wanted=wanted, found=found)
+    return ConfigError("not a usable image", where=path, wanted=wanted, found=found)

@@ -56,7 +56,7 @@ def report(sif: Sif) -> dict[str, Any]:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as wrong:
         raise ConfigError(
-            "the image does not say what it is", where=f"{sif.path}: /{FACTS}", found=repr(wrong)
+            "the image's description is damaged", where=f"{sif.path}: /{FACTS}", found=repr(wrong)
         ) from wrong
 
 

@@ -1,4 +1,4 @@
-"""What is known of a built image, in a file beside it: dray-cpu.sif has dray-cpu.sif.json."""
+"""The record of a built image, in a file beside it: dray-cpu.sif has dray-cpu.sif.json."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from dray.config.image import Digest
 from dray.config.model import Spec
+from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 
 
@@ -60,13 +61,10 @@ def read(sif: Path) -> Record | None:
             "the image's record is damaged",
             where=path,
             found="\n".join(lines),
-            fix="build the image again; or remove the record, and say --digest",
+            fix="build the image again; or remove the record, and give --digest",
         ) from wrong
 
 
 def write(sif: Path, record: Record) -> None:
-    """Put it beside the image, whole or not at all."""
-    path = path_for(sif)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    """Put it beside the image, atomically."""
+    write_atomic(path_for(sif), record.model_dump_json(indent=1) + "\n")

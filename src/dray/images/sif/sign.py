@@ -41,11 +41,11 @@ def check(sif: Sif) -> list[str]:
         return sorted({f"{signer['Name']} {signer['Fingerprint'].upper()}" for signer in signers})
     if "unknown entity" in done.err:
         raise ConfigError(
-            "the image is signed with a key that is not known here",
+            "the image is signed with a key that is not in the keyring",
             where=sif.path,
             wanted=f"a key of the keyring {keyring()}",
             found=", ".join(sif.signers()),
-            fix=f"if you trust its owner, have the public key from them, then: {_in_words('key import FILE')}",
+            fix=f"ask its owner for the public key; if you trust them: {_command('key import FILE')}",
         )
     raise ConfigError(
         "the image's signature does not hold: it was changed after it was signed",
@@ -59,15 +59,15 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
     """Sign with this key, or the only one, and update the image's record; the new digest and the key's fingerprint."""
     if sif.signers():
         raise ConfigError("the image is signed already", where=sif.path, found=", ".join(sif.signers()))
-    known = record.read(sif.path)
-    if known:
-        verify.require(sif.path, *verify.wanted(sif.path))
-    words = ["sign", "--keyidx", str(_index(key))]
+    recorded = record.read(sif.path)
+    if recorded:
+        verify.require(sif.path, *verify.expected(sif.path))
+    argv = ["sign", "--keyidx", str(_index(key))]
     with _copy(sif.path) as copy:
         if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
-            done = process.run([_tool(), *words, copy], env=_environment(), show=True, check=False)
+            done = process.run([_tool(), *argv, copy], env=_environment(), show=True, check=False)
         else:
-            done = _apptainer([*words, str(copy)], sif=copy, writes=True)
+            done = _apptainer([*argv, str(copy)], sif=copy, writes=True)
         signers = sif_format.read(copy).signers() if done.code == 0 else []
         if not signers:
             raise ConfigError(
@@ -79,8 +79,8 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
         digest = verify.digest(copy)
         made = record.File(sha256=digest.removeprefix("sha256:"), size=copy.stat().st_size)
         copy.replace(sif.path)
-        if known:
-            record.write(sif.path, known.model_copy(update={"sif": made, "signed": signers[0]}))
+        if recorded:
+            record.write(sif.path, recorded.model_copy(update={"sif": made, "signed": signers[0]}))
     return digest, signers[0]
 
 
@@ -99,7 +99,7 @@ def _copy(sif: Path) -> Iterator[Path]:
             copy = Path(shutil.copy2(sif, made))
         except OSError as error:
             raise UnfitError(
-                "no copy of the image, to be signed, can be made beside it",
+                "the image cannot be copied, to sign the copy",
                 where=sif.parent,
                 wanted=f"room for {sif.stat().st_size / 1e6:.0f} MB, and the right to write there",
                 found=error.strerror,
@@ -114,12 +114,12 @@ def _index(key: str) -> int:
         raise ConfigError("Apptainer cannot read its keyring", where=keyring(), found=_last(listed))
     keys = _FINGERPRINT.findall(listed.out)
     if not keys:
-        raise ConfigError("there is no key to sign with", where=keyring(), fix=_in_words("key newpair"))
+        raise ConfigError("no key to sign with", where=keyring(), fix=_command("key newpair"))
     asked = key.upper().replace(" ", "").removeprefix("0X")
     fitting = [found for found in keys if found.endswith(asked)]
     if len(fitting) != 1:
         raise ConfigError(
-            "which key is to sign?" if fitting else "there is no such key",
+            "several keys can sign" if fitting else "no such key",
             where=keyring(),
             wanted="--key with one of:\n" + "\n".join(keys),
             found=key or "no --key",
@@ -127,11 +127,11 @@ def _index(key: str) -> int:
     return keys.index(fitting[0])
 
 
-def _apptainer(words: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:
+def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
         binds[keyring()] = True  # Apptainer mends its mode where others may read it
-    return builder.tool([_tool(), *words], binds=binds, env=_environment())
+    return builder.tool([_tool(), *argv], binds=binds, env=_environment())
 
 
 def _tool() -> str:
@@ -143,7 +143,7 @@ def _environment() -> dict[str, str]:
     return {_KEYS[_tool()][0]: str(keyring())}
 
 
-def _in_words(command: str) -> str:
+def _command(command: str) -> str:
     """How a user runs Apptainer here."""
     if tool := apptainer.program():
         return f"{tool} {command}"

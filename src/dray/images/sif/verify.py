@@ -18,43 +18,43 @@ def digest(path: Path) -> str:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def wanted(path: Path, *, said: str | None = None, recipe: Path | None = None) -> tuple[str, str]:
-    """The digest that this image must have, and who says so: the user, the recipe, or the record beside it."""
-    if said:
-        if not re.fullmatch("sha256:[0-9a-f]{64}", said):
-            raise ConfigError("this is no digest", wanted="sha256: and 64 hexadecimal digits", found=said)
-        return said, "--digest"
+def expected(path: Path, *, given: str | None = None, recipe: Path | None = None) -> tuple[str, str]:
+    """The digest that this image must have, and its source: the user, the recipe, or the record beside it."""
+    if given:
+        if not re.fullmatch("sha256:[0-9a-f]{64}", given):
+            raise ConfigError("not a digest", wanted="sha256: and 64 hexadecimal digits", found=given)
+        return given, "--digest"
     if recipe:
         pinned = load(Recipe, recipe).image_digest
         if not pinned:
             raise ConfigError(
-                "the recipe says no image_digest",
+                "the recipe pins no image_digest",
                 where=recipe,
                 wanted="the digest that the image must have",
-                found=f"the image here: {path}",
+                found=f"{path}: {digest(path)}",
                 fix=f'put image_digest = "{digest(path)}" into it, or leave out --recipe',
             )
         return pinned, f"image_digest of {recipe}"
-    known = record.read(path)
-    if known:
-        return f"sha256:{known.sif.sha256}", str(record.path_for(path))
+    recorded = record.read(path)
+    if recorded:
+        return f"sha256:{recorded.sif.sha256}", str(record.path_for(path))
     raise ConfigError(
-        "nothing says which digest this image should have",
+        "no digest to verify the image against",
         where=path,
         wanted=f"--digest, image_digest in the recipe (--recipe), or the record {record.path_for(path)}",
         fix="copy the record along with the image, or ask who built it for the digest",
     )
 
 
-def require(path: Path, digest_wanted: str, source: str) -> str:
+def require(path: Path, expected_digest: str, source: str) -> str:
     """The image's digest, which must be this one."""
     found = digest(path)
-    if found != digest_wanted:
+    if found != expected_digest:
         raise ConfigError(
-            "this is not the image that it should be",
+            "the image has another digest",
             where=path,
-            wanted=f"{digest_wanted} ({source})",
+            wanted=f"{expected_digest} ({source})",
             found=found,
-            fix="copy or build it again; it is another image, or was changed or damaged since",
+            fix="copy or build it again: this is another image, or it was changed or damaged",
         )
     return found

@@ -29,7 +29,7 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
         return path
     if path.exists() or base.startswith(("/", ".", "~")) or path.suffix in (".tar", ".sif"):
         raise ConfigError(
-            "the base is a folder" if path.is_dir() else "the base is not there",
+            "the base is a folder" if path.is_dir() else "the base does not exist",
             wanted="an image reference, a SIF, or the tar of a root filesystem",
             found=base,
             fix=f"tar --create --file base.tar --directory {base} ." if path.is_dir() else f"make one: {_MAKE}",
@@ -68,11 +68,11 @@ def _pull(checkout: Path, base: str, out: Path, *, say: Callable[[str], None]) -
         try:
             builder.run(checkout, argv, binds={Path(made): True}, on_line=on_line, network=True)
         except builder.BuildError as error:
-            said = [line for line in lines if "FATAL" in line or "rror" in line]
+            failures = [line for line in lines if "FATAL" in line or "rror" in line]
             raise UnfitError(
                 "the base cannot be pulled",
                 wanted=base,
-                found="\n".join(said[-3:]) or error.problem,
+                found="\n".join(failures[-3:]) or error.problem,
                 fix=_MAKE,
             ) from error
         (Path(made) / "base.sif").replace(out)

@@ -39,7 +39,7 @@ With Docker alone, in this folder:
 def make(checkout: Path, source: Source, out: Path, *, say: Callable[[str], None]) -> Path:
     """Lay out `out` from the inputs of a build. It is there whole, or not at all."""
     if out.exists():
-        raise ConfigError("the bundle's folder is there already", where=out, fix="name another, or remove it")
+        raise ConfigError("the bundle's folder exists already", where=out, fix="name another, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as made:
         folder = Path(made) / out.name
@@ -57,20 +57,20 @@ def opened(checkout: Path, folder: Path, variant: str) -> Source:
     folder = folder.expanduser().resolve()
     if not (folder / SUMS).is_file():
         raise ConfigError(
-            "this is no bundle",
+            "not a bundle",
             where=folder,
             wanted=f"a folder with {SUMS}",
             fix=f"dray image bundle {variant} makes one",
         )
     wanted = {line[66:]: line[:64] for line in (folder / SUMS).read_text().splitlines()}
-    there = {name: digest for name, digest in inputs.sums(folder).items() if name != SUMS}
-    wrong = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+    present = {name: digest for name, digest in inputs.sums(folder).items() if name != SUMS}
+    wrong = sorted(name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name))
     if wrong:
         raise ConfigError(
-            "the bundle has not arrived whole",
+            "the bundle differs from its checksums",
             where=folder,
             found="\n".join(
-                f"{name}: {'missing' if name not in there else 'other bytes' if name in wanted else 'not its own'}"
+                f"{name}: {'missing' if name not in present else 'other bytes' if name in wanted else 'not its own'}"
                 for name in wrong
             ),
             fix="copy it again",

@@ -51,13 +51,13 @@ def differences(folder: Path, lock: Path) -> list[str]:
     locked = {line.split()[0]: line for line in written.splitlines()}
     found = {line.split()[0]: line for line in _found(folder)}
     return [
-        f"{name} {_said(locked.get(name))} -> {_said(found.get(name))}"
+        f"{name} {_version(locked.get(name))} -> {_version(found.get(name))}"
         for name in sorted(locked.keys() | found.keys())
         if locked.get(name) != found.get(name)
     ]
 
 
-def _said(line: str | None) -> str:
+def _version(line: str | None) -> str:
     return line.split()[1] if line else "none"
 
 

@@ -65,9 +65,7 @@ def image(checkout: Path, variant: str) -> Image:
     """The description of a variant."""
     variants = sorted(path.parent.name for path in (checkout / "containers").glob("*/image.toml"))
     if variant not in variants:
-        raise ConfigError(
-            "there is no such image", where=checkout / "containers", wanted=", ".join(variants), found=variant
-        )
+        raise ConfigError("no such image", where=checkout / "containers", wanted=", ".join(variants), found=variant)
     return load(Image, checkout / "containers" / variant / "image.toml")
 
 
@@ -142,8 +140,8 @@ def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path,
 
 def facts(folder: Path) -> dict[str, str]:
     """What image.env says."""
-    words = shlex.split((folder / "image.env").read_text())
-    return dict(word.split("=", 1) for word in words)
+    lines = shlex.split((folder / "image.env").read_text())
+    return dict(line.split("=", 1) for line in lines)
 
 
 def sums(folder: Path) -> dict[str, str]:

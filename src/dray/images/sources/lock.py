@@ -62,10 +62,10 @@ def require_fresh(checkout: Path, image: Image) -> None:
     """Refuse a lock that was made from something else than there is now, or was changed by hand."""
     for source in _sources(checkout, image):
         lock = source.with_suffix(".lock")
-        said, now = _head(lock)[1], _origins(source, image)
+        locked, now = _head(lock)[1], _origins(source, image)
         if _edited(_text(lock)):
             raise _stale(lock, problem="the lock's lines are not those that `dray image lock` wrote")
-        changed = [name for name in {**now, **said} if said.get(name) != now.get(name)]
+        changed = [name for name in {**now, **locked} if locked.get(name) != now.get(name)]
         if changed:
             raise _stale(lock, found=f"changed since then: {', '.join(changed)}")
 
@@ -168,7 +168,7 @@ def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
 def _head(lock: Path) -> tuple[str, dict[str, str]]:
     """When and from what a lock was made."""
     if not lock.exists():
-        raise _stale(lock, found="there is no such file")
+        raise _stale(lock, found="no such file")
     head = _HEAD.match(_text(lock))
     if not head:
         raise _stale(lock, found="it does not say when and from what it was made")
@@ -190,7 +190,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as missing:
-        raise ConfigError("a file that a lock is made from is not there", where=path) from missing
+        raise ConfigError("a file that the lock is made from does not exist", where=path) from missing
 
 
 def _uv() -> str:
@@ -207,10 +207,10 @@ def _stale(
     return ConfigError(problem, where=lock, found=found, fix=f"dray image lock {lock.parent.name}")
 
 
-def _unsolved(source: Path, image: Image, said: str) -> DrayError:
+def _unsolved(source: Path, image: Image, text: str) -> DrayError:
     where = f"containers/{image.variant}/{source.name}"
-    if "Failed to fetch" in said:
+    if "Failed to fetch" in text:
         fix = "try again; UV_DEFAULT_INDEX names a mirror: uv does not read pip's configuration"
-        return DrayError("uv cannot ask the package index", where=where, found=said.strip(), fix=fix)
+        return DrayError("uv cannot ask the package index", where=where, found=text.strip(), fix=fix)
     fix = "change the requirement; what comes as source only needs a step of its own in the build"
-    return ConfigError("no set of packages fits these requirements", where=where, found=said.strip(), fix=fix)
+    return ConfigError("no set of packages fits these requirements", where=where, found=text.strip(), fix=fix)

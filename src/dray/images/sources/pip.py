@@ -69,7 +69,7 @@ def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[
 
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines.
         if process.follow(argv, on_line=on_line, env={"PYTHONPATH": path, "TMPDIR": made}) != 0:
-            raise _failed(pins, image, _said(lines))
+            raise _failed(pins, image, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
 
 
@@ -84,34 +84,34 @@ def _indexes(pins: Sequence[Pin], image: Image) -> list[str]:
     return list(dict.fromkeys(vendor.index for vendor in image.vendor if vendor.name in names))
 
 
-def _failed(pins: Sequence[Pin], image: Image, said: str) -> DrayError:
+def _failed(pins: Sequence[Pin], image: Image, text: str) -> DrayError:
     """Why pip has not fetched everything, and what to do."""
-    if "DO NOT MATCH THE HASHES" in said:
+    if "DO NOT MATCH THE HASHES" in text:
         fix = "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
-        return DrayError("a fetched file is not the one that is locked", found=said.partition("\n")[2], fix=fix)
-    if "No matching distribution" not in said:
-        return DrayError("pip cannot fetch the locked files", found=said)
+        return DrayError("a fetched file is not the one that is locked", found=text.partition("\n")[2], fix=fix)
+    if "No matching distribution" not in text:
+        return DrayError("pip cannot fetch the locked files", found=text)
     indexes = _indexes(pins, image)
     if indexes:
         cp = "cp" + image.python.replace(".", "")
         ending = f"{cp}-{cp}-*_{platform.machine()}.whl"
         return UnfitError(
-            "a wheel of the image is not where pip looks",
+            "pip cannot find a wheel of the image",
             wanted="\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins),
-            found=said,
+            found=text,
             fix=f"pip config set global.extra-index-url {' '.join(indexes)}\n"
             f"or bring the files in a folder: make image-{image.variant} WHEELS=FOLDER\n"
             f"or, where there is no network, from a machine that has them: dray image bundle {image.variant}",
         )
     return UnfitError(
-        "a locked file is not where pip looks",
+        "pip cannot find a locked file",
         wanted=f"a wheel for Python {image.python} on {platform.machine()}",
-        found=said,
+        found=text,
         fix="pip config list shows where pip looks; a proxy or a mirror may be missing there",
     )
 
 
-def _said(lines: Sequence[str]) -> str:
+def _reason(lines: Sequence[str]) -> str:
     """What pip says in the end, and the cause where that is the network."""
     start = next((at for at, line in enumerate(lines) if line.lower().startswith("error:")), 0)
     errors = [line for line in lines[start:] if line.strip() and not line.startswith(("WARNING:", "[notice]"))]

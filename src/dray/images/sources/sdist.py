@@ -12,9 +12,9 @@ class __legacy__:  # noqa: N801  what pip calls where a package does not name it
     @staticmethod
     def prepare_metadata_for_build_wheel(folder: str, *_: object) -> str:
         """As pip asks, in the folder of the sources."""
-        told = Path("PKG-INFO").read_text(encoding="utf-8")
-        about = email.message_from_string(told)
+        text = Path("PKG-INFO").read_text(encoding="utf-8")
+        about = email.message_from_string(text)
         info = Path(folder, f"{about['Name']}-{about['Version']}.dist-info")
         info.mkdir()
-        (info / "METADATA").write_text(told, encoding="utf-8")
+        (info / "METADATA").write_text(text, encoding="utf-8")
         return info.name

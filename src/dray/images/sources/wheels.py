@@ -31,12 +31,14 @@ def fetch(
 ) -> list[Path]:
     """Exactly the files of the locks: from the user's own `wheels`, from `folder`, or else from where pip looks."""
     if wheels and not wheels.is_dir():
-        raise ConfigError("there is no such folder of wheels", where=wheels)
+        raise ConfigError("the folder of wheels does not exist", where=wheels)
     pins = {pin.name: pin for path in locks for pin in lock.read(path)}
     found = _find(pins, [wheels, folder] if wheels else [folder], image.python)
-    there = {_name(path) for path in found}
+    present = {_name(path) for path in found}
     versions = {vendor.name: vendor.version for vendor in image.vendor}
-    missing = [replace(pin, version=versions.get(name, pin.version)) for name, pin in pins.items() if name not in there]
+    missing = [
+        replace(pin, version=versions.get(name, pin.version)) for name, pin in pins.items() if name not in present
+    ]
     if wheels:
         _refuse_others(missing, wheels, image.python)
     # Vendors' first and alone: the rest is not worth its minutes where one of these cannot be had.
