@@ -16,10 +16,10 @@ def nvidia_driver(version_file: str | os.PathLike[str] = _NVIDIA) -> str | None:
     """The kernel module's version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul ...`."""
     try:
         with open(version_file, encoding="utf-8") as file:
-            words = file.read().partition("Module")[2].split()
+            fields = file.read().partition("Module")[2].split()
     except OSError:
         return None
-    return next((word for word in words if "." in word and word.replace(".", "").isdigit()), None)
+    return next((field for field in fields if "." in field and field.replace(".", "").isdigit()), None)
 
 
 def shared_memory(wanted_gb: float, path: str = SHARED_MEMORY) -> Finding:
