@@ -3,11 +3,12 @@
 # What a pulled slim image holds, and ca-certificates. The packages come from where mmdebstrap takes them by default;
 # APT_SOURCES names a sources.list for machines that must use a mirror of their own.
 # With SOURCE_DATE_EPOCH set, the same packages give the same bytes.
-#   containers/base/make-base.sh trixie build/base-trixie.tar
+# dray finds what lies in build/base:
+#   containers/base/make-base.sh trixie build/base/trixie.tar
 set -euo pipefail
 
 base::usage() {
-  sed -n '2,6s/^# \{0,3\}//p' "$0" >&2
+  sed -n '2,7s/^# \{0,3\}//p' "$0" >&2
   exit 78
 }
 
