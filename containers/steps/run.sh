@@ -3,7 +3,7 @@
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$(dirname "$0")/lib.sh"
 
-# One stream keeps the lines in the order in which they were written, whoever shows them.
+# One stream keeps the lines in the order in which they were written.
 exec 2>&1
 
 for step in "$(dirname "$0")"/[0-9][0-9]-*.sh; do

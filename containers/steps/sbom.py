@@ -62,8 +62,8 @@ def spdx(name: str) -> list[str]:
 
 
 def _group(text: str) -> str | None:
-    words = re.split(r"\s+(and|or)\s+", text, flags=re.IGNORECASE)
-    known = [word.upper() if number % 2 else _known(word) for number, word in enumerate(words)]
+    parts = re.split(r"\s+(and|or)\s+", text, flags=re.IGNORECASE)
+    known = [part.upper() if number % 2 else _known(part) for number, part in enumerate(parts)]
     return " ".join(word for word in known if word) if all(known) else None
 
 
@@ -163,8 +163,8 @@ def _key(path: Path) -> tuple[str, ...]:
     name = unquote(path.name)
     if path.suffix == ".deb":
         return tuple(name.removesuffix(".deb").split("_"))
-    words = name.split("-")[:2] if path.suffix == ".whl" else name.removesuffix(".tar.gz").rsplit("-", 1)
-    return _normal(words[0]), words[1]
+    parts = name.split("-")[:2] if path.suffix == ".whl" else name.removesuffix(".tar.gz").rsplit("-", 1)
+    return _normal(parts[0]), parts[1]
 
 
 def _normal(name: str) -> str:

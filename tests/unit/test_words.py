@@ -35,7 +35,7 @@ RETIRED = {
     "passes (?:over|of)|pass(?:es)? over the texts?": "epochs; gradient accumulation steps, micro-batches",
     r"masked percent": "mlm_probability",
     "recompute[sd]?|recomputing|recomputation": "activation_checkpointing",
-    "small matrices": "low-rank adapters",
+    "small matrices beside": "low-rank adapters",
     r"train\.clip|clip = \d|train\.power|train\.cycles": "max_grad_norm, lr_power, lr_cycles",
     'objective answers|objective = "answers"': "sft",
     "(?:the|which|what|other|one|slow|slower) wires?|wire that was used": "transport",
@@ -66,10 +66,15 @@ NAMES = {
 }
 # A line that may keep its word: a path pattern, a part of the line, and why.
 ALLOWED: dict[tuple[str, str], str] = {
+    ("docs/reference/*.schema.json", ""): "made from the models, which are held to this themselves",
+    ("src/dray/fitness/environment.toml", "UCX_MAX_"): "UCX's own name",
     ("docs/glossary.md", "| "): "the table of what we do not say",
 }
 # What is not rewritten yet.
-PENDING = ("src/*", "docs/*", "recipes/*", "slurm/*", "containers/*", "README.md")
+PENDING = (
+    "README.md", "docs/*", "src/dray/checks/preflight.py", "src/dray/cli/*", "src/dray/config/*", "src/dray/planning/*",
+    "src/dray/runner/*", "src/dray/runs/*", "src/dray/train/*",
+)  # fmt: skip
 
 
 def names() -> list[str]:

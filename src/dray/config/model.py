@@ -143,8 +143,8 @@ def _value(raw: str) -> object:
 
 
 def _layered(model: type[Spec], written: Table, overrides: Sequence[str]) -> Table:
-    said = [word.partition("=") for word in overrides]
-    named = [raw.strip() for key, _, raw in said if key.strip() == model.layer]
+    pairs = [override.partition("=") for override in overrides]
+    named = [raw.strip() for key, _, raw in pairs if key.strip() == model.layer]
     over = written.get(named[-1] if named else str(written.get(model.layer)))
     return _laid(written, over) if isinstance(over, dict) else written
 

@@ -1,4 +1,4 @@
-"""What an image is built on: always a file of this machine once it is fetched, and the same whoever names it."""
+"""What an image is built on: always a file of this machine once it is fetched, the same however it is named."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def fetch(
     ]
     if wheels:
         _refuse_others(missing, wheels, image.python)
-    # Vendors' first and alone: the rest is not worth its minutes where one of these cannot be had.
+    # Vendors' first and alone: the rest is not worth its minutes where one of these is missing.
     for of_vendors in (True, False):
         wanted = [pin for pin in missing if (pin.name in versions) is of_vendors]
         if wanted:
