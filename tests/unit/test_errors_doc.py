@@ -17,11 +17,19 @@ from dray.runs.write import read_recipe, write
 from helpers import GOLDEN, golden
 
 HEAD = """\
-# What goes wrong, and what dray says
+# Errors
 
-A message says what was wrong and, where dray knows them, what was wanted, what was found, where, and the fix. The exit
-code tells a script what to do: 78 the configuration is wrong, 69 a node or the fabric is unfit, 75 try again, anything
-else failed. A test produces each of these messages and holds this page against them.
+A message of dray says what is wrong, where, what dray wanted, what it found, and how to fix it. The exit code tells a
+script what to do:
+
+| exit code | meaning |
+|---|---|
+| 69 | a node or the fabric is unfit |
+| 75 | temporary failure: submit again |
+| 78 | the configuration is wrong |
+| other | the run failed |
+
+These are examples. A test produces each of them and compares it with this page.
 
 """
 
