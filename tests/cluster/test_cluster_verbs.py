@@ -37,8 +37,8 @@ def broken(cluster, healed):
     up_again(cluster)
 
 
-def dray(*words):
-    argv = [sys.executable, "-m", "dray", "cluster", *words]
+def dray(*arguments):
+    argv = [sys.executable, "-m", "dray", "cluster", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
 
 
@@ -49,9 +49,9 @@ def test_status_of_a_healthy_cluster(cluster, healed):
         *((f"n{number}", "running", f"gpu:{gpus}", None) for number in range(1, nodes + 1)),
     ]
     assert (healed.slurm[:6], healed.apptainer[:4]) == ("24.11.", "1.4.")
-    said = dray("status")
-    assert (said.returncode, said.stderr) == (0, "")
-    assert f"/shared is {cluster.shared}" in said.stdout
+    ended = dray("status")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"/shared is {cluster.shared}" in ended.stdout
 
 
 def test_up_again_is_quick_and_keeps_everything(cluster, healed):
@@ -64,8 +64,9 @@ def test_up_again_is_quick_and_keeps_everything(cluster, healed):
 
 
 def test_gpus_are_given_to_jobs(cluster, healed):
-    words = ["srun", "--nodes=2", "--gpus-per-node=1", "bash", "-c", "echo $SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES"]
-    assert cluster.exec(words) == (0, "1 0\n1 0\n", "")
+    script = "echo $SLURM_GPUS_ON_NODE $CUDA_VISIBLE_DEVICES"
+    arguments = ["srun", "--nodes=2", "--gpus-per-node=1", "bash", "-c", script]
+    assert cluster.exec(arguments) == (0, "1 0\n1 0\n", "")
 
 
 def test_more_gpus_than_there_are_is_refused(cluster, healed):
@@ -78,8 +79,8 @@ def test_more_gpus_than_there_are_is_refused(cluster, healed):
 
 def test_exec_gives_code_and_both_streams(cluster, healed):
     assert cluster.exec(["bash", "-c", "echo out; echo err >&2; exit 7"]) == (7, "out\n", "err\n")
-    said = dray("exec", "--node", "n2", "--", "bash", "-c", "hostname; echo err >&2; exit 7")
-    assert (said.returncode, said.stdout, said.stderr) == (7, "n2\n", "err\n")
+    ended = dray("exec", "--node", "n2", "--", "bash", "-c", "hostname; echo err >&2; exit 7")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "n2\n", "err\n")
 
 
 def test_the_user_is_ordinary_and_shares_its_files(cluster, healed):
@@ -101,11 +102,11 @@ def test_a_killed_slurmd_is_seen_and_healed(cluster, broken):
     node = cluster.machine("n2")
     node.exec_run(["pkill", "-KILL", "slurmd"], detach=True)
     node.wait(timeout=20)
-    said = dray("status")
-    assert said.returncode == 69
-    assert "n2: its container is exited" in said.stderr
-    assert "machine: slurmd or munged ended with exit code 137" in said.stderr
-    assert said.stderr.endswith("  fix:    dray cluster up\n")
+    ended = dray("status")
+    assert ended.returncode == 69
+    assert "n2: its container is exited" in ended.stderr
+    assert "machine: slurmd or munged ended with exit code 137" in ended.stderr
+    assert ended.stderr.endswith("  fix:    dray cluster up\n")
     assert up_again(cluster).problems == ()
     assert sorted(cluster.exec(["srun", "--nodes=2", "hostname"]).out.split()) == ["n1", "n2"]
 
@@ -118,9 +119,9 @@ def test_a_drained_node_is_seen_and_healed(cluster, broken):
 
 
 def test_a_machine_that_does_not_exist(cluster, healed):
-    said = dray("exec", "--node", "n99", "--", "true")
+    ended = dray("exec", "--node", "n99", "--", "true")
     wanted = ", ".join(sorted(machine.name for machine in healed.machines))
-    assert (said.returncode, said.stdout, said.stderr) == (
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
         69,
         "",
         f"dray: the cluster has no such machine\n  wanted: {wanted}\n  found:  n99\n",

@@ -1,4 +1,4 @@
-"""Site files on the real cluster: what they bind, stage and put in; and nodes that do not have it."""
+"""Site files on the real cluster: what they bind and stage, and nodes that lack it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def site(cluster):
 def fabric(cluster, library: Callable[..., Path]) -> Callable[..., str]:
     """A folder of libraries that the nodes share, and the part of a site file that puts them in."""
 
-    def write(name: str, **said: object) -> str:
+    def write(name: str, **headers: object) -> str:
         folder = cluster.shared / "home" / "fabric"
-        path = library(folder / name, name, **said)
+        path = library(folder / name, name, **headers)
         for one in (folder, path):
             one.chmod(0o755)
         return f'[fabric]\nkind = "slingshot"\nstrategy = "host"\nlibraries = ["/shared/home/fabric/{name}"]\n'
@@ -79,8 +79,8 @@ def test_what_is_put_in_is_in_the_library_path_of_ranks(sbatch, site, fabric, ro
         workdir="/shared/home",
     )
     assert ended.code == 0, ended.output
-    there, path = (ended.attempt / "logs" / "rank-1.log").read_text().split()
-    assert there == "True"
+    bound, path = (ended.attempt / "logs" / "rank-1.log").read_text().split()
+    assert bound == "True"
     assert "/.singularity.d/libs" in path.split(":")
 
 
@@ -97,7 +97,7 @@ def test_a_library_for_a_newer_glibc_stops_before_a_rank_starts(sbatch, site, fa
 @pytest.mark.parametrize("what", ["bind", "plugin"])
 def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
     """A site that expects a plugin which a node does not have: a silent fallback, on a real cluster."""
-    said = {
+    contents = {
         "bind": '[[binds]]\npath = "/tmp/only here"\nwhy = "data"\n',
         "plugin": '[fabric]\nstrategy = "host"\nplugin = "/tmp/only here/librccl-net*.so"\n',
     }
@@ -105,7 +105,7 @@ def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
     assert cluster.exec(["bash", "-c", f"mkdir -p {where} && touch {where}/librccl-net.so"], node="n1").code == 0
     began = time.monotonic()
     try:
-        ended = sbatch(site(said[what]), "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+        ended = sbatch(site(contents[what]), "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     finally:
         cluster.exec(["bash", "-c", f"rm -rf {where}"], node="n1")
     assert ended.code == 69, ended.output
@@ -150,8 +150,8 @@ def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, clus
         files = [
             file for run in set((cluster.shared / "runs").iterdir()) - before for file in run.glob("preflight/*.json")
         ]
-        said = [json.loads(file.read_text()) for file in files]
-        return [rank for rank in said if rank["node"] == "n2"]
+        ranks = [json.loads(file.read_text()) for file in files]
+        return [rank for rank in ranks if rank["node"] == "n2"]
 
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "meet_within=20", *SHORT)

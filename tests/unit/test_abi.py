@@ -52,8 +52,8 @@ def test_the_headers_are_read(tmp_path: Path, library: Write) -> None:
 @pytest.mark.parametrize("name", ["libz.so.1", "libstdc++.so.6"])
 def test_this_machines_own_libraries_are_read_as_readelf_reads_them(name: str) -> None:
     path = next(Path(folder, name) for folder in abi.image_folders() if Path(folder, name).exists())
-    said = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True).stdout
-    needed = [line.split("[")[1].rstrip("]") for line in said.splitlines() if "(NEEDED)" in line]
+    output = subprocess.run(["readelf", "--dynamic", path], capture_output=True, text=True, check=True).stdout
+    needed = [line.split("[")[1].rstrip("]") for line in output.splitlines() if "(NEEDED)" in line]
     assert list(elf.read(path).needed) == needed
     assert elf.read(path).soname == name
 

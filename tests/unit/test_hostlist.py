@@ -1,4 +1,4 @@
-"""Host lists against what scontrol printed, against ClusterShell, and the whole message when malformed."""
+"""Host lists compared with scontrol's output and with ClusterShell, and the messages of malformed ones."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ LETTERS = st.text("abn-.", min_size=1, max_size=4)
 @st.composite
 def ranges(draw: st.DrawFn) -> str:
     """Bounds of one width where padded, since ClusterShell refuses 08-9 and 7-010, which Slurm takes."""
-    words = []
+    parts = []
     for _ in range(draw(st.integers(1, 3))):
         low = draw(st.integers(0, 1200))
         high = low + draw(st.integers(0, 12))
         width = draw(st.sampled_from([0, len(str(high)), len(str(high)) + 1]))
-        words.append(f"{low:0{width}}" if draw(st.booleans()) else f"{low:0{width}}-{high:0{width}}")
-    return f"[{','.join(words)}]"
+        parts.append(f"{low:0{width}}" if draw(st.booleans()) else f"{low:0{width}}-{high:0{width}}")
+    return f"[{','.join(parts)}]"
 
 
 @st.composite

@@ -108,11 +108,11 @@ def test_the_images_own_environment_is_looked_at(root: Path) -> None:
 
 
 def test_a_pair_that_fights_needs_both(root: Path) -> None:
-    for words, count in (
+    for arguments, count in (
         (["env.ROCR_VISIBLE_DEVICES=0"], 0),
         (["env.ROCR_VISIBLE_DEVICES=0", "env.HIP_VISIBLE_DEVICES=0"], 1),
     ):
-        plan = made(root, "image=rocm", *words, gpus=2)
+        plan = made(root, "image=rocm", *arguments, gpus=2)
         assert len(about(lint.check(plan, {}, {}), "ROCR_VISIBLE_DEVICES")) == count
 
 
@@ -124,9 +124,9 @@ def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
 
 
 class TestCommand:
-    def run(self, root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         given = {"PATH": os.environ["PATH"], "DRAY_HOME": str(root), "HOME": "/none", **env}
-        argv = [sys.executable, "-m", "dray", "env", "check", *words]
+        argv = [sys.executable, "-m", "dray", "env", "check", *arguments]
         return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
 
     def test_a_clean_one_is_zero(self, root: Path) -> None:
@@ -153,8 +153,8 @@ class TestCommand:
         env = {"HF_TOKN": "hf_very_secret", "HF_ENDPOINT": "https://me:very_secret@h", "OMP_NUM_THREADS": "very_secret"}
         ended = self.run(root, **env)
         assert "HF_TOKN=(set): nothing reads it; did you mean HF_TOKEN?" in ended.stdout
-        for said in (ended, self.run(root, "--json", **env)):
-            assert "very_secret" not in said.stdout + said.stderr
+        for shown in (ended, self.run(root, "--json", **env)):
+            assert "very_secret" not in shown.stdout + shown.stderr
 
     def test_json(self, root: Path) -> None:
         ended = self.run(root, "--json", NCCL_DEBUG="INFO")

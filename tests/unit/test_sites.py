@@ -31,7 +31,7 @@ SEEN = {
 }  # fmt: skip
 
 
-def dray(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def dray(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     given = {
         "PATH": os.environ["PATH"],
         "DRAY_HOME": str(root),
@@ -40,7 +40,7 @@ def dray(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str
         **env,
     }
     return subprocess.run(
-        [sys.executable, "-m", "dray", *words], cwd=root, env=given, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dray", *arguments], cwd=root, env=given, capture_output=True, text=True, check=False
     )
 
 
@@ -60,8 +60,9 @@ def test_each_value_says_why_and_from_where(path: Path) -> None:
 
 def test_the_plan_for_lumi(root: Path) -> None:
     """What `dray plan --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
-    words = ("plan", "recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
-    ended = dray(root, *words, "--runs", "/scratch/project_1/runs")
+    settings = ("image=rocm", "batch.global_size=128")
+    arguments = ("plan", "recipes/smoke-cpu.toml", *settings, "--site", "lumi", "--nodes", "4")
+    ended = dray(root, *arguments, "--runs", "/scratch/project_1/runs")
     assert (ended.returncode, ended.stderr) == (0, "")
     text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm.sif"), "/dray/build/dray-rocm.sif")
     text = text.replace(str(root), "/dray").rstrip("\n")
@@ -71,12 +72,12 @@ def test_the_plan_for_lumi(root: Path) -> None:
 
 
 def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> None:
-    """Which hands the whole environment in; Apptainer would leave it outside."""
+    """Which passes the whole environment; Apptainer does not."""
     (tmp_path / "mine.toml").write_text('name = "mine"\nabout = "a test"\nengine = "pyxis"\n')
-    words = ("recipes/smoke-cpu.toml", "--site", str(tmp_path / "mine.toml"))
-    shown = dray(root, "plan", *words, "--format", "json")
+    arguments = ("recipes/smoke-cpu.toml", "--site", str(tmp_path / "mine.toml"))
+    shown = dray(root, "plan", *arguments, "--format", "json")
     assert json.loads(shown.stdout)["engine"] == "pyxis", shown.stderr
-    checked = dray(root, "env", "check", *words, NCCL_DEBUG="INFO")
+    checked = dray(root, "env", "check", *arguments, NCCL_DEBUG="INFO")
     assert "stays outside" not in checked.stdout
 
 
@@ -127,7 +128,7 @@ class TestWhichSite:
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("content", "error"),
     [
         ("bindz = []", "unknown key: did you mean `binds`?"),
         ('cores = ["0-7", "4-11"]', "4-11: core 4 belongs to another rank"),
@@ -145,12 +146,12 @@ class TestWhichSite:
         ("[fabric]\nmin_bus_bandwidth_gb_s = -1", "fabric.min_bus_bandwidth_gb_s = -1"),
     ],
 )  # fmt: skip
-def test_a_wrong_site_says_what_is_wrong(tmp_path: Path, said: str, found: str) -> None:
+def test_an_invalid_site_file_is_refused(tmp_path: Path, content: str, error: str) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(f'name = "mine"\nabout = "a"\n{said}\n')
+    path.write_text(f'name = "mine"\nabout = "a"\n{content}\n')
     with pytest.raises(ConfigError) as wrong:
         load(Site, path)
-    assert found in str(wrong.value)
+    assert error in str(wrong.value)
 
 
 class TestBinds:
@@ -222,14 +223,14 @@ def test_the_probe_tells_the_variables_of_paths_and_no_others(root: Path, tmp_pa
     )
     env = {"MYDATA": "/my data", "SECRET": "s", "HF_TOKEN": "hf_x", "DRAY_SITES": str(tmp_path), "HOME": "/home/me"}
     job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CLUSTER_NAME": "lumi"}
-    said = subprocess.run(
+    output = subprocess.run(
         ["bash", root / "slurm/probe.sh", "apptainer", "/i.sif", ""],
         env={"PATH": "/usr/bin:/bin", **env, **job}, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert [line for line in lines if line.startswith("variable.")] == ["variable.MYDATA=/my data"]
     assert {"cluster=lumi", "home=/home/me"} <= set(lines)
-    assert "hf_x" not in said
+    assert "hf_x" not in output
 
 
 class TestCommands:
@@ -313,10 +314,10 @@ def test_doctor_is_one_page_and_json(root: Path) -> None:
 
 
 class TestHostLibraries:
-    """`dray site show --image`: the real look at real libraries; Apptainer is a stand-in that starts it here."""
+    """`dray site show --image`: the real check of real libraries; a script stands in for Apptainer."""
 
     ENGINE = """#!/bin/bash
-# What was to be bound at /host is linked there in a folder of the test's own.
+# Link what would be bound at /host in a folder of the test.
 while (($#)) && [[ "$1" != python3 ]]; do
   [[ ! "$1" =~ \\"src=(.*)\\",\\"dst=/host/(.*)\\",ro ]] || ln -s "${BASH_REMATCH[1]}" "$HOSTED/${BASH_REMATCH[2]}"
   shift
@@ -331,8 +332,8 @@ exec "$PYTHON" "${@//\\/host/$HOSTED}"
         (tmp_path / "bin/apptainer").write_text(self.ENGINE)
         (tmp_path / "bin/apptainer").chmod(0o755)
         (tmp_path / "i.sif").touch()
-        said = json.dumps(list(libraries))
-        text = f'name = "mine"\nabout = "a"\n[fabric]\nstrategy = "host"\nlibraries = {said}\n'
+        patterns = json.dumps(list(libraries))
+        text = f'name = "mine"\nabout = "a"\n[fabric]\nstrategy = "host"\nlibraries = {patterns}\n'
         (tmp_path / "sites/mine.toml").write_text(text)
         env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "DRAY_SITES": str(tmp_path / "sites")}
         env |= {"HOSTED": str(tmp_path / "hosted"), "PYTHON": sys.executable}

@@ -1,4 +1,4 @@
-"""The image, and its packages: each imported for real, and held against image.json, which the build wrote."""
+"""The image, and its packages: each imported, and compared with image.json, which the build wrote."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Network:
 
 
 def cluster_name() -> str:
-    """What Slurm calls this cluster; empty where there is no Slurm."""
+    """What Slurm calls this cluster; empty without Slurm."""
     name = os.environ.get("SLURM_CLUSTER_NAME", "")
     if name or not process.which("scontrol"):
         return name
@@ -54,7 +54,7 @@ def site(name: str = "") -> sites.Choice:
 
 
 def partitions() -> list[Partition]:
-    """Slurm's partitions, in its own order; none where there is no Slurm."""
+    """Slurm's partitions, in its own order; none without Slurm."""
     if not process.which("sinfo"):
         return []
     lines = process.run(["sinfo", "--noheader", "--format=%R|%D|%c|%G"]).out.splitlines()
