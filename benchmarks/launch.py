@@ -115,9 +115,7 @@ def _plan() -> None:
     for count in NODES:
         said = [f"batch.global_size={count * 8}"]
         recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml", said)
-        facts = Facts(
-            scheduler="slurm", nodelist=f"n[1-{count}]", nodes=count, engine="apptainer", image="/i.sif", port=20000
-        )
+        facts = Facts(scheduler="slurm", nodelist=f"n[1-{count}]", nodes=count, engine="apptainer", image="/i.sif")
         seconds = []
         for _ in range(5):
             begun = time.perf_counter()
@@ -136,11 +134,12 @@ def _meet(scratch: Path, count: int) -> None:
         "ranks_per_node": 1,
         "size": count,
         "master": "127.0.0.1",
-        "port": _port(),
+        "port": 0,
         "interfaces": [],
-        "meet_within": 60,
+        "rendezvous_timeout_s": 60,
         "cores": [],
         "one_machine": True,
+        "shared_folder": True,
         "identity": names,
     }
     folder, path = scratch / "met", scratch / "plan.json"

@@ -104,7 +104,7 @@ lib::plan() { # [key=value ...]: write the folder of this attempt and print its 
   local -a begun=()
   [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
   local facts code=0
-  facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "$$")" || exit
+  facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site")" || exit
   lib::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" ${recipe:+"$recipe"} "$@" \
     "${command[@]}" <<<"$facts" || code=$?
   ((code != 0)) || return 0

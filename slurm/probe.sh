@@ -1,28 +1,7 @@
 #!/usr/bin/env bash
 # What this job and its first node are, as key=value lines on stdout. bash and /proc only.
-# Usage: probe.sh ENGINE IMAGE SITE [SALT]      (inside a job, on its first node)
+# Usage: probe.sh ENGINE IMAGE SITE     (inside a job, on its first node)
 set -euo pipefail
-
-probe::listening() { # PORT: does anything on this machine listen there?
-  local -r wanted="$(printf '%04X' "$1")"
-  local address state
-  # Columns of /proc/net/tcp: number, local address:port, remote, state (0A is LISTEN).
-  while read -r _ address _ state _; do
-    [[ "$state" == 0A && "${address##*:}" == "$wanted" ]] && return 0
-  done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
-  return 1
-}
-
-probe::free_port() { # JOB SALT: two jobs, or two steps of one that are started at once, begin at different ports
-  local -r job="$1" salt="$2"
-  local try port
-  for ((try = 0; try < 100; try++)); do
-    port=$((20000 + (job + salt + try * 101) % 10000))
-    probe::listening "$port" || { echo "$port"; return; }
-  done
-  echo "probe: no free port in 100 tries from 20000 up on $(</proc/sys/kernel/hostname)" >&2
-  return 75
-}
 
 probe::environment() { # names of variables that libraries of this field read; a container gets none by itself
   compgen -e | grep -E '^(NCCL|RCCL|FI|UCX|GLOO|HSA|HIP|ROCR|CUDA|MIOPEN|OMP|KMP|MKL|TORCH|PYTORCH|TRITON|HF|WANDB|DS|ACCELERATE)_' |
@@ -38,13 +17,12 @@ probe::variables() { # FOLDER...: the job's values of the variables that site fi
 }
 
 probe::main() {
-  local -r engine="$1" image="$2" site="$3" salt="${4:-0}"
+  local -r engine="$1" image="$2" site="$3"
   # An salloc's own shell has only the second, which may name the kind: a100:4.
   local -r gpus="${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}"
-  local port hf_home=""
+  local hf_home=""
   # What is not there yet, libraries make; a container could not have it bound.
   [[ "${HF_HOME:-}" != /* || ! -d "$HF_HOME" ]] || hf_home="$HF_HOME"
-  port="$(probe::free_port "$SLURM_JOB_ID" "$salt")"
   cat <<FACTS
 scheduler=slurm
 job=$SLURM_JOB_ID
@@ -54,7 +32,6 @@ nodes=$SLURM_JOB_NUM_NODES
 gpus_per_node=${gpus##*:}
 hf_home=$hf_home
 environment=$(probe::environment)
-port=$port
 engine=$engine
 image=$image
 image_sha256=$(sed -n 's/.*"sha256": *"\([0-9a-f]*\)".*/\1/p' "$image.json" 2>/dev/null || true)

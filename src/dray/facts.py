@@ -34,7 +34,7 @@ class Facts(BaseModel):
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     """GPUs that the scheduler gave on a node."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """A port that was free on the master when probed."""
+    """The first node's port, where nodes share no folder in which it could tell the one it has."""
     engine: Engine
     """What starts the container."""
     image: str

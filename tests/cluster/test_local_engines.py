@@ -87,12 +87,16 @@ def test_podman_without_the_image(root: Path, tmp_path: Path, podman: dict[str, 
 def test_two_machines_and_a_file(root: Path, tmp_path: Path) -> None:
     """Two containers are the machines: no Slurm, no SSH, no shared disk, and the same line typed on each."""
     (tmp_path / "hosts").write_text("box1 slots=2\nbox2 slots=2\n")
+    (tmp_path / "secret").write_text(secrets.token_hex(32))
+    (tmp_path / "secret").chmod(0o600)
     name = f"dray-test-{secrets.token_hex(4)}"
     mounts = [
         Mount(target="/work", source=str(root), type="bind", read_only=True),
         Mount(target="/hosts", source=str(tmp_path / "hosts"), type="bind", read_only=True),
+        Mount(target="/secret", source=str(tmp_path / "secret"), type="bind", read_only=True),
     ]
-    words = ["dray", "run", "/work/recipes/smoke-cpu.toml", "--hostfile", "/hosts", "--runs", "/tmp/runs", *SHORT]
+    words = ["dray", "run", "/work/recipes/smoke-cpu.toml", "--hostfile", "/hosts", "--secret", "/secret"]
+    words += ["--runs", "/tmp/runs", *SHORT]
     said = f"{' '.join(words)}; code=$?; cat /tmp/runs/*/*/metrics.jsonl /tmp/runs/*/*/result.json; exit $code"
     with closing(docker.client()) as client:
         network = client.networks.create(name, internal=True)

@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, clus
         return [rank for rank in ranks if rank["node"] == "n2"]
 
     with ThreadPoolExecutor() as pool:
-        job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "meet_within=20", *SHORT)
+        job = pool.submit(sbatch, "slurm/multinode.sh", "recipes/smoke-cpu.toml", "rendezvous_timeout_s=20", *SHORT)
         deadline = time.monotonic() + 60
         while not (ranks := on_n2()):
             assert time.monotonic() < deadline

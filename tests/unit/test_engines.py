@@ -27,7 +27,7 @@ IMAGE = bytes(range(256)) * 8
 
 
 def made(root: Path, folder: Path, *, site: Site, **facts: object) -> Plan:
-    said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "port": 20001, "uid": 1000, "gid": 1000}
+    said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "uid": 1000, "gid": 1000}
     seen = Facts.model_validate({**said, **facts})
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     return plan(recipe, site, seen, run_folder=PurePosixPath(folder), dray="0")

@@ -55,9 +55,9 @@ class Desk:
     def runner(self, port: int, **env: str) -> Said:
         facts = Facts(
             scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, address="127.0.0.1",
-            engine="bare", image=sys.executable, port=port,
+            engine="bare", image=sys.executable,
         )  # fmt: skip
-        _, paths = write(read_recipe(self.folder / "my.toml"), facts, runs=self.folder / "runs")
+        _, paths = write(read_recipe(self.folder / "my.toml", [f"port={port}"]), facts, runs=self.folder / "runs")
         ended = subprocess.run(
             [sys.executable, "-m", "dray.runner", paths.plan],
             env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=False,

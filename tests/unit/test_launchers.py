@@ -6,47 +6,59 @@ import os
 import shlex
 import subprocess
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from dray.config.recipe import Launcher
 from dray.contract.findings import ConfigError
 from dray.planning import launchers
 from dray.runs.write import read_recipe
 
-JOB = {"python": "python3", "folder": "/my runs/r1", "hosts": ("n1", "n2"), "each": 4, "port": 20017, "restarts": 0}
+JOB = launchers.Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), each=4)
 COMMANDS = {
-    "torchrun": """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=static
-        --node-rank {node_rank} --master-addr {master} --master-port=20017 --max-restarts=0 --no-python""",
+    "torchrun": """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=dray
+        --rdzv-endpoint {endpoint} --rdzv-conf=restarts=0 --max-restarts=0 --no-python""",
     "accelerate": """python3 -m accelerate.commands.launch --config_file '/my runs/r1/accelerate.yaml'
         --num_machines=2 --num_processes=8 --machine_rank {node_rank} --main_process_ip {master}
-        --main_process_port=20017 --no_python""",
+        --main_process_port=0 --rdzv_backend=dray --no_python""",
     "deepspeed": """python3 -m deepspeed.launcher.runner --hostfile '/my runs/r1/hostfile' --no_ssh
-        --node_rank {node_rank} --master_addr {master} --master_port=20017 --no_python --no_local_rank""",
-    "python": "python3 -S -E {ranks} 2 4 {node_rank} {master} 20017",
+        --node_rank {node_rank} --master_addr {master} --master_port {port} --no_python --no_local_rank""",
+    "python": "python3 -S -E {ranks} 2 4 {node_rank} {master} {port}",
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_whole_command(name: str) -> None:
-    assert list(launchers.start(name, **JOB)) == shlex.split(COMMANDS[name])
+    assert list(launchers.of(name).argv(JOB)) == shlex.split(COMMANDS[name])
+
+
+def test_a_launcher_that_is_not_there_is_refused_and_the_others_are_named() -> None:
+    with pytest.raises(ConfigError) as refused:
+        launchers.of("torchrum")
+    assert refused.value.details == {"wanted": "one of torchrun, accelerate, deepspeed, python", "found": "torchrum"}
+
+
+def test_a_recipe_may_name_every_launcher() -> None:
+    assert get_args(Launcher) == tuple(launchers.LAUNCHERS)
 
 
 def test_torchrun_that_starts_ranks_again() -> None:
-    words = launchers.start("torchrun", **{**JOB, "restarts": 3})
+    words = launchers.of("torchrun").argv(replace(JOB, max_restarts=3))
     assert list(words) == shlex.split(
-        """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d
-        --rdzv-endpoint {endpoint} --rdzv-conf {is_host} --max-restarts=3 --no-python"""
+        """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=dray
+        --rdzv-endpoint {endpoint} --rdzv-conf=restarts=3 --max-restarts=3 --no-python"""
     )
 
 
 def test_the_files_that_launchers_read() -> None:
-    files = partial(launchers.files, hosts=("n1", "n2"), each=4)
-    assert files("deepspeed", accelerate=None) == {"hostfile": "n1 slots=4\nn2 slots=4\n"}
-    assert files("accelerate", accelerate=None) == {"accelerate.yaml": launchers.ACCELERATE}
-    assert files("accelerate", accelerate="mine: 1\n") == {"accelerate.yaml": "mine: 1\n"}
-    assert files("torchrun", accelerate=None) == files("python", accelerate=None) == {}
+    files = {name: launchers.of(name).files for name in launchers.LAUNCHERS}
+    assert files["deepspeed"](JOB) == {"hostfile": "n1 slots=4\nn2 slots=4\n"}
+    assert files["accelerate"](JOB) == {"accelerate.yaml": launchers.ACCELERATE}
+    assert files["accelerate"](replace(JOB, accelerate="mine: 1\n")) == {"accelerate.yaml": "mine: 1\n"}
+    assert files["torchrun"](JOB) == files["python"](JOB) == {}
 
 
 class TestCommands:

@@ -25,7 +25,6 @@ FACTS = {
     "job": 17,
     "nodelist": "n[1-2]",
     "nodes": 2,
-    "port": 20017,
     "engine": "apptainer",
     "image": "/shared/my work/build/dray-cpu.sif",
     "uid": 1000,
@@ -153,9 +152,9 @@ def test_the_master_is_the_first_of_the_list_as_the_scheduler_wrote_it(root: Pat
     assert [node.name for node in decided.world.nodes] == ["n07", "n02"]
 
 
-def test_the_port_is_the_probed_one_or_the_jobs_own(root: Path) -> None:
+def test_the_first_node_chooses_a_free_port_unless_the_recipe_or_the_hostfile_has_one(root: Path) -> None:
+    assert made(root).world.port == 0
     assert made(root, port=23456).world.port == 23456
-    assert made(root, port=None).world.port == 20017
     assert made(root, "port=30000").world.port == 30000
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +29,7 @@ def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
     world = {"nodes": NODES, "ranks_per_node": 1, "size": 2, "port": port, "shared_folder": True}
     fabric = {"strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0}
     plan = {"folder": str(folder), "variant": "cpu", "site": "site s", "world": world, "fabric": fabric}
-    world["meet_within"] = wanted.pop("meet_within", 60)
+    world["rendezvous_timeout_s"] = wanted.pop("rendezvous_timeout_s", 60)
     plan["preflight"] = {**WANTED, **wanted}
     (folder / "plan.json").write_text(json.dumps(plan))
     return plan
@@ -36,12 +38,12 @@ def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
 # A node of the plan, as the runner is one once all have met. What is planted is Python that its ranks run first.
 NODE = """
 import json, os, sys
-from dray.runner import preflight
 from dray.contract.findings import DrayError
+from dray.runner import children, preflight
 preflight._GRACE = preflight._OTHERS = 3.0
 plan = json.load(open(sys.argv[1]))
 try:
-    preflight.check(plan, int(sys.argv[2]), "127.0.0.1", dict(os.environ))
+    preflight.check(plan, int(sys.argv[2]), children.Children(), dict(os.environ))
 except DrayError as refusal:
     print(refusal)
     sys.exit(refusal.finding.code)
@@ -52,7 +54,9 @@ def start(folder: Path, number: int, plant: str = "") -> subprocess.Popen[str]:
     site = folder / f"site-{number}"
     site.mkdir()
     (site / "sitecustomize.py").write_text(plant)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    port = str(json.loads((folder / "plan.json").read_text())["world"]["port"])
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**os.environ, **store, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
     argv = [sys.executable, "-c", NODE, folder / "plan.json", str(number)]
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
 
@@ -64,12 +68,15 @@ def both(folder: Path, plant: str = "") -> list[tuple[int, str]]:
 
 
 @pytest.fixture
-def port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def port() -> Iterator[int]:
+    """Of a store, as the first node's runner has it served."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+        argv = [sys.executable, "-m", "dray.tcp_store", "127.0.0.1", str(port), str(listener.fileno())]
+        store = subprocess.Popen(argv, pass_fds=[listener.fileno()])
+    yield port
+    store.kill()
+    store.wait()
 
 
 @pytest.mark.torch
@@ -113,7 +120,7 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
 def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
     folder = tmp_path / "run"
-    made(folder, port, meet_within=9, within=4)
+    made(folder, port, rendezvous_timeout_s=9, within=4)
     began = time.monotonic()
     nodes = [start(folder, 0), start(folder, 1)]
     file = folder / "preflight/rank-1.json"
@@ -131,7 +138,7 @@ def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -
 
 @pytest.mark.torch
 def test_a_rank_that_dies_is_named(tmp_path: Path, port: int) -> None:
-    made(tmp_path / "run", port, meet_within=12)
+    made(tmp_path / "run", port, rendezvous_timeout_s=12)
     plant = (
         "import sys\n"
         "class Gone:\n"

@@ -23,7 +23,7 @@ from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.write import read_recipe, write
 
 FACTS = Facts(
-    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", port=20017
+    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif"
 )  # fmt: skip
 
 
@@ -331,7 +331,6 @@ def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
         "nodelist": "n[1-2]",
         "nodes": "2",
         "gpus_per_node": "4",
-        "port": "20017",
         "hf_home": str(root),
         "environment": "HF_HOME HF_TOKEN NCCL_DEBUG ",
         "engine": "apptainer",
@@ -353,12 +352,3 @@ def test_the_probe_reads_the_image_s_record_and_the_gpus_of_an_salloc(root: Path
     said = probe(root, str(tmp_path / "i.sif"), SLURM_GPUS_PER_NODE="a100:4")
     assert (said["image_sha256"], said["gpus_per_node"]) == ("2" * 64, "4")
     assert probe(root, HF_HOME=str(tmp_path / "not yet"))["hf_home"] == probe(root, HF_HOME="relative")["hf_home"] == ""
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::"])
-def test_the_probe_passes_over_a_port_where_something_listens(root: Path, address: str) -> None:
-    import socket
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 20018), family=family):
-        assert probe(root, SLURM_JOB_ID="18")["port"] == "20119"

@@ -26,7 +26,7 @@ from helpers import ROOT, golden
 OURS = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
 TWICE = '{ name = "A", value = "1", why = "w" }'
 SEEN = {
-    "scheduler": "slurm", "job": 7, "nodelist": "n[1-2]", "nodes": 2, "port": 20007, "engine": "apptainer",
+    "scheduler": "slurm", "job": 7, "nodelist": "n[1-2]", "nodes": 2, "engine": "apptainer",
     "image": "/i.sif", "uid": 1000, "gid": 1000,
 }  # fmt: skip
 

@@ -30,7 +30,14 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     rank.phase("device")
     device = _device(rank)
     rank.phase("rendezvous")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # Keys of its own in the store that the launcher's ranks use next.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("preflight", store),  # type: ignore[attr-defined]
+        rank=rank.number,
+        world_size=rank.size,
+    )
     rank.deadline(rank.plan["preflight"]["within"])
     rank.phase("all-reduce")
     total, wanted = torch.full((1,), rank.number, dtype=torch.int64, device=device), sum(range(rank.size))

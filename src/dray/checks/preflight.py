@@ -62,7 +62,7 @@ def main(path: str) -> int:
     """0, or 69 with the finding in this rank's file."""
     rank = Rank(json.loads(Path(path).read_text(encoding="utf-8")))
     # Reading the image from a busy disk takes most of the time that the rendezvous has.
-    rank.deadline(rank.plan["world"]["meet_within"])
+    rank.deadline(rank.plan["world"]["rendezvous_timeout_s"])
     log = rank.folder / f"nccl-{rank.number}.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else NCCL's ranks return before all have joined

@@ -34,13 +34,17 @@ def run(
     run_id: Annotated[
         str, typer.Option("--run", metavar="ID", help="A name for this run; of one that is there, its next attempt.")
     ] = "",
+    secret: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --hostfile: what machines prove to one another; the same on each."),
+    ] = None,
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
 ) -> None:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
     asked = chosen(words, launcher, context)
     settings = asked.recipe()
     if not hostfile:
-        _refuse({"--node": node is not None, "--print": show}, "goes with --hostfile")
+        _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
         one_machine = engine in engines.names("local")
         _refuse({f"--engine {engine}": not one_machine}, "goes with --hostfile, or with sbatch")
     if settings.image_digest and engines.get(engine).image != "file":
@@ -62,9 +66,10 @@ def run(
             print(machines.commands(again, asked.command), end="")
             return
         only: int | None = machines.here(node)
+        proof = machines.secret(secret)
         image = local.image_of(engine, settings)
         facts = machines.facts(settings, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
-        plan, paths = write.write(settings, facts, runs=folder, run=name)
+        plan, paths = write.write(settings, facts, runs=folder, run=name, secret=proof)
     else:
         only = None
         image = local.image_of(engine, settings)

@@ -31,7 +31,7 @@ class Preflight(Spec):
     when: Literal["several", "always", "never"] = "several"
     """On several nodes, on one too, or not at all."""
     within: Count = 60
-    """Seconds that all collectives together may take, once all ranks are there (meet_within)."""
+    """Seconds that all collectives together may take, once all ranks are there (rendezvous_timeout_s)."""
     megabytes: Count = 64
     """The largest message of the bandwidth sweep."""
     free_gb: Annotated[float, Field(ge=0)] = 1.0
@@ -72,8 +72,8 @@ class Recipe(Spec):
     ranks_per_node: Count | None = None
     """Ranks on a node where no GPUs are given. With GPUs there is one rank for each."""
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    """Port of the first node where ranks meet. Left out: derived from the job's number, and probed."""
-    meet_within: Count = 120
+    """Port of the first node, for the rendezvous and torch's store. Left out: a free one."""
+    rendezvous_timeout_s: Count = 120
     """Seconds in which all nodes must have met before the launch is given up."""
     env: dict[Annotated[str, Field(pattern=_VARIABLE)], str] = {}
     """Environment of every rank. Wins over the site's and over dray's own."""

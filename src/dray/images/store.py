@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 from dray import engines
+from dray.config.checkout import root
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import record, verify
 
@@ -40,6 +43,13 @@ def bare_python() -> str:
             where=sys.executable,
             wanted="torch and transformers",
             fix="make demo installs them into .venv; or use --engine docker",
+        )
+    if not distribution("dray").entry_points.select(group="torchrun.handlers"):
+        raise UnfitError(
+            "this Python has an older installation of dray than its source",
+            where=sys.executable,
+            wanted="torchrun's rendezvous `dray`, which the installation registers",
+            fix=shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", "--editable", str(root())]),
         )
     return sys.executable
 

@@ -1,58 +1,107 @@
-"""What starts the ranks in the container: each launcher as one command line for every node."""
+"""What starts the ranks in the container: each launcher as one command line for every node.
+
+The first node's runner has torch's store served on its own socket. torchrun and accelerate join it by a rendezvous that
+`dray.tcp_store.handler` registers, ranks of the others by TORCHELASTIC_USE_AGENT_STORE, which the runner sets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-# What only a node knows, as words of their own. The runner puts each node's in; a plan never bakes a rank.
-NODE_RANK, MASTER, ENDPOINT, IS_HOST, RANKS = "{node_rank}", "{master}", "{endpoint}", "{is_host}", "{ranks}"
+from dray.contract.findings import ConfigError
 
-ACCELERATE_FILE, HOSTFILE = "accelerate.yaml", "hostfile"
+# What only a node knows, each an argument of its own. The runner fills it in; a plan never bakes a rank or a port.
+NODE_RANK, MASTER, PORT, ENDPOINT, RANKS = "{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}"
+
+_ACCELERATE_FILE, _HOSTFILE = "accelerate.yaml", "hostfile"
 # Everything else comes as an option. MULTI_GPU also on CPUs: any other kind starts one process and says nothing.
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 mixed_precision: 'no'
-same_network: true
-rdzv_backend: static
+same_network: false
+rdzv_backend: dray
 """
 
 
-def start(
-    name: str, *, python: str, folder: str, hosts: Sequence[str], each: int, port: int, restarts: int
-) -> tuple[str, ...]:
-    """The launcher's words up to those of the program that it starts as every rank, which is no Python script."""
-    nodes = len(hosts)
-    if name == "torchrun":
-        # The static rendezvous: c10d gives ranks to nodes in the order they come, so ranks would not follow the plan.
-        # Starting ranks again takes c10d all the same: static agents do not tell one another that one has begun anew.
-        static = ("--rdzv-backend=static", "--node-rank", NODE_RANK, "--master-addr", MASTER, f"--master-port={port}")
-        anew = ("--rdzv-backend=c10d", "--rdzv-endpoint", ENDPOINT, "--rdzv-conf", IS_HOST)
-        return (
-            *(python, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={each}"),
-            *(anew if restarts else static),
-            *(f"--max-restarts={restarts}", "--no-python"),
-        )
-    if name == "accelerate":
-        return (
-            *(python, "-m", "accelerate.commands.launch", "--config_file", f"{folder}/{ACCELERATE_FILE}"),
-            *(f"--num_machines={nodes}", f"--num_processes={nodes * each}"),
-            *("--machine_rank", NODE_RANK, "--main_process_ip", MASTER, f"--main_process_port={port}", "--no_python"),
-        )
-    if name == "deepspeed":
-        return (
-            *(python, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/{HOSTFILE}"),
-            *("--no_ssh", "--node_rank", NODE_RANK, "--master_addr", MASTER, f"--master_port={port}"),
-            *("--no_python", "--no_local_rank"),
-        )
-    # No agent: dray's own few lines start the processes and wait. -S -E: they need nothing that is installed.
-    return (python, "-S", "-E", RANKS, str(nodes), str(each), NODE_RANK, MASTER, str(port))
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a launcher is to start."""
+
+    python: str
+    folder: str
+    hosts: Sequence[str]
+    each: int
+    """Ranks on a node."""
+    max_restarts: int = 0
+    accelerate: str | None = None
+    """The text of the recipe's own file for accelerate."""
 
 
-def files(name: str, *, hosts: Sequence[str], each: int, accelerate: str | None) -> dict[str, str]:
-    """What a launcher reads, by name in the run folder."""
-    if name == "accelerate":
-        return {ACCELERATE_FILE: accelerate if accelerate is not None else ACCELERATE}
-    if name == "deepspeed":
-        return {HOSTFILE: "".join(f"{host} slots={each}\n" for host in hosts)}
-    return {}
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """One launcher."""
+
+    argv: Callable[[Job], tuple[str, ...]]
+    """Its arguments up to those of the program that it starts as every rank, which is no Python script."""
+    files: Callable[[Job], dict[str, str]] = lambda _: {}
+    """What it reads, by name in the folder of the attempt."""
+    store: str
+    """How its ranks come to the store."""
+
+
+def _torchrun(job: Job) -> tuple[str, ...]:
+    return (
+        *(job.python, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.each}"),
+        *("--rdzv-backend=dray", "--rdzv-endpoint", ENDPOINT, f"--rdzv-conf=restarts={job.max_restarts}"),
+        *(f"--max-restarts={job.max_restarts}", "--no-python"),
+    )
+
+
+def _accelerate(job: Job) -> tuple[str, ...]:
+    # Port 0: accelerate refuses one at which somebody listens, and the store does.
+    return (
+        *(job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{_ACCELERATE_FILE}"),
+        *(f"--num_machines={len(job.hosts)}", f"--num_processes={len(job.hosts) * job.each}"),
+        *("--machine_rank", NODE_RANK, "--main_process_ip", MASTER, "--main_process_port=0"),
+        *("--rdzv_backend=dray", "--no_python"),
+    )
+
+
+def _deepspeed(job: Job) -> tuple[str, ...]:
+    return (
+        *(job.python, "-m", "deepspeed.launcher.runner", "--hostfile", f"{job.folder}/{_HOSTFILE}"),
+        *("--no_ssh", "--node_rank", NODE_RANK, "--master_addr", MASTER, "--master_port", PORT),
+        *("--no_python", "--no_local_rank"),
+    )
+
+
+def _python(job: Job) -> tuple[str, ...]:
+    # No agent: a few lines of dray start the processes and wait. -S -E: they need nothing that is installed.
+    return (job.python, "-S", "-E", RANKS, str(len(job.hosts)), str(job.each), NODE_RANK, MASTER, PORT)
+
+
+_BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks as the launcher's own"
+_BY_VARIABLE = "ranks join it by TORCHELASTIC_USE_AGENT_STORE"
+LAUNCHERS = {
+    "torchrun": Launcher(argv=_torchrun, store=_BY_HANDLER),
+    "accelerate": Launcher(
+        argv=_accelerate,
+        files=lambda job: {_ACCELERATE_FILE: ACCELERATE if job.accelerate is None else job.accelerate},
+        store=_BY_HANDLER,
+    ),
+    "deepspeed": Launcher(
+        argv=_deepspeed,
+        files=lambda job: {_HOSTFILE: "".join(f"{host} slots={job.each}\n" for host in job.hosts)},
+        store=_BY_VARIABLE,
+    ),
+    "python": Launcher(argv=_python, store=_BY_VARIABLE),
+}
+
+
+def of(name: str) -> Launcher:
+    """The launcher of this name."""
+    if name not in LAUNCHERS:
+        raise ConfigError("there is no such launcher", wanted=f"one of {', '.join(LAUNCHERS)}", found=name)
+    return LAUNCHERS[name]

@@ -98,6 +98,7 @@ def plan(
         "master": f"{nodes[0].name}: the first of {facts.nodelist}"
         + (f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""),
         "port": port_why,
+        "store": f"torch's, on that port of the first node; {launchers.of(recipe.launcher).store}",
         "preflight": f"all ranks, within {recipe.preflight.within} s once they have met"
         if _preflight(recipe, facts)
         else f"none (preflight.when is {recipe.preflight.when})",
@@ -112,10 +113,15 @@ def plan(
     if recipe.train:
         reasons["training"] = _training(recipe)
     python = engine.python(facts.image)
-    launcher = launchers.start(
-        recipe.launcher, python=python, folder=str(folder), hosts=hosts, each=ranks_per_node, port=port,
-        restarts=recipe.max_restarts,
-    )  # fmt: skip
+    launcher = launchers.of(recipe.launcher)
+    job = launchers.Job(
+        python=python,
+        folder=str(folder),
+        hosts=hosts,
+        each=ranks_per_node,
+        max_restarts=recipe.max_restarts,
+        accelerate=recipe.accelerate,
+    )
     everyone = world.World(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -123,7 +129,7 @@ def plan(
         master=nodes[0].address,
         port=port,
         interfaces=site.interfaces,
-        meet_within=recipe.meet_within,
+        rendezvous_timeout_s=recipe.rendezvous_timeout_s,
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",
@@ -150,10 +156,10 @@ def plan(
         user=f"{facts.uid}:{facts.gid}",
         world=everyone,
         batch=shares,
-        launcher=launcher,
+        launcher=launcher.argv(job),
         command=_command(recipe, python=python, folder=folder),
         where=recipe.command.folder if recipe.command else str(folder),
-        files=launchers.files(recipe.launcher, hosts=hosts, each=ranks_per_node, accelerate=recipe.accelerate),
+        files=launcher.files(job),
         env=env,
         pass_env=passed,
         left_outside=tuple(sorted(set(facts.environment) - {*passed, *(variable.name for variable in env)}))

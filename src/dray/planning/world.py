@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -49,7 +50,7 @@ class Node(_Model):
 
 
 class World(_Model):
-    """Who takes part, and where they meet."""
+    """Who takes part, and where they find one another."""
 
     nodes: tuple[Node, ...]
     ranks_per_node: int
@@ -57,16 +58,16 @@ class World(_Model):
     master: str
     port: int
     interfaces: tuple[str, ...]
-    meet_within: int
+    rendezvous_timeout_s: int
     cores: tuple[str, ...]
     one_machine: bool
     shared_folder: bool
     identity: dict[_Identity, str]
 
 
-def port_of(job: int) -> int:
-    """A port that another job on the same nodes will hardly have."""
-    return _FIRST_PORT + job % _PORTS
+def port_of(run: str) -> int:
+    """A port for a run of this name, the same on every machine without asking any other."""
+    return _FIRST_PORT + int(hashlib.sha256(run.encode()).hexdigest()[:6], 16) % _PORTS
 
 
 def ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
@@ -91,7 +92,5 @@ def port(recipe: Recipe, facts: Facts) -> tuple[int, str]:
     if recipe.port:
         return recipe.port, f"{recipe.port}: the recipe says so"
     if facts.port:
-        why = "from the run's name" if facts.scheduler == "hosts" else "free on the first node when probed"
-        return facts.port, f"{facts.port}: {why}"
-    derived = port_of(facts.job)
-    return derived, f"{derived}: from job number {facts.job}, not probed"
+        return facts.port, f"{facts.port}: from the run's name, since machines of a hostfile share no folder"
+    return 0, "a free one, which the first node binds and tells the others in rendezvous.json"

@@ -1,67 +1,122 @@
-"""`python -m dray.runner PLAN.json`: find out who this node is, meet the others, supervise the launcher."""
+"""`python -m dray.runner PLAN.json`: find the other nodes, then supervise this node's launcher."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import signal
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import files, run_folder
 from dray.contract.cores import render
-from dray.contract.findings import DrayError
-from dray.runner import children, cores, locks, meeting, node, preflight, record
+from dray.contract.findings import DrayError, Finding
+from dray.runner import children, control, cores, node, record, rendezvous
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 
 
 def main(path: str) -> int:
-    """What the launcher ended with, or what kept it from being started."""
+    """What this node ended with: the launcher's exit code, or that of what kept it from being started."""
     with open(path, "rb") as file:
         plan = json.load(file)
     world = plan["world"]
     number = os.environ.get(world["identity"]["node"], "unknown")
+    links = None
     try:
         me = node.index(world, os.environ)
         node.require(plan)
-        master = meeting.meet(world, me, digest(plan))
-        placement = {**os.environ, **placed(world, os.environ)}
-        preflight.check(plan, me, master, placement)
-        locks.clear(os.environ.get("TORCH_EXTENSIONS_DIR", ""))
-        return launch(plan, me, argv(plan, me, master), placement)
+        channels, store, listener = rendezvous.meet(plan, me, digest(plan))
+        supervised = children.Children()
+        links = control.Control(world, me, supervised, channels)
+        return launch(plan, me, supervised, links, store, listener)
     except DrayError as error:
         print(error, file=sys.stderr)
         found = error.finding
-        if not isinstance(error, meeting.StoppedError):
+        if not isinstance(error, rendezvous.StoppedError):
             name = found.node or os.environ.get(world["identity"]["name"], "")
-            _record(plan, number, node=name, rank=found.rank, code=found.code, why=str(error))
+            found = found._replace(node=name)
+            _record(plan, number, found, why=str(error))
+        if links:
+            links.fail(found)
         return found.code
+    finally:
+        if links:
+            links.close()
 
 
-def launch(plan: Mapping[str, Any], me: int, command: list[str], environ: Mapping[str, str]) -> int:
-    """Run the launcher, pass on what this process is told, and record its failure where no rank has recorded one."""
-    name = plan["world"]["nodes"][me]["name"]
-    launcher = children.Children()
+def launch(
+    plan: Mapping[str, Any],
+    me: int,
+    supervised: children.Children,
+    links: control.Control,
+    store: tuple[str, int],
+    listener: socket.socket | None,
+) -> int:
+    """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
+    world = plan["world"]
+    environ = {
+        **os.environ,
+        **placed(world, os.environ),
+        # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
+        **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
+        serve(supervised, listener, store)
+    elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
+        supervised.watch(listener.fileno(), lambda: serve(supervised, listener, store, watched=True))
+    if plan["preflight"] is not None:
+        from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
+
+        preflight.check(plan, me, supervised, environ)
+    if environ.get("TORCH_EXTENSIONS_DIR"):
+        from dray.runner import locks  # noqa: PLC0415
+
+        locks.clear(environ["TORCH_EXTENSIONS_DIR"])
+    command = argv(plan, me, *store)
     try:
         # A session of its own: what the engine's group hears, it would hear twice.
-        launcher.start(command, env=environ, session=True)
+        supervised.start(command, env=environ, session=True)
     except OSError as error:
-        why = f"the launcher cannot start: {command[0]}: {error.strerror}"
-        raise DrayError(why, code=127, node=name) from error
-    stopped, code = False, 0
-    while launcher.running:
-        events = launcher.wait()
-        for signal in events.signals:
-            stopped = True
-            launcher.tell(signal)
-        code = events.ended.get(0, 0)
-    if code and not stopped and not _rank_failures(plan, me):
-        why = f"the launcher ended with {children.ended_with(code)}"
-        _record(plan, str(me), node=name, rank=None, code=children.exit_code(code), why=why)
-    return children.exit_code(code)
+        raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
+    code = links.lead(lambda ended: failure(plan, me, ended))
+    if links.cause and not world["shared_folder"]:  # the record is on another machine
+        _record(plan, str(me), links.cause, why=str(links.cause))
+    return code
+
+
+def serve(
+    supervised: children.Children, listener: socket.socket, store: tuple[str, int], *, watched: bool = False
+) -> None:
+    """Hand the socket to a process with torch, which serves the store on it as long as this one lives."""
+    if watched:
+        supervised.forget(listener.fileno())
+    argv = [sys.executable, "-m", "dray.tcp_store", store[0], str(store[1]), str(listener.fileno())]
+    supervised.start(argv, label=None, on_parent_death=signal.SIGKILL, inherit=listener.fileno(), session=True)
+    listener.close()
+
+
+def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
+    """Why this node failed, by what its ranks have recorded; else the launcher itself failed, which is recorded."""
+    each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
+    left = []
+    for rank in range(me * each, (me + 1) * each):
+        path = f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                left.append(json.load(file))
+    if left:
+        first = min(left, key=lambda record: float(record["time"]))
+        problem = f"rank {first['rank']} on {name}: {first['why']}"
+        return Finding(problem, where=first["log"], code=first["code"], node=name, rank=first["rank"])
+    found = Finding(f"the launcher ended with {children.ended_with(code)}", code=children.exit_code(code), node=name)
+    _record(plan, str(me), found, why=found.problem)
+    return found
 
 
 def digest(plan: Mapping[str, Any]) -> str:
@@ -71,19 +126,19 @@ def digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(same, sort_keys=True).replace(folder, "").encode()).hexdigest()
 
 
-def argv(plan: Mapping[str, Any], me: int, master: str) -> list[str]:
-    """The launcher with what only this node knows in its place, then the keeper of each rank, then the command."""
+def argv(plan: Mapping[str, Any], me: int, address: str, port: int) -> list[str]:
+    """The launcher with what only this node knows filled in, then the supervisor of each rank, then the command."""
     world = plan["world"]
-    known = {
+    values = {
         "{node_rank}": str(me),
-        "{master}": master,
-        "{endpoint}": f"{master}:{world['port']}",
-        "{is_host}": f"is_host={int(me == 0)}",
-        "{ranks}": f"{_HERE}/ranks.py",
+        "{master}": address,
+        "{port}": str(port),
+        "{endpoint}": f"{address}:{port}",
+        "{ranks}": f"{_FOLDER}/ranks.py",
     }
-    launcher = [known.get(word, word) for word in plan["launcher"]]
-    keeper = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_HERE}/rank.py"]
-    return [*launcher, *keeper, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
+    launcher = [values.get(word, word) for word in plan["launcher"]]
+    rank = [sys.executable, *_SITE_PACKAGES_NOT_NEEDED, f"{_FOLDER}/rank.py"]
+    return [*launcher, *rank, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
 
 
 def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
@@ -101,16 +156,11 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     return found
 
 
-def _rank_failures(plan: Mapping[str, Any], me: int) -> list[str]:
-    """Paths of the records that this node's ranks have left."""
-    each = plan["world"]["ranks_per_node"]
-    paths = (f"{plan['folder']}/{run_folder.failure(f'rank-{me * each + local}')}" for local in range(each))
-    return [path for path in paths if os.path.exists(path)]
-
-
-def _record(plan: Mapping[str, Any], number: str, **found: object) -> None:
+def _record(plan: Mapping[str, Any], number: str, found: Finding, *, why: str) -> None:
     log = f"{plan['folder']}/{run_folder.node_log(number)}"
-    record.write(plan["folder"], f"node-{number}", **found, log=log, last_lines=files.tail(log))
+    lines = files.tail(log)
+    named = {"node": found.node, "rank": found.rank, "code": found.code, "why": why}
+    record.write(plan["folder"], f"node-{number}", **named, log=log, last_lines=lines)
 
 
 if __name__ == "__main__":

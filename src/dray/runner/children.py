@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -19,12 +19,11 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 class Events:
-    """What happened: signals to this process, codes of ended children by label, files that can be read."""
+    """What happened: signals to this process, and codes of ended children by label."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
         self.ended: dict[int, int] = {}
-        self.ready: list[int] = []
 
 
 class Children:
@@ -38,13 +37,14 @@ class Children:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, _through_the_pipe)
+        self._watched: dict[int, Callable[[], None]] = {}
         self._kill_at = 0.0
 
     def start(
         self,
         argv: list[str],
         *,
-        label: int = 0,
+        label: int | None = 0,
         env: Mapping[str, str] | None = None,
         on_parent_death: int = signal.SIGTERM,
         session: bool = False,
@@ -53,7 +53,8 @@ class Children:
     ) -> None:
         """Start a program; an OSError says why it cannot. It hears `on_parent_death` when this process is killed.
 
-        A session of its own keeps away signals to this one's group, which this process passes on.
+        A session of its own keeps away signals to this one's group, which this process passes on. A child without a
+        label is not waited for: it serves the others, and ends with this process.
         """
         here = os.getpid()
         failed, report = os.pipe2(os.O_CLOEXEC)
@@ -87,14 +88,17 @@ class Children:
         if reason:
             os.waitpid(child, 0)
             raise OSError(int(reason), os.strerror(int(reason)), argv[0])
-        self.running[child] = label
+        if label is not None:
+            self.running[child] = label
 
-    def watch(self, file: int) -> None:
-        """Name this file among what can be read."""
+    def watch(self, file: int, call: Callable[[], None]) -> None:
+        """Call this from `wait` when the file can be read."""
+        self._watched[file] = call
         self._poll.register(file, select.POLLIN)
 
     def forget(self, file: int) -> None:
         """Before it is closed."""
+        del self._watched[file]
         self._poll.unregister(file)
 
     def tell(self, number: int) -> None:
@@ -120,13 +124,13 @@ class Children:
         for file, _ in self._poll.poll(None if seconds is None else max(0, int(seconds * 1000) + 1)):
             if file == self._pipe:
                 events.signals += [number for number in os.read(file, 4096) if number != signal.SIGCHLD]
-            else:
-                events.ready.append(file)
+            elif file in self._watched:
+                self._watched[file]()
         while self.running:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 break
-            if child in self.running:  # others are orphans that the kernel gave to the first process of a container
+            if child in self.running:  # others serve, or are orphans in a container
                 events.ended[self.running.pop(child)] = os.waitstatus_to_exitcode(status)
         return events
 

@@ -19,17 +19,15 @@ _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have
 _OTHERS = 5.0  # seconds in which the word of other nodes' ranks reaches this one
 
 
-def check(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, str]) -> None:
+def check(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> None:
     """Come back when this node and the way to the others are fit."""
     wanted = plan["preflight"]
-    if wanted is None:
-        return
     began = time.monotonic()
     folder = plan["folder"]
     try:
         room(folder, wanted)
         os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
-        codes = _ranks(plan, me, master, environ)
+        codes = _ranks(plan, me, ranks, environ)
         for rank, code in codes.items():
             if code < 0:
                 _note(folder, plan, rank, signal.Signals(-code).name)
@@ -56,7 +54,7 @@ def room(folder: str, wanted: Mapping[str, Any], shm: str = node.SHARED_MEMORY, 
             raise error(found)
 
 
-def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, str]) -> dict[int, int]:
+def _ranks(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> dict[int, int]:
     """How each of this node's ranks ended; they end by themselves at a deadline, unless they cannot.
 
     Not by ranks.py: none of them may be stopped since another has ended, or it could not say where it stood.
@@ -65,14 +63,13 @@ def _ranks(plan: Mapping[str, Any], me: int, master: str, environ: Mapping[str, 
     each = world["ranks_per_node"]
     log = os.open(f"{folder}/{run_folder.preflight_log(me)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     argv = [sys.executable, "-m", "dray.checks.preflight", f"{folder}/{run_folder.PLAN}"]
-    common = {"WORLD_SIZE": str(world["size"]), "MASTER_ADDR": master, "MASTER_PORT": str(world["port"])}
-    ranks = children.Children()
     for local in range(each):
         rank = me * each + local
-        env = {**environ, **common, "RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
+        number = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
+        env = {**environ, **number, "WORLD_SIZE": str(world["size"])}
         ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=log)
     os.close(log)
-    return _wait(ranks, time.monotonic() + world["meet_within"] + plan["preflight"]["within"] + _GRACE)
+    return _wait(ranks, time.monotonic() + world["rendezvous_timeout_s"] + plan["preflight"]["within"] + _GRACE)
 
 
 def _wait(ranks: children.Children, deadline: float) -> dict[int, int]:
@@ -184,7 +181,7 @@ def _hung(
         ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
         + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
         + f" did not answer in {limit['limit']} s",
-        wanted="all ranks together in meet_within seconds, and through the collectives in preflight.within",
+        wanted="all ranks together in rendezvous_timeout_s seconds, and through the collectives in preflight.within",
         found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
         fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
         node=_node(plan, guilty[0]),

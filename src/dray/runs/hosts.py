@@ -16,6 +16,8 @@ from dray.facts import Engine, Facts
 from dray.planning.world import port_of
 from dray.runs import local
 
+_SECRET_LENGTH = 32
+_NEW_SECRET = "(umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > ~/.dray-secret)"  # noqa: S105  a line to type
 _FORM = "a machine a line: its name or address as the others reach it, then slots=N for its ranks where they differ"
 
 
@@ -60,9 +62,42 @@ class Hosts:
             "nodelist": ",".join(self.names),
             "address": None,
             "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine's own
-            "port": port_of(int(hashlib.sha256(run.encode()).hexdigest()[:6], 16)),
+            "port": port_of(run),
         }
         return here.model_copy(update=among)
+
+    def secret(self, file: Path | None) -> str:
+        """What the machines prove to one another, from a file of which each has a copy; one alone needs none."""
+        if file is None:
+            if len(self.names) == 1:
+                return ""
+            raise ConfigError(
+                "several machines need a secret, or anyone on the network could join or stop the run",
+                where=self.file,
+                wanted="--secret FILE, with the same content on each machine",
+                fix=f"{_NEW_SECRET}, then copy it to each machine and add --secret ~/.dray-secret",
+            )
+        try:
+            secret, mode = file.read_text(encoding="ascii").strip(), file.stat().st_mode
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("the secret cannot be read", where=file, found=error, fix=_NEW_SECRET) from error
+        if mode & 0o077:
+            raise ConfigError(
+                "others can read the secret",
+                where=file,
+                wanted="mode 600",
+                found=f"mode {mode & 0o777:o}",
+                fix=shlex.join(["chmod", "600", str(file)]),
+            )
+        if len(secret) < _SECRET_LENGTH:
+            raise ConfigError(
+                "the secret is too short",
+                where=file,
+                wanted=f"at least {_SECRET_LENGTH} random characters",
+                found=f"{len(secret)}",
+                fix=_NEW_SECRET,
+            )
+        return secret
 
     def commands(self, argv: Sequence[str], command: Sequence[str]) -> str:
         """What to type on each machine."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,6 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         nodes=count,
         address="127.0.0.1" if on_loopback else None,
         gpus_per_node=gpus_per_node,
-        port=_free_port() if on_loopback else None,  # in a network of its own every port is free
         engine=engine,
         image=image,
         site=site,
@@ -58,12 +56,6 @@ def hf_home() -> str | None:
     """This machine's, as slurm/probe.sh has a job's."""
     named = Path(os.environ.get("HF_HOME", ""))
     return str(named) if named.is_absolute() and named.is_dir() else None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | None = None) -> int:

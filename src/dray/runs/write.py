@@ -76,15 +76,17 @@ def decide(recipe: Recipe, facts: Facts, paths: RunPaths) -> Plan:
     )
 
 
-def write(recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None) -> tuple[Plan, RunPaths]:
+def write(
+    recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, secret: str = ""
+) -> tuple[Plan, RunPaths]:
     """Decide first, so that a run that is refused leaves no folder; then write all that a node needs.
 
     With the id of a run this is its next attempt, whether it has one yet or not; else it is a new run, unless Slurm has
-    requeued the job that began it.
+    requeued the job that began it. Nodes that share no folder are given their `secret`, others a new one.
     """
     decided, paths = _begin(recipe, facts, runs, run or _requeued(recipe, facts, runs))
     write_atomic(paths.facts, to_text(facts))
-    write_atomic(paths.secret, secrets.token_hex(32) + "\n", mode=0o600)
+    write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     for name, text in decided.files.items():
         write_atomic(paths.folder / name, text)
     write_atomic(paths.node_script, render.node_script(decided), mode=0o777)

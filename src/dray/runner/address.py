@@ -1,0 +1,100 @@
+"""Where the first node listens."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dray.contract.findings import RetryError, UnfitError
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_BACKLOG = 4096
+_BUSY_S = 5.0  # a run that is ending gives its port back within seconds
+
+
+def listen(world: Mapping[str, Any]) -> socket.socket:
+    """A listening socket: on the plan's port, or else on one that the kernel chooses, which no other run can have."""
+    deadline = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            return _bind(world)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if time.monotonic() > deadline:
+                raise RetryError(
+                    f"port {world['port']} is busy on {world['nodes'][0]['name']}",
+                    wanted=f"port {world['port']} free on the first node",
+                    found="another program listens there",
+                    fix="start the run again later, or remove `port` from the recipe: a free one is chosen then",
+                ) from error
+        time.sleep(0.2)
+
+
+def _bind(world: Mapping[str, Any]) -> socket.socket:
+    last: OSError | None = None
+    for address in addresses(world):
+        try:
+            return socket.create_server((address, world["port"]), backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # a name may stand for an address that only others see
+                raise
+            last = error
+    raise UnfitError(
+        "the first node has no address that the other nodes reach",
+        wanted=f"an address of its own for {world['master']}",
+        found=last or f"{world['master']} is loopback, and no route leads to {world['nodes'][1]['name']}",
+        fix="name the network's interface: `interfaces` in the site's file",
+    )
+
+
+def addresses(world: Mapping[str, Any]) -> list[str]:
+    """This node's addresses by preference. One node alone needs none that others reach."""
+    nodes = world["nodes"]
+    if len(nodes) == 1:
+        return ["127.0.0.1"]
+    # Machines of a hostfile reach one another by the file's names, and share no folder to learn another address from.
+    if world["interfaces"] and world["shared_folder"]:
+        return [interface(world["interfaces"])]
+    found = [_resolve(world["master"]), _route(nodes[1]["address"])]
+    # A name that its own machine resolves to loopback, as Debian's does, is another address for the others.
+    return [one for one in found if one and (not one.startswith("127.") or one == world["master"])]
+
+
+def interface(names: list[str]) -> str:
+    """The address of the first of these interfaces that this node has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in names:
+            try:
+                found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                return socket.inet_ntoa(found[20:24])
+            except OSError:
+                continue
+    raise UnfitError(
+        "the first node has none of the site's network interfaces",
+        wanted=" or ".join(names),
+        found=" ".join(name for _, name in socket.if_nameindex()),
+        fix="correct `interfaces` in the site's file, or ask for other nodes",
+    )
+
+
+def _resolve(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def _route(other: str) -> str:
+    """The address from which this node would reach the other; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            any_socket.connect((other, 9))
+            return str(any_socket.getsockname()[0])
+        except OSError:
+            return ""

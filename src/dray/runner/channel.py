@@ -1,0 +1,118 @@
+"""A connection whose two ends have proved that they hold the run's secret.
+
+Before the proof nothing of a peer's is parsed: 64 bytes are compared. After it each message carries a proof of its own,
+with its number and its direction: whoever can slip bytes into a connection could stop the run, and a proof costs 10 µs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import select
+import socket
+import time
+from typing import Any
+
+NONCE = 32
+GREETING = NONCE + 32  # the guest's nonce and its proof
+PROOF_S = 5.0  # from connecting to having said who one is; strangers and slow ones are closed then
+_LONGEST = 65536
+_SEND_S = 5.0
+
+
+class BrokenError(OSError):
+    """The peer is gone, or is not who it was."""
+
+
+def _proof(secret: bytes, what: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"".join((b"dray ", what, *parts)), "sha256")
+
+
+class Channel:
+    """One end of it. Sends and receives dictionaries."""
+
+    def __init__(self, line: socket.socket, key: bytes, *, host: bool) -> None:
+        self.line = line
+        self._key, self._mine, self._theirs = key, *((b"host", b"guest") if host else (b"guest", b"host"))
+        self._sent = self._received = 0
+        self._data = b""
+        line.settimeout(_SEND_S)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """OSError: the peer is gone, or does not read."""
+        text = json.dumps(message).encode()
+        proof = _proof(self._key, self._mine, self._sent.to_bytes(8, "big"), text)
+        self._sent += 1
+        self.line.sendall(proof.hex().encode() + text + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come, once the connection can be read. OSError: it is of no more use."""
+        data = self.line.recv(_LONGEST)
+        if not data:
+            raise BrokenError("the connection was closed")
+        *lines, self._data = (self._data + data).split(b"\n")
+        if len(self._data) > _LONGEST:
+            raise BrokenError("a message is too long")
+        return [self._message(line) for line in lines]
+
+    def receive_one(self, deadline: float) -> dict[str, Any]:
+        """The next message, which is the only one on its way."""
+        messages: list[dict[str, Any]] = []
+        while not messages:
+            _wait(self.line, deadline)
+            messages = self.receive()
+        return messages[0]
+
+    def close(self) -> None:
+        """End it."""
+        self.line.close()
+
+    def _message(self, line: bytes) -> dict[str, Any]:
+        proof, text = line[:64], line[64:]
+        wanted = _proof(self._key, self._theirs, self._received.to_bytes(8, "big"), text).hex().encode()
+        self._received += 1
+        if not hmac.compare_digest(proof, wanted):
+            raise BrokenError("a message without its proof")
+        message = json.loads(text)
+        if not isinstance(message, dict):
+            raise BrokenError("a message of another kind")
+        return message
+
+
+def greet(line: socket.socket, secret: bytes, deadline: float) -> Channel:
+    """As the guest: prove the secret, and have it proved."""
+    theirs = _read(line, NONCE, deadline)
+    mine = os.urandom(NONCE)
+    line.sendall(mine + _proof(secret, b"guest", theirs, mine))
+    if not hmac.compare_digest(_read(line, 32, deadline), _proof(secret, b"host", mine, theirs)):
+        raise BrokenError("it does not hold this run's secret")
+    return Channel(line, _proof(secret, b"key", theirs, mine), host=False)
+
+
+def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) -> Channel | None:
+    """As the host, which has sent the nonce: a channel, if the greeting proves the secret."""
+    theirs = greeting[:NONCE]
+    if not hmac.compare_digest(greeting[NONCE:], _proof(secret, b"guest", nonce, theirs)):
+        return None
+    line.sendall(_proof(secret, b"host", theirs, nonce))
+    return Channel(line, _proof(secret, b"key", nonce, theirs), host=True)
+
+
+def _read(line: socket.socket, count: int, deadline: float) -> bytes:
+    """Exactly so many bytes; one deadline for all of them, however slowly they come."""
+    data = b""
+    while len(data) < count:
+        _wait(line, deadline)
+        more = line.recv(count - len(data))
+        if not more:
+            raise BrokenError("it closed the connection: it does not hold this run's secret")
+        data += more
+    return data
+
+
+def _wait(line: socket.socket, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    if not poll.poll(max(0, (deadline - time.monotonic()) * 1000)):
+        raise BrokenError("it does not answer")

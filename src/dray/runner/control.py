@@ -1,0 +1,132 @@
+"""What the runners tell one another while their launchers run: a stop, a failure, that a node has ended.
+
+Each runner has a connection to the first one, from the rendezvous, which proves each message. It is the way for what a
+node must know within seconds; a connection that ends without a word is a runner that was killed or a node that is gone.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
+from dray.runner.channel import Channel
+from dray.runner.children import Children, exit_code
+
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+_GRACE = 10.0  # seconds from asking the launcher to end to killing it
+_REST = 20.0  # seconds for the other nodes to end once the run has failed
+
+
+class Control:
+    """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others."""
+
+    def __init__(self, world: Mapping[str, Any], me: int, children: Children, channels: Mapping[int, Channel]) -> None:
+        self.cause: Finding | None = None
+        self.stopped = False
+        self._names = [node["name"] for node in world["nodes"]]
+        self._me, self._children = me, children
+        self._open = dict(channels)
+        for node, one in channels.items():
+            children.watch(one.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
+
+    def lead(self, explain: Callable[[int], Finding]) -> int:
+        """Until the launcher has ended, and on the first node until all others have; the exit code of this node.
+
+        `explain` says of the launcher's exit code why this node has failed.
+        """
+        code, deadline = 0, 0.0
+        while self._children.running or (self._me == 0 and self._open):
+            if self.cause and not self._children.running:
+                deadline = deadline or time.monotonic() + _REST
+                if time.monotonic() > deadline:
+                    break
+            events = self._children.wait(1.0 if deadline else None)
+            for number in events.signals:
+                self._heard(number)
+            for code in events.ended.values():
+                if code and not self.stopped and not self.cause:
+                    self.fail(explain(code))
+        return self.cause.code if self.cause else exit_code(code)
+
+    def fail(self, finding: Finding) -> None:
+        """Tell all nodes why this one has failed."""
+        self.cause = finding
+        self._tell_all({"failed": finding._asdict()})
+
+    def close(self) -> None:
+        """Tell the others that this node has ended by itself, and was not lost."""
+        self._tell_all({"ended": self._me})
+        for node in list(self._open):
+            self._forget(node)
+
+    def _heard(self, number: int) -> None:
+        """A signal of this node's own. One that stops the run is for all nodes; the launcher hears it once."""
+        if number not in _STOPS:
+            self._children.tell(number)
+        elif not self.stopped:
+            self._stop(number)
+            self._tell_all({"stop": number})
+
+    def _stop(self, number: int) -> None:
+        self.stopped = True
+        self._children.tell(number)
+
+    def _read(self, node: int) -> None:
+        try:
+            messages = self._open[node].receive()
+        except (OSError, ValueError) as error:
+            self._lost(node, str(error))
+            return
+        for message in messages:
+            if "stop" in message and not self.stopped:
+                self._stop(signal.SIGTERM)
+                self._pass_on(message)
+            elif "failed" in message and not self.cause and not self.stopped:
+                self._end(Finding(**message["failed"]))
+                self._pass_on(message)
+            elif "ended" in message:
+                self._forget(node)
+                return
+
+    def _lost(self, node: int, why: str) -> None:
+        self._forget(node)
+        if self.stopped or self.cause:
+            return
+        name = self._names[node]
+        finding = Finding(
+            f"node {node} ({name}) is gone",
+            wanted="a runner that tells how its node ended",
+            found=why,
+            fix="start the run again; see the node's log and the cluster's own word on that node",
+            code=exit_codes.RETRY,
+            node=name,
+        )
+        self._end(finding)
+        self._pass_on({"failed": finding._asdict()})
+
+    def _end(self, finding: Finding) -> None:
+        """The run has failed elsewhere: this node's ranks would wait for the others for ever."""
+        self.cause = finding
+        print(f"dray: this node ends: {finding}", file=sys.stderr, flush=True)
+        self._children.end(_GRACE)
+
+    def _pass_on(self, message: dict[str, Any]) -> None:
+        if self._me == 0:
+            self._tell_all(message)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for one in self._open.values():
+            try:
+                one.send(message)
+            except OSError:  # it is gone, which is read next
+                continue
+
+    def _forget(self, node: int) -> None:
+        one = self._open.pop(node)
+        self._children.forget(one.line.fileno())
+        one.close()

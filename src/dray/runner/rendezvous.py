@@ -1,0 +1,131 @@
+"""All nodes find and check one another before anything is launched.
+
+The first node binds a port and tells it in rendezvous.json; the others prove the run's secret there and say who they
+are and what they hold. The first node answers all at once: go, or what is wrong. So a node that never comes, comes
+twice or holds something else stops the run in time. The connections stay, for `control`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dray.contract import files, run_folder
+from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
+from dray.runner import address as address_of
+from dray.runner import channel, host, introduction
+from dray.runner.channel import Channel
+
+
+class StoppedError(DrayError):
+    """The first node has refused the launch, and recorded why."""
+
+
+def _secret(folder: str) -> bytes:
+    """The run's, which the host has written."""
+    path = f"{folder}/{run_folder.SECRET}"
+    try:
+        with open(path, "rb") as file:
+            return file.read().strip()
+    except OSError as error:
+        raise ConfigError(
+            "the run's secret cannot be read",
+            where=path,
+            wanted="the file that was written with plan.json",
+            found=error,
+        ) from error
+
+
+def meet(
+    plan: Mapping[str, Any], me: int, digest: str
+) -> tuple[dict[int, Channel], tuple[str, int], socket.socket | None]:
+    """When all nodes are there: the connections to them, or to the first; its address and port; there, its socket."""
+    world = plan["world"]
+    several = len(world["nodes"]) > 1
+    key = _secret(plan["folder"]) if several else b""
+    mine = introduction.introduction(plan, me, digest)
+    if me > 0:
+        first, address = join(plan, mine, key)
+        return {0: first}, address, None
+    listener = address_of.listen(world)
+    if not several:
+        return {}, listener.getsockname(), listener
+    if world["shared_folder"]:
+        publish(plan, listener)
+    guests = host.gather(plan, mine, key, listener)
+    return guests, listener.getsockname(), listener
+
+
+def publish(plan: Mapping[str, Any], listener: socket.socket) -> None:
+    """Tell the other nodes where the first one listens."""
+    address, port = listener.getsockname()
+    told = {"address": address, "port": port, "attempt": plan["attempt"]}
+    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told))
+
+
+def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Where the first node of this attempt listens, once it has said so."""
+    world, folder = plan["world"], plan["folder"]
+    if not world["shared_folder"]:
+        return world["master"], world["port"]
+    try:
+        # Listing the folder makes an NFS client ask again for a file that it remembers as missing.
+        if run_folder.RENDEZVOUS not in os.listdir(folder):
+            return None
+        with open(f"{folder}/{run_folder.RENDEZVOUS}", "rb") as file:
+            told = json.load(file)
+        return (str(told["address"]), int(told["port"])) if told["attempt"] == plan["attempt"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def join(plan: Mapping[str, Any], mine: Mapping[str, Any], key: bytes) -> tuple[Channel, tuple[str, int]]:
+    """As any node but the first: the connection to it, and where that is, once all nodes are there."""
+    world = plan["world"]
+    deadline = time.monotonic() + world["rendezvous_timeout_s"]
+    reason, address = f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
+    while time.monotonic() < deadline:
+        address = published(plan)
+        if address:
+            try:
+                line = socket.create_connection(address, timeout=max(0.01, min(10, deadline - time.monotonic())))
+            except OSError as error:  # not listening yet, name not there yet
+                reason = str(error)
+            else:
+                try:
+                    first = channel.greet(line, key, min(deadline, time.monotonic() + channel.PROOF_S))
+                    first.send({**mine, "time": time.time()})
+                    # The first node knows who is missing. It may have come later, and so may its deadline.
+                    reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
+                except OSError as error:
+                    line.close()
+                    reason = str(error)
+                else:
+                    _require_go(reply)
+                    return first, (line.getpeername()[0], address[1])
+        time.sleep(0.05)
+    who = f"node {mine['node']} ({mine['name']})"
+    raise UnfitError(
+        f"{who} could not reach the first node in {world['rendezvous_timeout_s']} s",
+        wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
+        found=reason,
+        fix=f"see {run_folder.node_log(0)}: did the first node start? do all nodes hold its secret, and can they reach "
+        "one another?",
+    )
+
+
+def _require_go(reply: Mapping[str, Any]) -> None:
+    if "refused" not in reply:
+        return
+    found = Finding(**reply["refused"])
+    raise StoppedError(
+        "the first node stopped the launch",
+        wanted="go",
+        found=found,
+        fix=f"see {run_folder.failure('node-0')}",
+        code=found.code,
+    )

@@ -1,0 +1,25 @@
+"""`python -m dray.tcp_store ADDRESS PORT FILE`: serve torch's TCPStore on a listening socket, until the runner ends.
+
+Launchers and ranks may connect before torch is imported: the kernel has them wait at the socket.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+
+def main(address: str, port: int, file: int) -> None:
+    """Only the runner's end ends it."""
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+    except ImportError as error:
+        print(f"dray: MASTER_ADDR and MASTER_PORT have no store: {error}", file=sys.stderr, flush=True)
+        return
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+    while store:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
