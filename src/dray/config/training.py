@@ -10,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from dray.config.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
+Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
+SHARDED: dict[str, int] = {"ddp": 0, "fsdp": 3, "zero1": 1, "zero2": 2, "zero3": 3}
+"""What each rank holds a shard of, as ZeRO counts: 1 the optimizer's state, 2 gradients too, 3 weights too."""
 Scalar = str | int | float | bool
 Every = tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
 
@@ -123,7 +126,7 @@ class Train(Spec):
     """Steps between two lines of metrics."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
-    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3"] = "ddp"
+    strategy: Strategy = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which part the optimizer, the gradients and the weights in turn."""
     offload: Literal["", "optimizer", "all"] = ""
