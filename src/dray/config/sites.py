@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -43,11 +44,12 @@ def find(name: str) -> Site:
         return load(Site, Path(name))
     by_name = files()
     if name not in by_name:
+        near = get_close_matches(name, by_name, n=1)
         raise ConfigError(
             f"there is no site {name!r}",
             where=f"{checkout.root() / 'slurm' / 'sites'} and {user_folder()}",
-            wanted=", ".join(sorted(by_name)),
-            fix="--site NAME with one of these names, or --site PATH/TO/YOUR-SITE.toml",
+            wanted="a name that `dray site list` prints, or the path of a site file (*.toml)",
+            fix=f"--site {near[0]}" if near else "dray site list",
         )
     site = load(Site, by_name[name])
     if site.name != name:
