@@ -142,7 +142,7 @@ def argv(plan: Mapping[str, Any], me: int, address: str, port: int) -> list[str]
 
 
 def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Where the ranks of this node run: the keeper of each moves to its share. Threads follow unless somebody said."""
+    """Where the ranks of this node run: each supervisor moves to its share. Threads follow unless somebody said."""
     shares = cores.shares(world["ranks_per_node"], world, environ)
     given = environ.get(world["identity"]["cpus"], "")
     count = min(map(len, shares)) if shares else int(given if given.isdigit() else 1) // world["ranks_per_node"]

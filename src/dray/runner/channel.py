@@ -1,7 +1,7 @@
 """A connection whose two ends have proved that they hold the run's secret.
 
 Before the proof nothing of a peer's is parsed: 64 bytes are compared. After it each message carries a proof of its own,
-with its number and its direction: whoever can slip bytes into a connection could stop the run, and a proof costs 10 µs.
+with its number and its direction: anybody who can slip bytes into a connection could stop the run, and a proof costs 10 µs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 NONCE = 32
 GREETING = NONCE + 32  # the guest's nonce and its proof
-PROOF_S = 5.0  # from connecting to having said who one is; strangers and slow ones are closed then
+PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _LONGEST = 65536
 _SEND_S = 5.0
 
@@ -34,7 +34,7 @@ class Channel:
 
     def __init__(self, line: socket.socket, key: bytes, *, host: bool) -> None:
         self.line = line
-        self._key, self._mine, self._theirs = key, *((b"host", b"guest") if host else (b"guest", b"host"))
+        self._key, self._own, self._theirs = key, *((b"host", b"guest") if host else (b"guest", b"host"))
         self._sent = self._received = 0
         self._data = b""
         line.settimeout(_SEND_S)
@@ -42,7 +42,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """OSError: the peer is gone, or does not read."""
         text = json.dumps(message).encode()
-        proof = _proof(self._key, self._mine, self._sent.to_bytes(8, "big"), text)
+        proof = _proof(self._key, self._own, self._sent.to_bytes(8, "big"), text)
         self._sent += 1
         self.line.sendall(proof.hex().encode() + text + b"\n")
 
@@ -83,11 +83,11 @@ class Channel:
 def greet(line: socket.socket, secret: bytes, deadline: float) -> Channel:
     """As the guest: prove the secret, and have it proved."""
     theirs = _read(line, NONCE, deadline)
-    mine = os.urandom(NONCE)
-    line.sendall(mine + _proof(secret, b"guest", theirs, mine))
-    if not hmac.compare_digest(_read(line, 32, deadline), _proof(secret, b"host", mine, theirs)):
+    own = os.urandom(NONCE)
+    line.sendall(own + _proof(secret, b"guest", theirs, own))
+    if not hmac.compare_digest(_read(line, 32, deadline), _proof(secret, b"host", own, theirs)):
         raise BrokenError("it does not hold this run's secret")
-    return Channel(line, _proof(secret, b"key", theirs, mine), host=False)
+    return Channel(line, _proof(secret, b"key", theirs, own), host=False)
 
 
 def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) -> Channel | None:

@@ -17,10 +17,10 @@ from dray.runner.channel import Channel
 _MOST_UNPROVED = 512
 
 
-def gather(plan: Mapping[str, Any], mine: Mapping[str, Any], key: bytes, listener: socket.socket) -> dict[int, Channel]:
+def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> dict[int, Channel]:
     """As the first node: the connections to all others, or what is wrong with one of them, which all are told."""
     world = plan["world"]
-    door = _Door(world, mine, key, listener)
+    door = _Door(world, own, key, listener)
     refusal = door.open(time.monotonic() + world["rendezvous_timeout_s"])
     for guest in door.told:
         try:
@@ -35,11 +35,11 @@ def gather(plan: Mapping[str, Any], mine: Mapping[str, Any], key: bytes, listene
 class _Door:
     """Whom to let in."""
 
-    def __init__(self, world: Mapping[str, Any], mine: Mapping[str, Any], key: bytes, listener: socket.socket) -> None:
+    def __init__(self, world: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> None:
         self.guests: dict[int, Channel] = {}
         self.told: list[Channel] = []  # also one that has another's number
-        self._world, self._mine, self._key, self._listener = world, mine, key, listener
-        self._hosts = {mine["host"]: mine["name"]}
+        self._world, self._own, self._key, self._listener = world, own, key, listener
+        self._hosts = {own["host"]: own["name"]}
         self._unproved: dict[int, _Visitor] = {}
         self._turned_away = 0
         self._poll = select.poll()
@@ -103,13 +103,13 @@ class _Door:
 
     def _admit(self, visitor: _Visitor, hello: dict[str, Any]) -> DrayError | None:
         assert visitor.channel is not None
-        kinds = {name: type(value) for name, value in self._mine.items()}
+        kinds = {name: type(value) for name, value in self._own.items()}
         if {name: type(value) for name, value in hello.items()} != kinds:
             self._show_out(visitor)
             return None
         del self._unproved[visitor.line.fileno()]
         twin = None if self._world["one_machine"] else self._hosts.get(hello["host"])
-        refusal = introduction.odd(self._world, hello, {**self._mine, "time": time.time()}, self.guests, twin)
+        refusal = introduction.odd(self._world, hello, {**self._own, "time": time.time()}, self.guests, twin)
         self._hosts[hello["host"]] = hello["name"]
         self.guests.setdefault(hello["node"], visitor.channel)
         self.told.append(visitor.channel)

@@ -29,13 +29,13 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str) -> dict[str,
 def odd(
     world: Mapping[str, Any],
     hello: Mapping[str, Any],
-    mine: Mapping[str, Any],
+    own: Mapping[str, Any],
     guests: Mapping[int, object],
     twin: str | None,
 ) -> DrayError | None:
-    """What is wrong with a node that has come. `mine` is what the first node holds, at the time at which it came."""
+    """What is wrong with a node that has come. `own` is what the first node holds, at the time at which it came."""
     who = f"node {hello['node']} ({hello['name']})"
-    if hello["node"] in guests or hello["node"] == mine["node"] or hello["node"] not in range(len(world["nodes"])):
+    if hello["node"] in guests or hello["node"] == own["node"] or hello["node"] not in range(len(world["nodes"])):
         return ConfigError(
             f"two nodes believe that they are node {hello['node']}",
             wanted="every node has its own number",
@@ -49,7 +49,7 @@ def odd(
             found=hello["host"],
             fix="give the machines names of their own; or were two tasks started on one node?",
         )
-    skew = abs(hello["time"] - mine["time"])
+    skew = abs(hello["time"] - own["time"])
     if skew > _MOST_SKEW_S:
         return UnfitError(
             f"the clock of {who} is {skew:.0f} s away from the first node's",
@@ -65,10 +65,10 @@ def odd(
         ("dray", "the same image on every node"),
         ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
     ):
-        if hello[held] != mine[held]:
+        if hello[held] != own[held]:
             return ConfigError(
                 f"{who} holds another {held}",
-                wanted=f"{held} {mine[held][:12] or '(unknown)'}",
+                wanted=f"{held} {own[held][:12] or '(unknown)'}",
                 found=f"{held} {hello[held][:12] or '(unknown)'}",
                 fix=fix,
             )

@@ -1,4 +1,4 @@
-"""Locks that a killed compiler has left: whoever waits for one waits for ever, and says nothing."""
+"""Locks that a killed compiler has left: a rank that waits for one waits for ever, without a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before the launch: what this node lacks, and whether all ranks hear one another, with a deadline that holds."""
+"""Before the launch: what this node lacks, and whether all ranks can communicate, with a deadline that holds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _wait(ranks: children.Children, deadline: float) -> dict[int, int]:
     killed = False
     while ranks.running:
         events = ranks.wait(deadline - time.monotonic())
-        if events.signals:  # whoever stops the run: that is no finding of this node's
+        if events.signals:  # the run is stopped from outside: that is no finding of this node's
             ranks.tell(signal.SIGKILL)
             sys.exit(128 + events.signals[0])
         for rank, code in events.ended.items():
@@ -95,9 +95,9 @@ def _wait(ranks: children.Children, deadline: float) -> dict[int, int]:
 
 def _note(folder: str, plan: Mapping[str, Any], rank: int, by: str) -> None:
     """What a rank could not say itself, for all nodes to see."""
-    said = told(folder).get(rank) or {"rank": rank, "node": _node(plan, rank), "phase": "its start", "order": -1}
+    report = told(folder).get(rank) or {"rank": rank, "node": _node(plan, rank), "phase": "its start", "order": -1}
     path = f"{folder}/{run_folder.PREFLIGHT}/rank-{rank}.json"
-    files.write_atomic(path, json.dumps({**said, "killed": by}))
+    files.write_atomic(path, json.dumps({**report, "killed": by}))
 
 
 def _node(plan: Mapping[str, Any], rank: int) -> str:
@@ -109,10 +109,10 @@ def told(folder: str) -> dict[int, dict[str, Any]]:
     found = {}
     for path in glob.glob(f"{glob.escape(folder)}/{run_folder.PREFLIGHT}/rank-*.json"):
         with open(path, encoding="utf-8") as file:
-            said = json.load(file)
-        stack = f"{folder}/{run_folder.PREFLIGHT}/rank-{said['rank']}.stack"
-        said["expired"] = os.path.exists(stack) and os.path.getsize(stack) > 0
-        found[int(said["rank"])] = said
+            report = json.load(file)
+        stack = f"{folder}/{run_folder.PREFLIGHT}/rank-{report['rank']}.stack"
+        report["expired"] = os.path.exists(stack) and os.path.getsize(stack) > 0
+        found[int(report["rank"])] = report
     return found
 
 
@@ -174,7 +174,7 @@ def _hung(
             f"no rank got through {furthest['phase']} in {limit['limit']} s",
             wanted="collectives that end (preflight.within)",
             found=f"all ranks hang in it, on {nodes}",
-            fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL said",
+            fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL report",
         )
     known = ranks.get(guilty[0], {"rank": guilty[0], "node": _node(plan, guilty[0]), "phase": "its start"})
     return UnfitError(

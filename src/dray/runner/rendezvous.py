@@ -47,16 +47,16 @@ def meet(
     world = plan["world"]
     several = len(world["nodes"]) > 1
     key = _secret(plan["folder"]) if several else b""
-    mine = introduction.introduction(plan, me, digest)
+    own = introduction.introduction(plan, me, digest)
     if me > 0:
-        first, address = join(plan, mine, key)
+        first, address = join(plan, own, key)
         return {0: first}, address, None
     listener = address_of.listen(world)
     if not several:
         return {}, listener.getsockname(), listener
     if world["shared_folder"]:
         publish(plan, listener)
-    guests = host.gather(plan, mine, key, listener)
+    guests = host.gather(plan, own, key, listener)
     return guests, listener.getsockname(), listener
 
 
@@ -83,7 +83,7 @@ def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
         return None
 
 
-def join(plan: Mapping[str, Any], mine: Mapping[str, Any], key: bytes) -> tuple[Channel, tuple[str, int]]:
+def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[Channel, tuple[str, int]]:
     """As any node but the first: the connection to it, and where that is, once all nodes are there."""
     world = plan["world"]
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
@@ -98,7 +98,7 @@ def join(plan: Mapping[str, Any], mine: Mapping[str, Any], key: bytes) -> tuple[
             else:
                 try:
                     first = channel.greet(line, key, min(deadline, time.monotonic() + channel.PROOF_S))
-                    first.send({**mine, "time": time.time()})
+                    first.send({**own, "time": time.time()})
                     # The first node knows who is missing. It may have come later, and so may its deadline.
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
                 except OSError as error:
@@ -108,7 +108,7 @@ def join(plan: Mapping[str, Any], mine: Mapping[str, Any], key: bytes) -> tuple[
                     _require_go(reply)
                     return first, (line.getpeername()[0], address[1])
         time.sleep(0.05)
-    who = f"node {mine['node']} ({mine['name']})"
+    who = f"node {own['node']} ({own['name']})"
     raise UnfitError(
         f"{who} could not reach the first node in {world['rendezvous_timeout_s']} s",
         wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
