@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -110,3 +113,38 @@ def test_what_to_type(file, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         f"box1      cd '{tmp_path}/a b' && dray run --run x --node 0 -- 'my t.py' --node",
         f"10.0.0.2  cd '{tmp_path}/a b' && dray run --run x --node 1 -- 'my t.py' --node",
     ]
+
+
+class TestSecret:
+    """What machines without a shared folder prove to one another."""
+
+    @staticmethod
+    def machines(folder: Path, text: str = "n1\nn2\n") -> hosts.Hosts:
+        (folder / "hosts").write_text(text)
+        return hosts.read(folder / "hosts")
+
+    def test_one_machine_needs_none(self, tmp_path: Path) -> None:
+        assert self.machines(tmp_path, "n1\n").secret(None) == ""
+
+    def test_several_machines_are_told_the_line_that_makes_one(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError) as refused:
+            self.machines(tmp_path).secret(None)
+        line, _, after = refused.value.details["fix"].partition(", then")
+        assert after == " copy it to each machine and add --secret ~/.dray-secret"
+        subprocess.run(["bash", "-c", line], env={**os.environ, "HOME": str(tmp_path)}, check=True)
+        assert re.fullmatch("[0-9a-f]{64}", self.machines(tmp_path).secret(tmp_path / ".dray-secret"))
+
+    @pytest.mark.parametrize(
+        ("mode", "text", "problem"),
+        [
+            (0o640, "5" * 64, "others can read the secret"),
+            (0o600, "5" * 31, "the secret is too short"),
+            (0o600, "é" * 64, "the secret cannot be read"),
+        ],
+    )
+    def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str, problem: str) -> None:
+        (tmp_path / "secret").write_text(text)
+        (tmp_path / "secret").chmod(mode)
+        with pytest.raises(ConfigError) as refused:
+            self.machines(tmp_path).secret(tmp_path / "secret")
+        assert refused.value.problem == problem

@@ -80,7 +80,7 @@ class Recipe(Spec):
     pass_env: tuple[Annotated[str, Field(pattern=_VARIABLE)], ...] = ()
     """Variables that ranks get with the value that they have where the job was submitted, such as HF_TOKEN."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often torchrun starts all ranks again after one has died. Ranks then follow the order in which nodes come."""
+    """How often torchrun starts all ranks again after one has died."""
     accelerate: str | None = None
     """A configuration file of accelerate's, in the place of dray's own. A relative path starts beside the recipe."""
     preflight: Preflight = Preflight()

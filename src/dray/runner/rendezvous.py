@@ -87,7 +87,7 @@ def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[C
     """As any node but the first: the connection to it, and where that is, once all nodes are there."""
     world = plan["world"]
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
-    reason, address = f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
+    broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
     while time.monotonic() < deadline:
         address = published(plan)
         if address:
@@ -103,7 +103,7 @@ def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[C
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
                 except OSError as error:
                     line.close()
-                    reason = str(error)
+                    reason = broken = str(error)
                 else:
                     _require_go(reply)
                     return first, (line.getpeername()[0], address[1])
@@ -112,7 +112,7 @@ def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[C
     raise UnfitError(
         f"{who} could not reach the first node in {world['rendezvous_timeout_s']} s",
         wanted=f"a connection to {address[0]} port {address[1]}" if address else "the address of the first node",
-        found=reason,
+        found=broken or reason,
         fix=f"see {run_folder.node_log(0)}: did the first node start? do all nodes hold its secret, and can they reach "
         "one another?",
     )

@@ -1,0 +1,109 @@
+"""Runners as the nodes of a plan on this machine: what tests of the launch, the rendezvous and the store share."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def rendezvous(plan: dict[str, Any]) -> tuple[str, int]:
+    """Where the first node listens, once it has told the others."""
+    file = Path(plan["folder"], "rendezvous.json")
+    deadline = time.monotonic() + 20
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    told = json.loads(file.read_text())
+    return told["address"], told["port"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> dict[str, Any]:
+    """A plan for two nodes on loopback, whose launcher writes down what it was given."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "secret").write_text("5ec2e7\n")
+    return {
+        "folder": str(tmp_path),
+        "attempt": 1,
+        "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
+        "command": ["train", "{node_rank}"],
+        "where": str(tmp_path),
+        "preflight": None,
+        "world": {
+            "nodes": [{"name": "node1", "address": "127.0.0.1"}, {"name": "node2", "address": "127.0.0.1"}],
+            "ranks_per_node": 2,
+            "size": 4,
+            "master": "127.0.0.1",
+            "port": 0,
+            "interfaces": [],
+            "rendezvous_timeout_s": 20,
+            "cores": [],
+            "one_machine": True,
+            "shared_folder": True,
+            "identity": {
+                "node": "DRAY_NODE",
+                "nodes": "DRAY_NODES",
+                "name": "DRAY_NODE_NAME",
+                "cpus": "DRAY_CPUS",
+                "image": "DRAY_IMAGE_ID",
+            },
+        },
+    }
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(plan: dict[str, Any], tmp_path: Path):
+    """Start the runner as one node."""
+    started = []
+
+    def begin(
+        node: object = "0", nodes: object = "2", name: str | None = "node1", path: Path | None = None,
+        start_new_session: bool = False, **more: str,
+    ):  # fmt: skip
+        file = path or tmp_path / "plan.json"
+        if path is None:
+            file.write_text(json.dumps(plan))
+        identity = {"DRAY_NODE": node, "DRAY_NODES": nodes, "DRAY_NODE_NAME": name}
+        env = {key: str(value) for key, value in identity.items() if value is not None}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dray.runner", file],
+            env={"PATH": os.environ["PATH"], "DRAY_CPUS": "1", **env, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=start_new_session,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# What a node says that was given one core for its two ranks.
+UNBOUND = "dray: cores of each rank: not bound (1 for 2 ranks: ask for more, --cpus-per-task); OMP_NUM_THREADS=1"
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out + err

@@ -1,0 +1,101 @@
+"""torch's store on the runner's socket, joined by the real launchers on two nodes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.planning import launchers
+from nodes import Start
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = """
+import json, os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+listening = sorted(
+    bytes.fromhex(line.split()[1].split(":")[0])[::-1].hex()
+    for line in open("/proc/net/tcp").read().splitlines()[1:]
+    if line.split()[3] == "0A" and int(line.split()[1].split(":")[1], 16) == int(os.environ["MASTER_PORT"])
+)
+seen = {"rank": dist.get_rank(), "node": int(os.environ["GROUP_RANK"]), "sum": int(total), "listening": listening}
+seen |= {"port": os.environ["MASTER_PORT"], "again": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))}
+if len(sys.argv) > 2 and not seen["again"] and seen["rank"] == int(sys.argv[2]):
+    sys.exit(9)
+with open(f"{sys.argv[1]}/seen-{seen['rank']}.json", "w") as file:
+    json.dump(seen, file)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def launch(
+    name: str, plan: dict[str, Any], start: Start, folder: Path, *words: str, max_restarts: int = 0
+) -> list[Any]:
+    """What the four ranks of two nodes saw."""
+    (folder / "script.py").write_text(SCRIPT)
+    launcher = launchers.of(name)
+    job = launchers.Job(
+        python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2, max_restarts=max_restarts
+    )
+    for file, text in launcher.files(job).items():
+        (folder / file).write_text(text)
+    plan["launcher"] = list(launcher.argv(job))
+    plan["command"] = [sys.executable, str(folder / "script.py"), str(folder), *words]
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HOME": str(folder)}
+    nodes = [start(number, 2, f"node{number + 1}", **env) for number in (0, 1)]
+    said = [node.communicate(timeout=120) for node in nodes]
+    logs = [path.read_text() for path in (folder / "logs").glob("rank-*.log")]
+    assert [node.returncode for node in nodes] == [0, 0], (said, logs)
+    return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", ["torchrun", "accelerate", "python"])
+def test_ranks_join_the_runner_s_store(name: str, plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    """No listener on every interface: the one on the port of the ranks is on the address that the runner has bound."""
+    seen = launch(name, plan, start, tmp_path)
+    told = json.loads((tmp_path / "rendezvous.json").read_text())
+    assert [(one["rank"], one["node"], one["sum"]) for one in seen] == [(0, 0, 4), (1, 0, 4), (2, 1, 4), (3, 1, 4)]
+    assert {one["port"] for one in seen} == {str(told["port"])}
+    assert {tuple(one["listening"]) for one in seen} == {("7f000001",)}
+
+
+def test_ranks_that_torchrun_starts_again_keep_their_numbers(plan, start: Start, tmp_path: Path) -> None:
+    """One rank of the second node fails once; the first node's agent follows."""
+    seen = launch("torchrun", plan, start, tmp_path, "3", max_restarts=1)
+    told = json.loads((tmp_path / "rendezvous.json").read_text())
+    assert [(one["rank"], one["node"], one["sum"]) for one in seen] == [(0, 0, 4), (1, 0, 4), (2, 1, 4), (3, 1, 4)]
+    assert str(told["port"]) not in {one["port"] for one in seen}  # a store of their own
+    assert {tuple(one["listening"]) for one in seen} == {("7f000001",)}
+
+
+def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: Start, tmp_path: Path) -> None:
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    plan["world"] |= {"ranks_per_node": 1, "size": 1}
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = launchers.Job(python=sys.executable, folder=str(tmp_path), hosts=("node1",), each=1)
+    plan["launcher"] = list(launchers.of("python").argv(job))
+    plan["command"] = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    node = start(0, 1, "node1", GLOO_SOCKET_IFNAME="lo")
+    assert node.wait(60) == 0, (tmp_path / "logs/rank-0.log").read_text()
+    assert json.loads((tmp_path / "seen-0.json").read_text())["sum"] == 1
+
+
+def test_the_installation_registers_the_rendezvous() -> None:
+    """In a process of its own, as torchrun does it."""
+    show = (
+        "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r; print(r._registry['dray'])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", show], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}
+    )
+    assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)
