@@ -1,7 +1,7 @@
 """A connection whose two ends have proved that they hold the run's secret.
 
 Before the proof nothing of a peer's is parsed: 64 bytes are compared. After it each message carries a proof of its own,
-with its number and its direction: anybody who can slip bytes into a connection could stop the run, and a proof costs 10 µs.
+with its number and its direction: bytes that somebody slips into a connection could stop the run. A proof costs 10 µs.
 """
 
 from __future__ import annotations
