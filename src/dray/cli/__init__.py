@@ -26,21 +26,22 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("init", "plan", "prefetch", "run", "submit", "generate", "eval", "export", "push", "finish", "doctor")
+_VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "doctor")
+_OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")
-_GROUPS = ("recipe", "image", "cluster", "site", "env")
+_GROUPS = ("recipe", "image", "cluster", "site", "env", "model")
 
 
 def _register(named: str | None) -> None:
     """Only the verb that was named is imported: a job plans in every start, and need not load the Docker SDK for it."""
-    one = (named,) if named in (*_VERBS, *_GROUPS) else (*_VERBS, *_GROUPS)
-    for name in one:
-        module = importlib.import_module(f"dray.cli.{name}")
+    everything = (*_VERBS, *_OF_MODEL, *_GROUPS)
+    for name in (named,) if named in everything else everything:
+        module = importlib.import_module(f"dray.cli.{'model' if name in _OF_MODEL else name}")
         if name in _GROUPS:
             app.add_typer(module.app, name=name)
         else:
-            app.command(name, hidden=name == "finish")(getattr(module, "evaluate" if name == "eval" else name))
+            app.command(name, hidden=name == "finish")(getattr(module, _OF_MODEL.get(name, name)))
 
 
 def main() -> None:

@@ -100,14 +100,14 @@ class Recipe(Spec):
         kept = {"checkpoint.folder": self.checkpoint.folder, "data.cache_dir": self.data.cache_dir}
         return self.places() | {key: place for key, place in kept.items() if place}
 
-    def texts(self) -> dict[str, str]:
-        """The keys that name a text, and what they name."""
+    def datasets(self) -> dict[str, str]:
+        """The keys that name a dataset, and what they name."""
         data = {f"data.{name}": getattr(self.data, name) for name in ("train", "validation", "test")}
         return data | {f"evaluate.{name}.dataset": one.dataset for name, one in self.evaluate.items()}
 
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
-        data = self.texts()
+        data = self.datasets()
         model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
         files = {key: said for key, said in data.items() if said not in ("", "builtin") and not said.startswith("hub:")}
         return files | {key: said for key, said in model.items() if said.startswith(("/", "."))}
@@ -142,7 +142,7 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _the_hub_s_names_are_whole(self) -> Recipe:
-        for key, said in self.texts().items():
+        for key, said in self.datasets().items():
             if said.startswith("hub:") and not _HUB.fullmatch(said):
                 raise ValueError(f"{key} = {said}: expected hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]")
         return self

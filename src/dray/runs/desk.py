@@ -1,7 +1,8 @@
-"""One program of dray's in the image, on this machine, for a recipe: before its run or after it."""
+"""One job in the image, on this machine, for a recipe: before its run or after it."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from dray import engines
 from dray.config.recipe import Command, Preflight, Recipe
+from dray.contract import jobs
 from dray.contract.findings import ConfigError
 from dray.facts import Engine
 from dray.planning.plan import Plan
@@ -18,72 +20,70 @@ from dray.runs.paths import new_id, newest_attempt
 
 
 def ended(run: Path) -> tuple[Plan, Path]:
-    """The plan of a run, and the model that it left."""
+    """The plan of a run that has ended, and its model's folder."""
     paths = newest_attempt(run)
     plan, final = write.read(paths), paths.final_model
     if not final.is_dir():
         raise ConfigError(
-            "the run has left no model",
+            "the run has no final model",
             where=final,
-            found="a run that has not come to its end" if plan.recipe.train else "a run of a program of the user's own",
-            fix="let it end: the same command again goes on from its checkpoints, where checkpoint.folder is set",
+            found="a run that has not ended" if plan.recipe.train else "a run of a program of your own",
+            fix="let it end: the same command again resumes from its checkpoints, where checkpoint.folder is set",
         )
     return plan, final
 
 
 def once(
     recipe: Recipe,
-    module: str,
-    words: Sequence[str],
+    job: jobs.Job,
     *,
     engine: Engine,
-    where: Path,
+    folder: Path,
     env: dict[str, str] | None = None,
-    sees: Sequence[str] = (),
-    given: str = "",
+    sections: Sequence[str] = (),
 ) -> int:
-    """Show what it prints as it comes; its exit code. It is a run of one rank in `where`, of which nothing stays.
+    """Run one job of contract/jobs.py and show what it prints as it comes; its exit code.
 
-    A container sees that folder, and what the recipe's sections named in `sees` name. What is `given` is in a file,
-    whose path is the last of the words.
+    It is a run of one rank in `folder`, which leaves no run folder. A container sees that folder, and the files that
+    the recipe's `sections` name.
     """
-    named = new_id(recipe.name)
-    known = {**recipe.env, **(env or {})}
+    run = new_id(recipe.name)
+    environment = {**recipe.env, **(env or {})}
     image = local.image_of(engine, recipe)
-    seen = {name: getattr(recipe, name) for name in sees}
-    if "data" in seen:
-        seen["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was learnt
+    visible = {name: getattr(recipe, name) for name in sections}
+    if "data" in visible:
+        visible["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was trained
     facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
-    with TemporaryDirectory(prefix="dray-") as folder:
-        told = Path(folder, named, "given.json")
-        argv = (engines.get(engine).python(image), "-m", module, *words, *([str(told)] if given else []))
+    with TemporaryDirectory(prefix="dray-") as runs:
+        file = Path(runs, run, "job.json")
+        python = engines.get(engine).python(image)
         program = Recipe(
             name=recipe.name,
             launcher="python",
             ranks_per_node=1,
-            env=known,
-            pass_env=tuple(name for name in recipe.pass_env if name not in known),
+            env=environment,
+            pass_env=tuple(name for name in recipe.pass_env if name not in environment),
             preflight=Preflight(when="never"),
-            command=Command(argv=argv, folder=str(where)),
-        ).model_copy(update=seen)  # of the cpu image, whatever is in it: no GPU is wanted
-        plan, paths = write.write(program, facts, runs=Path(folder), run=named)
-        told.write_text(given, encoding="utf-8")
+            command=Command(argv=(python, "-m", "dray.train.outputs", str(file)), folder=str(folder)),
+        ).model_copy(update=visible)  # in the cpu image: no GPU is needed
+        plan, paths = write.write(program, facts, runs=Path(runs), run=run)
+        file.write_text(json.dumps(jobs.to_json(job)), encoding="utf-8")
         shown = 0
 
         def show() -> None:
             nonlocal shown
             log = paths.rank_log(0)
             if log.exists():
-                with log.open("rb") as file:
-                    file.seek(shown)
-                    new = file.read()
+                with log.open("rb") as stream:
+                    stream.seek(shown)
+                    new = stream.read()
                 shown += len(new)
                 sys.stdout.write(new.decode(errors="replace"))
                 sys.stdout.flush()
 
         code = local.run(plan, paths, watch=show)
         show()
-        ended = finish(paths, code=code)
-        if ended.cause and not shown:  # it never began
-            print("\n".join(ended.cause.last_lines), file=sys.stderr)
-        return ended.exit_code
+        result = finish(paths, code=code)
+        if result.cause and not shown:  # it never began
+            print("\n".join(result.cause.last_lines), file=sys.stderr)
+        return result.exit_code

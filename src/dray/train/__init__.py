@@ -1,1 +1,1 @@
-"""Trains a causal language model as plan.json says. In the image; the only room besides checks that imports torch."""
+"""Trains a language model as plan.json says: causal, masked or sft. In the image; besides checks alone in importing torch."""

@@ -13,19 +13,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from dray.train import card, data, lora, model, objective, parallel, words
+from dray.contract.findings import DrayError
+from dray.train import objectives, strategies
 from dray.train.checkpoint import Checkpoints
+from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.config import Config, read
+from dray.train.data import datasets, tokenizer
+from dray.train.data.token_cache import IDS, Tokens
+from dray.train.errors import guarded
 from dray.train.evaluate import Evaluator
-from dray.train.loop import Loop
+from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics
-from dray.train.shards import IDS, Tokens
-from dray.train.stop import EXIT_FAILED, guarded, stop
+from dray.train.model import build, lora
+from dray.train.outputs import card
+from dray.train.strategies.base import Strategy, check_same
 
-_LARGE = 500_000_000  # weights; what is larger is not loaded once more only to be seen
+_LARGE = 500_000_000  # weights; a larger model is not loaded once more only to be seen
 
 
 def main(path: str) -> None:
@@ -33,99 +39,97 @@ def main(path: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = read(path)
-    device, patient = parallel.begin(config)
-    tokenizer = words.tokenizer(config)
-    model.check(config, tokenizer)  # before the text is read, which may take long
+    device = init_distributed(config.variant)
+    tokens = tokenizer.load(config)
+    build.check(config, tokens)  # before datasets are read, which may take long
     metrics = Metrics(config, writes=dist.get_rank() == 0)
-    texts = data.texts(config, tokenizer)
-    config = replace(config, steps=config.steps or max(1, round(config.epochs * texts.total / config.step_tokens)))
-    network = model.build(config, tokenizer, filled=model.first())
+    data = datasets.load(config, tokens)
+    epochs = config.train.epochs or 0.0
+    config = replace(config, steps=config.steps or max(1, round(epochs * data.total / config.step_tokens)))
+    network = build.build(config, tokens, filled=build.has_weights())
     parameters = sum(weight.numel() for weight in network.parameters())
     trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
-    parallel.check_same(network, patient)
-    shared = parallel.make(network, config, device)
-    task = objective.task(config, tokenizer, words.ended(tokenizer))
-    checkpoints = Checkpoints(config, shared, text=texts.training.text, group=patient)
-    texts.training.load(checkpoints.resume())
-    first = checkpoints.newest or 0
-    _began(config, metrics, (parameters, trained), texts, first)
+    check_same(network)
+    strategy = strategies.make(network, config, device)
+    objective = objectives.named(config.train.objective)(config, tokens)
+    checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
+    data.training.load(checkpoints.resume())
+    resumed = checkpoints.newest or 0
+    _write_start(config, metrics, parameters=parameters, trained=trained, tokens=data.total, step=resumed)
 
-    evaluator = Evaluator(config, tokenizer, shared, task, metrics)
-    dist.barrier(group=patient)  # its texts became tokens, which may have taken one node long
+    evaluator = Evaluator(config, tokens, strategy, objective, metrics)
+    barrier()  # the first node to have its datasets waits for the last
     began = time.monotonic()
-    loop = Loop(config, parallel=shared, feed=texts.training, task=task, metrics=metrics, checkpoints=checkpoints)
-    loop.run(lambda step: evaluator.all(step, texts.validation))
+    loop = Loop(
+        config, strategy=strategy, feed=data.training, objective=objective, metrics=metrics, checkpoints=checkpoints
+    )
+    loop.run(lambda step: evaluator.all(step, data.validation))
     seconds = time.monotonic() - began
-    evaluator.all(config.steps, texts.validation)
+    evaluator.all(config.steps, data.validation)
     if not math.isfinite(evaluator.found["eval"]["loss"]):
-        stop(
+        raise DrayError(
             "the model is not finite",
-            wanted="a loss on the validation text",
-            found=f"NaN or Inf after the last step; {checkpoints.said()}",
-            fix="a smaller train.lr or more train.warmup_steps; train.max_grad_norm = 1; bf16 in place of fp16",
-            code=EXIT_FAILED,
+            wanted="a finite loss on the validation dataset",
+            found=f"NaN or Inf after the last step; {checkpoints.newest_text()}",
+            fix=NOT_FINITE,
         )
-    if texts.test is not None:
-        evaluator.text("test", config.steps, texts.test)
-    final = Path(config.run_folder, "checkpoints", "final")
-    _save(shared, tokenizer, final, config.model.name)
+    if data.test is not None:
+        evaluator.dataset("test", config.steps, data.test)
+    final = Path(config.final_model)
+    _save(strategy, tokens, final, config.model.name)
     if dist.get_rank() == 0:
         card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
-        steps = config.steps - first
+        steps = config.steps - resumed
         speed = steps * config.step_tokens / seconds if steps else 0.0
-        sample = _reload(final, texts.validation, config) if parameters < _LARGE else ""
+        sample = _reload(final, data.validation, config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     metrics.close()
-    dist.barrier(group=patient)
+    barrier()
 
 
-def _began(config: Config, metrics: Metrics, weights: tuple[int, int], texts: data.Texts, first: int) -> None:
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, os.environ[config.name_variable])
-    tokens = f"{texts.total:,} tokens" if texts.total else "a stream"
-    parameters, trained = weights
+def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: int, tokens: int, step: int) -> None:
+    hosts = all_gather_json(os.environ[config.host_variable])
+    size = f"{tokens:,} tokens" if tokens else "a stream"
     part = "" if trained == parameters else f", {trained:,} of them trained"
     metrics.write(
         "start",
-        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters{part}, {tokens}",
+        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters{part}, {size}",
         world_size=dist.get_world_size(),
         hosts=hosts,
         parameters=parameters,
-        trained=trained,
-        first_step=first,
+        trainable_parameters=trained,
+        first_step=step,
         steps=config.steps,
-        tokens=texts.total,
+        tokens=tokens,
         torch=torch.__version__,
     )
 
 
-def _save(shared: parallel.Parallel, tokenizer: Any, final: Path, base: str) -> None:  # noqa: ANN401  a tokenizer
-    """As any user of transformers loads it, whole or not there."""
-    network: Any = shared.network
-    state = shared.weights()
+def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # noqa: ANN401  a tokenizer
+    """A folder that `from_pretrained` loads; atomic."""
+    network: Any = strategy.network
+    state = strategy.weights()
     if dist.get_rank() == 0:
-        part = final.with_name("final.part")
+        part = final.with_name(f"{final.name}.part")
         if lora.on(network):
             lora.save_adapter(network, state, final.with_name("adapter"), base)
             network, state = lora.plain(network), lora.merged(network, state)
         network.save_pretrained(part, state_dict=state)
-        tokenizer.save_pretrained(part)
+        tokens.save_pretrained(part)
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
 
 
 def _reload(final: Path, validation: Tokens, config: Config) -> str:
-    """Load what was saved the way any user would, and let it write: a save that cannot be loaded is no save."""
-    code = {"trust_remote_code": config.model.trust_remote_code}
-    tokens: Any = AutoTokenizer.from_pretrained(final, **code)
-    if config.objective == "masked":
-        AutoModelForMaskedLM.from_pretrained(final, **code)
+    """Load what was saved as a user would, and let it generate: a model that cannot be loaded was not saved."""
+    code, objective = config.model.trust_remote_code, objectives.named(config.train.objective)
+    tokens: Any = AutoTokenizer.from_pretrained(final, trust_remote_code=code)
+    network: Any = objective.auto_model.from_pretrained(final, trust_remote_code=code).eval()
+    if not objective.predicts_next:
         return ""
-    network: Any = AutoModelForCausalLM.from_pretrained(final, **code).eval()
-    prompt = torch.from_numpy(validation.block(0, config.data.sequence_length // 4)[None] & IDS)
-    written = network.generate(
-        prompt, max_new_tokens=config.data.sequence_length // 2, do_sample=False, pad_token_id=tokens.pad_token_id
-    )
+    length = config.data.sequence_length
+    prompt = torch.from_numpy(validation.slice(0, length // 4)[None] & IDS)
+    written = network.generate(prompt, max_new_tokens=length // 2, do_sample=False, pad_token_id=tokens.pad_token_id)
     return str(tokens.decode(written[0], skip_special_tokens=True))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and the newest that is whole.
+"""Atomic checkpoints, and the newest one that is complete.
 
 A checkpoint is written into a folder of another name while training goes on, every file is synced, a manifest with
 sizes and checksums comes last, and then one rename. Whatever is killed at whatever moment leaves the one before.
@@ -24,49 +24,50 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dray.train.collectives import all_gather_json, barrier, broadcast_json, control_group
 from dray.train.config import Config
-from dray.train.parallel import Parallel, State
-from dray.train.stop import EXIT_FAILED, say, stop
+from dray.train.strategies.base import State, Strategy
+from dray.contract.findings import ConfigError, DrayError
+from dray.train.errors import say
 
 _MANIFEST = "manifest.json"
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
 class Checkpoints:
-    """Those of one run: their folder is on a disk that all ranks see. `text` tells what is learnt from others."""
+    """Those of one run: their folder is on a disk that all ranks see. `dataset` tells one dataset from another."""
 
-    def __init__(self, config: Config, parallel: Parallel, *, text: str, group: dist.ProcessGroup) -> None:
-        self.folder, self.parallel = Path(config.checkpoints), parallel
-        self.about, self.keep, data = config.about, config.keep, config.data
+    def __init__(self, config: Config, strategy: Strategy, *, dataset: str) -> None:
+        self.folder, self.strategy = Path(config.checkpoints), strategy
+        self.run, self.keep, data = config.run, config.checkpoint.keep, config.data
+        self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         # What decides which samples a step has.
         self.order: dict[str, Any] = {
             "global_size": config.global_size,
             "sequence_length": data.sequence_length,
-            "seed": config.seed,
+            "seed": config.train.seed,
         }
-        self.order |= {"streaming": data.streaming, "text": text}
+        self.order |= {"streaming": data.streaming, "dataset": dataset}
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        # What is written beside training has its own group: on training's, the messages of both would mix.
-        self._group = group
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
-        self.newest: int | None = None  # the step of the newest that is whole
+        self.newest: int | None = None  # the step of the newest that is complete
 
-    def save(self, step: int, place: Any) -> None:  # noqa: ANN401  any JSON value
+    def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
         """All ranks together. It is there after `settle`."""
         self.settle()
-        part = self.folder / f"step-{step}.part-{self.about['run']}"
+        part = self.folder / f"step-{step}.part-{self.run}"
         if self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             try:
                 part.mkdir(parents=True)
             except OSError as error:
                 self._cannot(error)
-        dist.barrier(group=self._group)
-        scaler = self.parallel.scaler
-        own = {"feed": place, "scaler": scaler.state() if scaler else None}
+        barrier()
+        scaler = self.strategy.scaler
+        own = {"feed": position, "scaler": scaler.state() if scaler else None}
         updates = step - (scaler.skipped if scaler else 0)
-        self._pending = self._writer.submit(self._write, part, self.parallel.state(), step, updates, own)
+        self._pending = self._writer.submit(self._write, part, self.strategy.state(), step, updates, own)
 
     def settle(self) -> None:
         """Wait until what was begun is there."""
@@ -80,87 +81,80 @@ class Checkpoints:
         except Exception as error:
             self._cannot(error)
 
-    def said(self) -> str:
-        """What there is to go on from."""
-        there = self.newest is not None
-        return f"the newest checkpoint is of step {self.newest}" if there else "there is no checkpoint yet"
+    def newest_text(self) -> str:
+        """From what a run can resume."""
+        exists = self.newest is not None
+        return f"the newest checkpoint is of step {self.newest}" if exists else "there is no checkpoint yet"
 
     def _cannot(self, error: BaseException) -> NoReturn:
-        stop(
+        raise DrayError(
             "the checkpoint cannot be written",
-            wanted=f"room and leave to write in {self.folder}",
+            wanted=f"room and permission to write in {self.folder}",
             found=" ".join(str(error).split())[-300:] or type(error).__name__,
-            fix=f"look at the disk and its quota; {self.said()}",
-            code=EXIT_FAILED,
+            fix=f"check the disk and its quota; {self.newest_text()}",
         )
 
     def _write(self, part: Path, state: State, step: int, updates: int, own: dict[str, Any]) -> None:
-        if self.parallel.device.type == "cuda":
-            torch.cuda.set_device(self.parallel.device)  # a new thread has the first one
-        save(state, checkpoint_id=part, process_group=self._group)
+        if self.strategy.device.type == "cuda":
+            torch.cuda.set_device(self.strategy.device)  # a new thread has the first one
+        save(state, checkpoint_id=part, process_group=control_group())
         text = json.dumps(own, default=lambda array: array.tolist())
         (part / f"rank-{self.rank}.json").write_text(text, encoding="utf-8")
-        # Each rank lists what it wrote itself: what others wrote may not be seen here yet.
-        mine = [path for path in part.iterdir() if path.name.startswith((f"__{self.rank}_", f"rank-{self.rank}."))]
-        mine += [part / ".metadata"] if self.rank == 0 else []
-        files = self._gathered({path.name: _sealed(path) for path in mine})
+        # Each rank lists what it wrote itself: what others wrote may not be visible yet.
+        own_files = [path for path in part.iterdir() if path.name.startswith((f"__{self.rank}_", f"rank-{self.rank}."))]
+        own_files += [part / ".metadata"] if self.rank == 0 else []
+        files = _gathered({path.name: _sealed(path) for path in own_files})
         if self.rank == 0:
-            said = {"step": step, "updates": updates, **self.about, "world_size": self.world, "order": self.order}
-            said["files"] = files
+            manifest = {"step": step, "updates": updates, **self.made_by, "world_size": self.world, "order": self.order}
+            manifest["files"] = files
             with (part / _MANIFEST).open("w", encoding="utf-8") as file:
-                json.dump(said, file, indent=1)
+                json.dump(manifest, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             _sync(part)
             part.rename(self.folder / f"step-{step}")
             _sync(self.folder)
             self._prune()
-        dist.barrier(group=self._group)
+        barrier()
         self.newest = step
 
     def resume(self) -> list[Any]:
-        """Load the newest that is whole, if there is one; the feed's states. What is broken is said and put aside."""
-        for step in self._from_first(lambda: _steps(self.folder)[::-1]):
+        """Load the newest that is complete, if there is one; the feed's states. A broken one is reported and renamed."""
+        for step in _of_rank_0(lambda: _steps(self.folder)[::-1]):
             path = self.folder / f"step-{step}"
-            said = self._from_first(partial(_manifest, path))
-            troubles = self._troubles(path, said["files"]) if "files" in said else [said["trouble"]]
+            manifest = _of_rank_0(partial(_manifest, path))
+            troubles = self._troubles(path, manifest["files"]) if "files" in manifest else [manifest["trouble"]]
             if troubles:
-                say(f"checkpoint {path} is left out: {'; '.join(troubles[:3])}")
-                if self.rank == 0:  # its place will be wanted again
+                say(f"checkpoint {path} is skipped: {'; '.join(troubles[:3])}")
+                if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            self._check_order(path, said["order"])
+            self._check_order(path, manifest["order"])
             owns = [json.loads(own.read_text(encoding="utf-8")) for own in sorted(path.glob("rank-*.json"))]
-            if self.parallel.scaler and owns[0]["scaler"]:
-                self.parallel.scaler.load(owns[0]["scaler"])
-            self._load(path, said["updates"])
+            if self.strategy.scaler and owns[0]["scaler"]:
+                self.strategy.scaler.load(owns[0]["scaler"])
+            self._load(path, manifest["updates"])
             self.newest = step
             say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []
 
     def _check_order(self, path: Path, order: dict[str, Any]) -> None:
-        """Another batch, block, seed or text makes other samples of the same numbers."""
-        for name, mine in self.order.items():
-            if order.get(name) != mine:
-                stop(
-                    "the checkpoint is of another order of samples",
+        """Another batch, sequence length, seed or dataset gives the same numbers other samples."""
+        for name, own in self.order.items():
+            if order.get(name) != own:
+                raise ConfigError(
+                    "the data order differs from the checkpoint's",
                     wanted=f"{name} = {order.get(name)}, as in {path}",
-                    found=f"{name} = {mine}",
-                    fix="go on as it was, or begin anew: another checkpoint.folder, and model.name = a final model",
+                    found=f"{name} = {own}",
+                    fix="restore that setting, or start from the weights alone: another checkpoint.folder, and model.name = a final model",
                 )
-
-    def _from_first(self, look: Callable[[], Any]) -> Any:  # noqa: ANN401  what `look` gives
-        """What the first rank sees: another machine may see an older state of a shared folder."""
-        seen = [look() if self.rank == 0 else None]
-        dist.broadcast_object_list(seen, src=0, group=self._group)
-        return seen[0]
 
     def _load(self, path: Path, updates: int) -> None:
         try:
-            self.parallel.load(lambda state: load(state, checkpoint_id=path), updates)
+            self.strategy.load(lambda state: load(state, checkpoint_id=path), updates)
         except CheckpointException as error:
-            stop(
+            raise ConfigError(
                 "the checkpoint is of another model",
                 wanted="the tensors of this recipe's model",
                 found=f"in {path}: {' '.join(str(next(cause for cause, _ in error.failures.values())).split())[:300]}",
@@ -168,13 +162,8 @@ class Checkpoints:
             )
 
     def _troubles(self, path: Path, files: dict[str, Any]) -> list[str]:
-        """What is not as the manifest says; each rank looks at its part of the files."""
-        return list(self._gathered(_wrong(path, files, slice(self.rank, None, self.world))).values())
-
-    def _gathered(self, mine: dict[str, Any]) -> dict[str, Any]:
-        parts: list[Any] = [None] * self.world
-        dist.all_gather_object(parts, mine, group=self._group)
-        return {name: value for part in parts for name, value in part.items()}
+        """What differs from the manifest; each rank checks its share of the files."""
+        return list(_gathered(_wrong(path, files, slice(self.rank, None, self.world))).values())
 
     def _prune(self) -> None:
         """The newest `keep` stay; what was cut off goes."""
@@ -182,8 +171,17 @@ class Checkpoints:
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
         for part in self.folder.glob("step-*.part-*"):
             with suppress(FileNotFoundError):  # another run, whose folder it is too, has just named it
-                if part.name.endswith(f".part-{self.about['run']}") or time.time() - part.stat().st_mtime > _OLD:
+                if part.name.endswith(f".part-{self.run}") or time.time() - part.stat().st_mtime > _OLD:
                     shutil.rmtree(part, ignore_errors=True)
+
+
+def _of_rank_0(look: Callable[[], Any]) -> Any:  # noqa: ANN401  what `look` returns
+    """What rank 0 sees: another node may see an older state of a shared folder."""
+    return broadcast_json(look() if dist.get_rank() == 0 else None)
+
+
+def _gathered(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for part in all_gather_json(own) for name, value in part.items()}
 
 
 def _steps(folder: Path) -> list[int]:
@@ -199,9 +197,9 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def troubles(path: Path) -> list[str]:
-    """What is not as the manifest says, of all files."""
-    said = _manifest(path)
-    return list(_wrong(path, said["files"]).values()) if "files" in said else [said["trouble"]]
+    """What differs from the manifest, of all files."""
+    manifest = _manifest(path)
+    return list(_wrong(path, manifest["files"]).values()) if "files" in manifest else [manifest["trouble"]]
 
 
 def _wrong(path: Path, files: dict[str, Any], some: slice = slice(None)) -> dict[str, str]:
@@ -216,7 +214,7 @@ def _wrong(path: Path, files: dict[str, Any], some: slice = slice(None)) -> dict
 
 
 def _sealed(path: Path) -> dict[str, Any]:
-    """On the disk, and what it is there."""
+    """Synced to the disk, with size and checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _described(path)

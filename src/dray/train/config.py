@@ -1,107 +1,43 @@
-"""What the trainer needs of plan.json, typed. The plan was validated when it was made; here it is only read."""
+"""What the trainer reads of plan.json, typed. The plan was validated when it was made."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """The recipe's [data]."""
-
-    train: str
-    validation: str
-    test: str
-    validation_split_percentage: int
-    column: str
-    answer_column: str
-    min_characters: int
-    sequence_length: int
-    document_mask: bool
-    max_train_samples: int
-    max_eval_samples: int
-    streaming: bool
-    cache_dir: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """One of the recipe's [evaluate]."""
-
-    dataset: str
-    column: str
-    stride: int
-    last_word: bool
-    max_samples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The recipe's [model]."""
-
-    name: str
-    revision: str
-    weights: bool
-    trust_remote_code: bool
-    type: str
-    config: dict[str, Any]
-    tokenizer: str
-    attn_implementation: str
-    dtype: str
+from dray.contract import run_folder
+from dray.train.recipe import Analog, Checkpoint, Data, Evaluation, Lora, Model, Train
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One training run, as this rank sees it: the recipe's [train], the batch and where it happens."""
+    """One training run: the recipe's sections, its share of the world, and where it happens."""
 
     name: str
+    run: str
     folder: str
-    run_folder: str
-    name_variable: str
+    final_model: str
+    checkpoints: str
+    host_variable: str
     variant: str
+    image_sha256: str
+    dray: str
     global_size: int
     per_device: int
     gradient_accumulation_steps: int
+    steps: int  # 0 until the dataset's length is known, where the recipe sets epochs
+    deepspeed: dict[str, Any]
     data: Data
     model: Model
-    steps: int  # 0 until the text's length is known, where the recipe says epochs
-    epochs: float
-    objective: str
-    mlm_probability: float
-    lr: float
-    warmup_steps: int
-    lr_scheduler_type: str
-    lr_power: float
-    lr_cycles: int
-    min_lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    precision: str
-    initial_loss_scale: float
-    seed: int
-    log_every: int
-    max_grad_norm: float
-    strategy: str
-    offload: str
-    compile: bool
-    activation_checkpointing: bool
-    deepspeed: dict[str, Any]
-    eval_every: int
-    attention_stats: bool
-    trackers: tuple[str, ...]
-    every: tuple[tuple[int, int], ...]
-    at_start: bool
-    keep: int
-    checkpoints: str
-    about: dict[str, Any]
+    train: Train
     evaluate: dict[str, Evaluation]
-    lora: dict[str, Any] | None
-    analog: dict[str, Any] | None
-    recipe: dict[str, Any]  # as it stands in the plan, for who wants to tell of it
+    checkpoint: Checkpoint
+    lora: Lora | None
+    analog: Analog | None
+    recipe: dict[str, Any]  # as the plan has it, for the model's card
 
     @property
     def step_tokens(self) -> int:
@@ -110,29 +46,52 @@ class Config:
 
 
 def read(path: str) -> Config:
-    """The plan's part that is about training."""
-    plan = json.loads(Path(path).read_text(encoding="utf-8"))
-    recipe = plan["recipe"]
-    train = dict(recipe["train"])
-    train |= {"steps": train["steps"] or 0, "epochs": train["epochs"] or 0.0}
-    train["deepspeed"] = json.loads(train["deepspeed"] or "{}")
+    """The plan in this file."""
+    return of_plan(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def of_plan(plan: dict[str, Any]) -> Config:
+    """What of the plan is about training."""
+    recipe, checkpoints = plan["recipe"], Path(plan["run_folder"], run_folder.CHECKPOINTS)
+    parts = {
+        field.name: _typed(hint, recipe[field.name])
+        for field, hint in zip(fields(Config), get_type_hints(Config).values(), strict=True)
+        if field.name in ("data", "model", "train", "evaluate", "checkpoint", "lora", "analog")
+    }
+    parts |= {name: None for name in ("lora", "analog") if parts[name] and not parts[name].enabled}
     return Config(
         name=recipe["name"],
+        run=plan["run"],
         folder=plan["folder"],
-        run_folder=plan["run_folder"],
-        name_variable=plan["world"]["identity"]["name"],
+        final_model=str(checkpoints / run_folder.FINAL_MODEL),
+        checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),
+        host_variable=plan["world"]["identity"]["name"],
         variant=plan["variant"],
+        image_sha256=plan["image_sha256"],
+        dray=plan["dray"],
         **plan["batch"],
-        data=Data(**recipe["data"]),
-        model=Model(**recipe["model"]),
-        **train,
-        every=tuple((until, each) for until, each in recipe["checkpoint"]["every"]),
-        at_start=recipe["checkpoint"]["at_start"],
-        keep=recipe["checkpoint"]["keep"],
-        checkpoints=recipe["checkpoint"]["folder"] or f"{plan['run_folder']}/checkpoints",
-        evaluate={name: Evaluation(**one) for name, one in recipe["evaluate"].items()},
-        lora=recipe["lora"] if recipe["lora"] and recipe["lora"]["enabled"] else None,
-        analog=recipe["analog"] if recipe["analog"] and recipe["analog"]["enabled"] else None,
+        steps=recipe["train"]["steps"] or 0,
+        deepspeed=json.loads(recipe["train"]["deepspeed"] or "{}"),
         recipe={key: recipe[key] for key in ("batch", "data", "model", "train", "evaluate", "lora", "analog")},
-        about={"run": plan["run"], "image_sha256": plan["image_sha256"], "dray": plan["dray"]},
+        **parts,
     )
+
+
+def _typed(hint: Any, value: Any) -> Any:  # noqa: ANN401  a type, and a JSON value of it
+    """JSON as the types have it: tables are dataclasses, lists are tuples."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if value is None or hint is Any:
+        return value
+    if is_dataclass(hint):
+        return hint(**{name: _typed(inner, value[name]) for name, inner in get_type_hints(hint).items()})
+    if kind is UnionType:
+        return _typed(next(one for one in inner if one is not NoneType), value)
+    if kind is dict:
+        return {name: _typed(inner[1], one) for name, one in value.items()}
+    if kind is tuple:
+        return tuple(_typed(one, part) for one, part in zip(_repeated(inner, len(value)), value, strict=True))
+    return value
+
+
+def _repeated(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    return inner[:1] * count if inner[1:] == (...,) else inner

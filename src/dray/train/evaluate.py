@@ -1,8 +1,7 @@
-"""How well a text is foretold: block by block, by windows that overlap, or its documents' last words."""
+"""Loss, perplexity and accuracy of a dataset: sample by sample, by windows that overlap, or of its last words."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,47 +9,50 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
-from dray.train import data
 from dray.train.config import Config
+from dray.train.data import datasets
+from dray.train.data.token_cache import Tokens
 from dray.train.metrics import Metrics, perplexity
-from dray.train.objective import NOTHING, Batch, Task
-from dray.train.parallel import Parallel
-from dray.train.shards import Tokens
+from dray.train.objectives.base import IGNORE_INDEX, Batch, Objective
+from dray.train.strategies.base import Strategy
 
 
 class Window(NamedTuple):
-    """A row of the text, and which of its targets count."""
+    """A row of the dataset, and which of its labels count."""
 
     start: int
-    first: int
-    last: int
+    begin: int
+    end: int
 
 
 class Evaluator:
     """All that a recipe evaluates."""
 
     def __init__(
-        self, config: Config, words: PreTrainedTokenizerFast, parallel: Parallel, task: Task, metrics: Metrics
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerFast,
+        strategy: Strategy,
+        objective: Objective,
+        metrics: Metrics,
     ) -> None:
-        self.config, self.parallel, self.task, self.metrics = config, parallel, task, metrics
-        self.found: dict[str, dict[str, float]] = {}  # the last figures by what they are of
-        self._more: dict[str, tuple[Tokens, list[Window], Task, bool]] = {}
-        for name, said in config.evaluate.items():
-            tokens = data.one_more(config, words, name)
-            windows = _documents(tokens, config) if said.last_word else _blocks(tokens, config, said.stride)
-            marked = said.last_word or (task.marked and not said.stride)
-            own = replace(task, marked=marked, apart=task.apart and not said.stride)
-            self._more[name] = tokens, windows, own, said.last_word
+        self.config, self.strategy, self.objective, self.metrics = config, strategy, objective, metrics
+        self.found: dict[str, dict[str, float]] = {}  # the last figures of each event
+        self._more: dict[str, tuple[Tokens, list[Window], Objective, bool]] = {}
+        for name, one in config.evaluate.items():
+            tokens = datasets.evaluation(config, tokenizer, name)
+            windows = _documents(tokens, config) if one.last_word else self._windows(tokens, one.stride)
+            self._more[name] = tokens, windows, objective.evaluating(one), one.last_word
 
     def all(self, step: int, validation: Tokens) -> None:
-        """The validation text, then each of [evaluate]."""
-        self.text("eval", step, validation)
-        for name, (tokens, windows, task, words) in self._more.items():
-            self._write(f"eval-{name}", step, self._measured(tokens, windows, task, words=words))
+        """The validation dataset, then each of [evaluate]."""
+        self.dataset("eval", step, validation)
+        for name, (tokens, windows, objective, by_word) in self._more.items():
+            self._write(f"eval-{name}", step, self._measured(tokens, windows, objective, by_word=by_word))
 
-    def text(self, event: str, step: int, tokens: Tokens) -> None:
-        """One text, block by block."""
-        self._write(event, step, self._measured(tokens, _blocks(tokens, self.config, 0), self.task))
+    def dataset(self, event: str, step: int, tokens: Tokens) -> None:
+        """One dataset, sample by sample."""
+        self._write(event, step, self._measured(tokens, self._windows(tokens, 0), self.objective))
 
     def _write(self, event: str, step: int, found: dict[str, float]) -> None:
         name = event.replace("eval", "evaluation").replace("-", " ")
@@ -59,54 +61,58 @@ class Evaluator:
         self.metrics.write(event, shown, step=step, **found)
 
     @torch.no_grad()
-    def _measured(self, tokens: Tokens, windows: list[Window], task: Task, *, words: bool = False) -> dict[str, float]:
-        """Over every target of the windows; by words, one window is one word."""
-        parallel, world = self.parallel, dist.get_world_size()
-        parallel.network.eval()
-        sums = torch.zeros(5, dtype=torch.float64, device=parallel.device)
+    def _measured(
+        self, tokens: Tokens, windows: list[Window], objective: Objective, *, by_word: bool = False
+    ) -> dict[str, float]:
+        """Over every label of the windows; by word, one window is one word."""
+        strategy, world = self.strategy, dist.get_world_size()
+        strategy.network.eval()
+        sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
         at_once = min(self.config.per_device, -(-len(windows) // world))
-        # Each rank takes as many turns, since parts of a model may be on other ranks; some come with nothing new.
-        for turn in range(-(-len(windows) // (at_once * world))):
-            begin = (turn * world + dist.get_rank()) * at_once
+        # Each rank runs as many batches, since parts of a model may be on other ranks; some hold nothing new.
+        for number in range(-(-len(windows) // (at_once * world))):
+            begin = (number * world + dist.get_rank()) * at_once
             some = windows[begin : begin + at_once]
-            batch = self._batch(tokens, [*some, *[Window(0, 0, 0)] * (at_once - len(some))], begin, task)
-            loss, hits = parallel.losses(batch.to(parallel.device))
-            asked = batch.targets != NOTHING
-            counts: list[Any] = [asked.sum(), asked.any(1).sum()]
+            batch = self._batch(tokens, [*some, *[Window(0, 0, 0)] * (at_once - len(some))], begin, objective)
+            loss, hits = strategy.losses(batch.to(strategy.device))
+            labelled = batch.labels != IGNORE_INDEX
+            counts: list[Any] = [labelled.sum(), labelled.any(1).sum()]
             sums += torch.stack([loss.double(), *hits.double(), *sums.new_tensor(counts)])
         dist.all_reduce(sums)
-        parallel.network.train()
-        losses, hit, hit_rows, wanted, wanted_rows = sums.tolist()
-        hits, count = (hit_rows, wanted_rows) if words else (hit, wanted)
-        loss_each = losses / max(count, 1.0)
-        return {"loss": loss_each, "perplexity": perplexity(loss_each), "accuracy": hits / max(count, 1.0)}
+        strategy.network.train()
+        losses, hit, hit_rows, labels, labelled_rows = sums.tolist()
+        right, count = (hit_rows, labelled_rows) if by_word else (hit, labels)
+        mean = losses / max(count, 1.0)
+        return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}
 
-    def _batch(self, tokens: Tokens, windows: list[Window], first: int, task: Task) -> Batch:
-        """The number of a sample decides what a masked model is asked."""
-        rows = np.stack([tokens.block(window.start, self.config.data.sequence_length) for window in windows])
-        batch = task.batch(rows, range(first, first + len(windows)))
+    def _batch(self, tokens: Tokens, windows: list[Window], sample: int, objective: Objective) -> Batch:
+        """The number of a sample decides which tokens are masked."""
+        rows = np.stack([tokens.slice(window.start, self.config.data.sequence_length) for window in windows])
+        batch = objective.batch(rows, range(sample, sample + len(windows)))
         for row, window in enumerate(windows):
-            batch.targets[row, : window.first] = NOTHING
-            batch.targets[row, window.last :] = NOTHING
+            batch.labels[row, : window.begin] = IGNORE_INDEX
+            batch.labels[row, window.end :] = IGNORE_INDEX
         return batch
 
+    def _windows(self, tokens: Tokens, stride: int) -> list[Window]:
+        return windows_of(len(tokens.ids), self.config.data.sequence_length, stride, self.objective.predicts_next)
 
-def _blocks(tokens: Tokens, config: Config, stride: int) -> list[Window]:
+
+def windows_of(total: int, length: int, stride: int, predicts_next: bool) -> list[Window]:  # noqa: FBT001
     """Side by side, so that every token counts that has one before it; or with a stride, so that every token counts
-    once, and has as many before it as can be."""
-    total, block = len(tokens.ids), config.data.sequence_length
-    spare = config.objective != "masked"  # what comes after the last token is not known
-    each = stride or block
-    starts = range(0, max(total - block, 0) + each if stride else total, each)
+    once, and is predicted from as many as can be."""
+    each = stride or length
+    starts = range(0, max(total - length, 0) + each if stride else total, each)
     return [
-        Window(start, block - stride - 1 if stride and start else 0, max(0, min(block, total - start) - spare))
+        # Where the next token is predicted, the last one of all has no label.
+        Window(start, length - stride - 1 if stride and start else 0, max(0, min(length, total - start) - predicts_next))
         for start in starts
-        if total - start > spare
+        if total - start > predicts_next
     ]
 
 
 def _documents(tokens: Tokens, config: Config) -> list[Window]:
-    """Each document's end, as far back as a block reaches."""
+    """Each document's end, as far back as a sample reaches."""
     found = []
     for begin, after in zip(tokens.starts[:-1].tolist(), tokens.starts[1:].tolist(), strict=True):
         start = max(begin, after - 1 - config.data.sequence_length)

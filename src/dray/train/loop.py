@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dray.train import attention
+from dray.contract.findings import DrayError
 from dray.train.checkpoint import Checkpoints, due
+from dray.train.collectives import all_gather_json
 from dray.train.config import Config
-from dray.train.data import Feed
+from dray.train.data.datasets import Feed
+from dray.train.data.order import indices
 from dray.train.metrics import Metrics, Speed
-from dray.train.objective import Batch, Task
-from dray.train.order import indices
-from dray.train.parallel import Parallel
-from dray.train.schedule import rate
-from dray.train.stop import EXIT_FAILED, stop
+from dray.train.model import attention
+from dray.train.objectives.base import Batch, Objective
+from dray.train.schedule import learning_rate
+from dray.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from dray.train.analog import Analog
+    from dray.train.model.analog import Analog
 
 _NEVER = 1 << 62
+NOT_FINITE = "a smaller train.lr or more train.warmup_steps; train.max_grad_norm = 1; bf16 in place of fp16"
 
 
 class Loop:
@@ -35,50 +37,50 @@ class Loop:
         self,
         config: Config,
         *,
-        parallel: Parallel,
+        strategy: Strategy,
         feed: Feed,
-        task: Task,
+        objective: Objective,
         metrics: Metrics,
         checkpoints: Checkpoints,
     ) -> None:
-        self.config, self.parallel, self.feed, self.task = config, parallel, feed, task
+        self.config, self.strategy, self.feed, self.objective = config, strategy, feed, objective
         self.metrics, self.checkpoints = metrics, checkpoints
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._reader = ThreadPoolExecutor(1)
         self._sums = torch.zeros(
-            2, dtype=torch.float64, device=parallel.device
-        )  # losses and targets since the last line
-        self._bad = torch.full((), _NEVER, device=parallel.device)  # the first step that was not finite
-        self.speed = Speed(config, parallel)
+            2, dtype=torch.float64, device=strategy.device
+        )  # losses and labels since the last line
+        self._bad = torch.full((), _NEVER, device=strategy.device)  # the first step that was not finite
+        self.speed = Speed(config, strategy)
         self._analog: Analog | None = None
         if config.analog:
-            from dray.train.analog import Analog  # noqa: PLC0415  not every image has it
+            from dray.train.model.analog import Analog  # noqa: PLC0415  not every image has it
 
-            self._analog = Analog(parallel, config.analog)
+            self._analog = Analog(strategy, config.analog)
 
     def run(self, evaluate: Callable[[int], None]) -> None:
         """Take the steps that are left, with checkpoints and evaluations between them."""
-        config, first = self.config, self.checkpoints.newest or 0
-        self.parallel.network.train()
-        if config.at_start and self.checkpoints.newest is None:
+        config, begin = self.config, self.checkpoints.newest or 0
+        self.strategy.network.train()
+        if config.checkpoint.at_start and self.checkpoints.newest is None:
             self.checkpoints.save(0, self.feed.state())
-        self.speed.begin(first)
-        ahead = self._reader.submit(self._read, first)
-        for step in range(first, config.steps):
+        self.speed.begin(begin)
+        ahead = self._reader.submit(self._read, begin)
+        for step in range(begin, config.steps):
             with self.speed.spent("data_s"):
-                batches, place = ahead.result()
+                batches, position = ahead.result()
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
             with self._analog.step() if self._analog else nullcontext():
                 norm = self._step(step, batches)
             taken = step + 1
-            if taken % config.log_every == 0 or taken in (first + 1, config.steps):
+            if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
-            if due(taken, config.every):
+            if due(taken, config.checkpoint.every):
                 self._check(taken)
                 with self.speed.spent("checkpoint_s"):
-                    self.checkpoints.save(taken, place)
-            if config.eval_every and taken % config.eval_every == 0 and taken < config.steps:
+                    self.checkpoints.save(taken, position)
+            if config.train.eval_every and taken % config.train.eval_every == 0 and taken < config.steps:
                 self._check(taken)
                 with self.speed.spent("evaluation"):
                     evaluate(taken)
@@ -86,10 +88,10 @@ class Loop:
         self.checkpoints.settle()
 
     def _read(self, step: int) -> tuple[list[Batch], Any]:
-        """This rank's batches of a step, and where the feed stands after it."""
+        """This rank's micro-batches of a step, and the feed's position after it."""
         config, batches = self.config, []
         for micro in range(config.gradient_accumulation_steps):
-            mine = indices(
+            samples = indices(
                 step,
                 micro,
                 self.rank,
@@ -97,46 +99,46 @@ class Loop:
                 per_device=config.per_device,
                 accumulation=config.gradient_accumulation_steps,
             )
-            batches.append(self.task.batch(self.feed.rows(mine), mine))
+            batches.append(self.objective.batch(self.feed.rows(samples), samples))
         return batches, self.feed.state()
 
     def _step(self, step: int, batches: list[Batch]) -> torch.Tensor:
         # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
-        torch.manual_seed(hash((self.config.seed, step, self.rank)) & (1 << 63) - 1)
-        wanted = torch.tensor(sum(batch.wanted for batch in batches), dtype=torch.float64, device=self.parallel.device)
-        self._sums[1] += wanted
-        # The loss is the mean over all targets of the step, however they fell to ranks and passes.
-        total = wanted * self.world
-        if not self.task.even:
-            dist.all_reduce(wanted)
-            total = wanted
+        torch.manual_seed(hash((self.config.train.seed, step, self.rank)) & (1 << 63) - 1)
+        labels = torch.tensor(sum(batch.label_count for batch in batches), dtype=torch.float64, device=self.strategy.device)
+        self._sums[1] += labels
+        # The loss is the mean over all labels of the step, however they fell to ranks and micro-batches.
+        total = labels * self.world
+        if not self.objective.even:
+            dist.all_reduce(labels)
+            total = labels
         share = (self.world / total.clamp(min=1)).float()
         for micro, batch in enumerate(batches):
-            with self.parallel.turn(last=micro == len(batches) - 1):
-                loss, _ = self.parallel.losses(batch.to(self.parallel.device))
-                self.parallel.backward(loss * share)
+            with self.strategy.accumulate(sync=micro == len(batches) - 1):
+                loss, _ = self.strategy.losses(batch.to(self.strategy.device))
+                self.strategy.backward(loss * share)
             self._sums[0] += loss.detach()
-        norm = self.parallel.update(rate(self.config, step))
-        if self.parallel.scaler is None:
+        norm = self.strategy.update(learning_rate(self.config, step))
+        if self.strategy.scaler is None:
             self._bad = torch.where(norm.isfinite(), self._bad, self._bad.clamp(max=step + 1))
         return norm
 
     def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
-        config, scaler = self.config, self.parallel.scaler
+        config, scaler = self.config, self.strategy.scaler
         loss = self._check(taken)
         self._sums.zero_()
         fields = self.speed.measured(taken)
         if scaler:
             fields |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
-        if config.attention_stats:
-            fields |= attention.scores(self.parallel, batch)
+        if config.train.attention_stats:
+            fields |= attention.scores(self.strategy, batch)
         self.metrics.write(
             "step",
             f"step {taken}/{config.steps}  loss {loss:.4f}  {fields['tokens_per_s']:,.0f} tokens/s  "
             f"{fields['seconds_left']:.0f} s left",
             step=taken,
             loss=loss,
-            lr=rate(config, taken - 1),
+            lr=learning_rate(config, taken - 1),
             grad_norm=float(norm) if norm.isfinite() else None,  # of a step that fp16 left out
             tokens=taken * config.step_tokens,
             **fields,
@@ -149,22 +151,19 @@ class Loop:
         """
         sums = self._sums.clone()
         dist.all_reduce(sums)
-        total, targets = sums.tolist()
+        total, labels = sums.tolist()
         step = int(self._bad)
         if not math.isfinite(total) or step != _NEVER:
             self._diverged(min(step, taken))
-        return float(total / max(targets, 1.0))
+        return float(total / max(labels, 1.0))
 
     def _diverged(self, step: int) -> NoReturn:
-        finite: list[Any] = [None] * self.world
-        dist.all_gather_object(finite, bool(self._sums[0].isfinite()))
-        ranks = [str(rank) for rank, good in enumerate(finite) if not good]
         self.checkpoints.settle()
-        stop(
+        finite = all_gather_json(bool(self._sums[0].isfinite()))
+        ranks = [str(rank) for rank, good in enumerate(finite) if not good]
+        raise DrayError(
             f"the {'loss' if ranks else 'gradient'} is not finite any more",
             wanted="finite numbers",
-            found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; " + self.checkpoints.said(),
-            fix="a smaller train.lr or more train.warmup_steps; train.max_grad_norm = 1; bf16 in place of fp16; "
-            "look at the data near that step",
-            code=EXIT_FAILED,
+            found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; " + self.checkpoints.newest_text(),
+            fix=f"{NOT_FINITE}; look at the data near that step",
         )

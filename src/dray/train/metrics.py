@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 
 from dray.train.config import Config
-from dray.train.parallel import Parallel
-from dray.train.stop import stop
+from dray.train.strategies.base import Strategy
+from dray.train.trackers import TRACKERS, Tracker
+from dray.contract.run_folder import METRICS
 
 # Dense 16-bit matrix products a second, by the name that torch gives the device (one GCD of an MI250X).
 _PEAKS = {
@@ -26,24 +26,17 @@ _PEAKS = {
 
 
 class Metrics:
-    """The file, TensorBoard's, the trackers that the recipe names, and a plain line for who watches rank 0's log."""
+    """The file, TensorBoard's, the trackers that the recipe names, and a line in every rank's log."""
 
     def __init__(self, config: Config, *, writes: bool) -> None:
-        self._file = None
-        self._sinks: list[Callable[[dict[str, float], int], None]] = []
-        self._ends: list[Callable[[], None]] = []
-        if not writes:
-            return
-        folder = Path(config.folder)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._sinks = [_tensorboard(folder)]
-        for name in config.trackers:
-            sink, end = _TRACKERS[name](folder, config)
-            self._sinks.append(sink)
-            self._ends.append(end)
+        self._file, self._trackers = None, list[Tracker]()
+        if writes:
+            folder = Path(config.folder)
+            self._file = (folder / METRICS).open("a", encoding="utf-8")
+            self._trackers = [TRACKERS[name](folder, config) for name in ("tensorboard", *config.train.trackers)]
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
-        """One line, flushed: a reader follows it live. Every rank shows it in its own log."""
+        """One line, flushed: a reader may follow it. Every rank shows it in its own log."""
         print(shown, flush=True)
         if self._file is None:
             return
@@ -57,75 +50,33 @@ class Metrics:
         for name, value in fields.items():
             if isinstance(value, list):  # one number a layer
                 numbers |= {f"{event}/{name}/{place}": one for place, one in enumerate(value) if one is not None}
-        for sink in self._sinks if "step" in fields else ():
-            sink(numbers, fields["step"])
+        for tracker in self._trackers if "step" in fields else ():
+            tracker.log(numbers, fields["step"])
 
     def close(self) -> None:
-        """Trackers want to be told that it is over."""
-        for end in self._ends:
-            end()
-
-
-def _tensorboard(folder: Path) -> Callable[[dict[str, float], int], None]:
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  half a second, on the one rank that writes
-
-    board: Any = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            board.add_scalar(name, value, step)
-        board.flush()
-
-    return write
-
-
-def _wandb(folder: Path, config: Config) -> tuple[Callable[[dict[str, float], int], None], Callable[[], None]]:
-    os.environ.setdefault("WANDB_MODE", "offline")
-    wandb = _imported("wandb")
-    run = wandb.init(dir=str(folder), id=config.about["run"], name=config.about["run"], resume="allow")
-    return lambda numbers, step: run.log(numbers, step=step), run.finish
-
-
-def _mlflow(folder: Path, config: Config) -> tuple[Callable[[dict[str, float], int], None], Callable[[], None]]:
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
-    mlflow = _imported("mlflow")
-    mlflow.start_run(run_name=config.about["run"])
-    return lambda numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run
-
-
-_TRACKERS: dict[str, Any] = {"wandb": _wandb, "mlflow": _mlflow}
-
-
-def _imported(name: str) -> Any:  # noqa: ANN401  a module
-    try:
-        return __import__(name)
-    except ImportError as error:
-        stop(
-            f"train.trackers names {name}, which the image does not hold",
-            wanted=f"the Python package {name}",
-            found=str(error),
-            fix="add it to the image's requirements.in, or leave it out; TensorBoard's files are always written",
-        )
+        """Let the trackers finish."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class Speed:
-    """How fast it goes, and what it is waiting for. Measured where a line is written; nothing is held up elsewhere."""
+    """How fast it goes, and what it waits for. Measured where a line is written; no other step waits for it."""
 
-    def __init__(self, config: Config, parallel: Parallel) -> None:
-        self.config, self.device = config, parallel.device
-        self._flops, self._peak = _flops_a_token(parallel.network, config), _peak(parallel.device)
+    def __init__(self, config: Config, strategy: Strategy) -> None:
+        self.config, self.device = config, strategy.device
+        self._flops, self._peak = _flops_a_token(strategy.network, config), _peak(strategy.device)
         self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
-        self._first = self._since = 0
+        self._first_step = self._since = 0
         self._began = self._last = 0.0
 
     def begin(self, first: int) -> None:
         """The first step is about to be taken."""
-        self._first = self._since = first
+        self._first_step = self._since = first
         self._began = self._last = time.monotonic()
 
     @contextmanager
     def spent(self, on: str) -> Iterator[None]:
-        """What is done in it is told apart: data_s and checkpoint_s; an evaluation is no training at all."""
+        """Time in it counts as data_s or checkpoint_s; an evaluation counts as no training at all."""
         began = time.monotonic()
         yield
         self._spent[on] += time.monotonic() - began
@@ -134,7 +85,7 @@ class Speed:
         """Since the last time."""
         now, config = time.monotonic(), self.config
         steps, seconds = taken - self._since, now - self._last - self._spent["evaluation"]
-        each = (now - self._began) / (taken - self._first)
+        each = (now - self._began) / (taken - self._first_step)
         tokens = steps * config.step_tokens / seconds
         found = {
             "tokens_per_s": round(tokens, 1),
@@ -160,15 +111,15 @@ def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a tr
 
     tables = 0 if network.config.tie_word_embeddings else size(network.get_input_embeddings().weight)
     weights = sum(map(size, network.parameters())) - tables
-    still = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
-    still = max(0, still - tables)
+    frozen = sum(size(weight) for weight in network.parameters() if not weight.requires_grad)
+    frozen = max(0, frozen - tables)
     return float(
-        6 * weights - 2 * still + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.sequence_length
+        6 * weights - 2 * frozen + 12 * settings.num_hidden_layers * settings.hidden_size * config.data.sequence_length
     )
 
 
 def _peak(device: torch.device) -> float:
-    """0 where nobody knows."""
+    """0 where it is unknown."""
     if device.type == "cpu":
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -183,5 +134,5 @@ def _memory(device: torch.device) -> float:
 
 
 def perplexity(loss: float) -> float:
-    """exp of the mean loss a token; past 700 a float has no room, and nobody cares."""
+    """exp of the mean loss a token; past 700 a float has no room, which is as good as infinite."""
     return math.exp(min(loss, 700.0))

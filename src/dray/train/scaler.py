@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dray.train.stop import EXIT_FAILED, stop
+from dray.contract.findings import DrayError
 
 FLOOR, _PATIENCE = 1.0, 1000
 
@@ -38,10 +38,9 @@ class Scaler:
 
 def exhausted(scale: float) -> None:
     """No scale is small enough: the gradients themselves are not finite."""
-    stop(
+    raise DrayError(
         "fp16's loss scale is at its floor, and the gradients are still not finite",
         wanted="finite gradients",
         found=f"Inf or NaN at loss scale {scale:g}",
         fix="train.precision = bf16, a smaller train.lr, or more train.warmup_steps",
-        code=EXIT_FAILED,
     )

@@ -7,20 +7,21 @@ import math
 from dray.train.config import Config
 
 
-def rate(config: Config, step: int) -> float:
+def learning_rate(config: Config, step: int) -> float:
     """For the step that is about to be taken, the first being 0. No step is taken at 0: it would learn nothing."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    after = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    height = config.lr - config.min_lr
-    match config.lr_scheduler_type:
+    train = config.train
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    after = (step - train.warmup_steps) / max(1, config.steps - train.warmup_steps)
+    height = train.lr - train.min_lr
+    match train.lr_scheduler_type:
         case "linear":
-            return config.min_lr + height * (1 - after)
+            return train.min_lr + height * (1 - after)
         case "cosine":
-            return config.min_lr + height * 0.5 * (1 + math.cos(math.pi * after))
+            return train.min_lr + height * 0.5 * (1 + math.cos(math.pi * after))
         case "cosine_with_restarts":
-            return config.min_lr + height * 0.5 * (1 + math.cos(math.pi * (config.lr_cycles * after % 1)))
+            return train.min_lr + height * 0.5 * (1 + math.cos(math.pi * (train.lr_cycles * after % 1)))
         case "polynomial":
-            return config.min_lr + height * math.pow(1 - after, config.lr_power)
+            return train.min_lr + height * math.pow(1 - after, train.lr_power)
         case _:
-            return config.lr
+            return train.lr

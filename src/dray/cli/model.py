@@ -1,0 +1,112 @@
+"""`dray model`: what is made of a run's model. Each verb has a short form: `dray eval RUN` is `dray model eval RUN`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dray.cli.options import Engine
+from dray.contract import jobs
+from dray.contract.findings import ConfigError
+from dray.runs import desk, hub, write
+from dray.runs.paths import newest_attempt
+
+app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the model of a run, and let it generate text.")
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; its checkpoints/final is the model.")]
+
+
+@app.command("eval")
+def evaluate(
+    run: Run,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.dataset=some.txt."),
+    ] = None,
+    engine: Engine = "bare",
+) -> None:
+    """Evaluate the model of a run on the recipe's datasets, or on others, on this machine's CPUs."""
+    plan, final = desk.ended(run)
+    recipe = write.over(plan.recipe, overrides or [])
+    job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"))
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("data", "evaluate")))
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; an sft model answers it.")] = "",
+    tokens: Annotated[int | None, typer.Option(min=1, help="How many to generate; else 64, or what fits.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
+    engine: Engine = "bare",
+) -> None:
+    """Print a prompt and what the model of a run makes of it, on this machine's CPUs."""
+    plan, final = desk.ended(run)
+    recipe = plan.recipe
+    job = jobs.Generate(
+        str(final),
+        objective=recipe.train.objective if recipe.train else "causal",
+        prompt=prompt,
+        tokens=tokens or 0,
+        temperature=temperature,
+        seed=seed,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; the run may still go on.")],
+    step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step; else the newest.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Target; else RUN/exports/step-N.")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
+    shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, and so the memory it takes.")] = 4.0,
+    engine: Engine = "bare",
+) -> None:
+    """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU."""
+    paths = newest_attempt(run)
+    plan = write.read(paths)
+    folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
+    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit())
+    if not steps or (step and step not in steps):
+        raise ConfigError(
+            f"there is no checkpoint of step {step}" if step else "there is no checkpoint",
+            where=folder,
+            found=f"steps {', '.join(map(str, steps))}" if steps else "none",
+            fix="name one of these: --step" if steps else "set checkpoint.every; the last model is checkpoints/final",
+        )
+    chosen = step or steps[-1]
+    target = (to or paths.run / "exports" / f"step-{chosen}").absolute()
+    if target.exists():
+        raise ConfigError("the target exists already", where=target, fix="name another folder: --to")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    job = jobs.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
+    held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder)})
+    recipe = plan.recipe.model_copy(update={"checkpoint": held})
+    raise typer.Exit(
+        desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
+    )
+
+
+@app.command()
+def push(
+    run: Run,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository on the hub; made if needed.")],
+    public: Annotated[bool, typer.Option("--public", help="Readable by all; else private.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, without the model.")] = False,
+    engine: Engine = "bare",
+) -> None:
+    """Push the model of a run to the hub, with its card, as the owner of HF_TOKEN."""
+    plan, folder = desk.ended(run)
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
+    if adapter:
+        folder = folder.with_name("adapter")
+        if not folder.is_dir():
+            raise ConfigError("the run trained no LoRA", where=folder, fix="leave out --adapter: the model is whole")
+    recipe = plan.recipe.model_copy(update={"pass_env": hub.passed()})
+    job = jobs.Push(str(folder), name, private=not public)
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=folder, env={"HF_HUB_OFFLINE": "0"}))

@@ -1,0 +1,65 @@
+"""What `dray model` and `dray prefetch` ask of the image: one job, as JSON. `outputs/__main__.py` runs it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Evaluate(NamedTuple):
+    """A saved model on all that the plan's recipe evaluates."""
+
+    model: str
+    plan: dict[str, Any]
+
+
+class Generate(NamedTuple):
+    """What a saved model makes of a prompt; 0 tokens are as many as fit."""
+
+    model: str
+    objective: str
+    prompt: str
+    tokens: int
+    temperature: float
+    seed: int
+    trust_remote_code: bool
+
+
+class Export(NamedTuple):
+    """A checkpoint's weights as a folder that `from_pretrained` loads."""
+
+    checkpoint: str
+    target: str
+    dtype: str
+    shard_gb: float
+    plan: dict[str, Any]
+
+
+class Push(NamedTuple):
+    """A saved model to the hub."""
+
+    model: str
+    name: str
+    private: bool
+
+
+class Prefetch(NamedTuple):
+    """What sections of a recipe name on the hub."""
+
+    data: dict[str, Any]
+    model: dict[str, Any]
+    evaluate: dict[str, Any]
+
+
+Job = Evaluate | Generate | Export | Push | Prefetch
+KINDS: dict[str, type[Job]] = {kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch)}
+
+
+def to_json(job: Job) -> dict[str, Any]:
+    """With its kind."""
+    return {"job": type(job).__name__.lower(), **job._asdict()}
+
+
+def of_json(fields: dict[str, Any]) -> Job:
+    """As `to_json` wrote it."""
+    values = dict(fields)
+    return KINDS[values.pop("job")](**values)

@@ -1,0 +1,66 @@
+"""The process groups of a run, and JSON between its ranks. Nothing that comes from another rank is unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_control: dist.ProcessGroup | None = None
+
+
+def init_distributed(variant: str) -> torch.device:
+    """Join the other ranks; this rank's device.
+
+    NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So they
+    have a group of their own: gloo's, on CPUs, which waits for as long as it takes.
+    """
+    global _control  # noqa: PLW0603  torch's default group is a global, too
+    on_cpu = variant == "cpu"
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if on_cpu else "nccl")
+    _control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return device
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """The group for all that is no training step; None before `init_distributed`."""
+    return _control
+
+
+def barrier() -> None:
+    """Wait for all ranks, for as long as it takes."""
+    if _control is not None:
+        dist.barrier(group=_control)
+
+
+def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
+    """The values of all ranks, by rank."""
+    if _control is None:
+        return [value]
+    data = json.dumps(value).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=_control)
+    longest = max(int(size) for size in sizes)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+    dist.all_gather(parts, padded, group=_control)
+    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """The value of rank 0."""
+    if _control is None:
+        return value
+    data = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0, group=_control)
+    buffer = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
+    dist.broadcast(buffer, 0, group=_control)
+    return json.loads(bytes(buffer.tolist()))

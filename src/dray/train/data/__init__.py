@@ -1,0 +1,1 @@
+"""Datasets: files or the hub -> documents -> tokens -> the rows of each step."""

@@ -1,0 +1,121 @@
+"""Conversations: rows -> messages -> the model's chat template -> tokens, with the assistant's marked as labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from dray.train.data.encoding import Encode
+from dray.train.data.token_cache import LABEL, LAST
+from dray.contract.findings import ConfigError
+
+# For tokenizers that have none, such as those of base models.
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+_ROLES = {"human": "user", "gpt": "assistant"} | {
+    role: role for role in ("system", "developer", "user", "assistant", "tool", "function")
+}
+
+
+def ensure_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give it a template, if it has none; it is saved with the model."""
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _TEMPLATE
+
+
+def exchange(question: str, answer: str) -> str:
+    """One question and its answer, as a document."""
+    return json.dumps([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+
+
+def conversation(row: object, path: str, column: str) -> str:
+    """The messages of a row, as a document; empty where no assistant says a thing."""
+    if isinstance(row, str) and row.lstrip().startswith("["):
+        with suppress(ValueError):
+            row = json.loads(row)
+    if not isinstance(row, list) or not all(isinstance(message, dict) for message in row):
+        _refuse(path, column, f"{type(row).__name__}: {str(row)[:60]}")
+    messages = [{**message, **_standard(message)} for message in row]
+    unknown = [one for one in messages if one["role"] is None or one["content"] is None]
+    if unknown:
+        _refuse(path, column, json.dumps(unknown[0], ensure_ascii=False)[:120])
+    while messages and messages[-1]["role"] != "assistant":  # what comes after the last answer teaches nothing
+        messages.pop()
+    return json.dumps(messages) if messages[1:] else ""
+
+
+def _standard(message: dict[str, Any]) -> dict[str, Any]:
+    """Role and content, which some datasets call from and value."""
+    content = message.get("content", message.get("value"))
+    calls = "" if message.get("tool_calls") else None
+    return {
+        "role": _ROLES.get(str(message.get("role", message.get("from")))),
+        "content": calls if content is None else content,
+    }
+
+
+def _refuse(path: str, column: str, found: str) -> NoReturn:
+    raise ConfigError(
+        f"column {column!r} holds no conversations",
+        wanted=f'a list of {{"role": "user", "content": "..."}} in {path}; roles are {", ".join(_ROLES)}',
+        found=found,
+        fix="set data.column; for a column of questions and one of answers set data.column and data.answer_column",
+    )
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
+    """Conversations as one row of marked tokens."""
+
+    def render(messages: list[dict[str, Any]], *, more: bool) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more))
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "the chat template does not take a conversation",
+                wanted="roles in the order that the model's template knows",
+                found=f"{error}: {json.dumps(messages, ensure_ascii=False)[:200]}",
+                fix="correct that conversation, or take another model.tokenizer",
+            )
+
+    def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
+        """Where they are: from where a model would go on, to the end of its turn."""
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or not number:  # what answers nobody is no label
+                continue
+            before, after = render(messages[:number], more=True), render(messages[: number + 1], more=False).rstrip()
+            # Some templates render an earlier turn otherwise than the model wrote it; it is no label then.
+            if whole.startswith(before) and whole.startswith(after):
+                yield range(len(before), len(after))
+
+    def encode(documents: list[str]) -> list[int]:
+        chats = [json.loads(document) for document in documents]
+        wholes = [render(messages, more=False) for messages in chats]
+        spans = [list(answers(messages, whole)) for messages, whole in zip(chats, wholes, strict=True)]
+        row: list[int] = []
+        found = tokenizer.backend_tokenizer.encode_batch(wholes, add_special_tokens=False)
+        for chat, labels, tokens in zip(documents, spans, found, strict=True):
+            if not labels:
+                raise ConfigError(
+                    "the chat template hides where an answer begins",
+                    wanted="a template that goes on after its generation prompt",
+                    found=chat[:200],
+                    fix="take another model.tokenizer",
+                )
+            ids = [
+                token | (LABEL if any(begin < span.stop and after > span.start for span in labels) else 0)
+                for token, (begin, after) in zip(tokens.ids, tokens.offsets, strict=True)
+            ]
+            if end not in tokens.ids[-2:]:  # who never sees an end never learns to stop
+                ids.append(end | LABEL)
+            ids[-1] |= LAST
+            row += ids
+        return row
+
+    return encode

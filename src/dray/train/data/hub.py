@@ -1,0 +1,115 @@
+"""What comes from the Hugging Face hub: by name, once for all nodes that share HF_HOME, and offline from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from dray.contract.findings import ConfigError, DrayError
+
+# The hub's copy of each dataset as parquet, whatever its own format or code.
+_PARQUET = "refs/convert/parquet"
+_PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
+
+
+def dataset(name: str, split: str) -> tuple[str, ...]:
+    """The parquet files of `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`."""
+    path, _, chosen = name.removeprefix("hub:").partition(":")
+    owner, _, rest = path.partition("/")
+    short, _, subset = rest.partition("/")
+    if not owner or not short:
+        raise ConfigError(
+            "a dataset's name is incomplete",
+            wanted="hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]",
+            found=name,
+            fix="set data.train",
+        )
+    splits, page = (chosen or split).split("+"), f"https://huggingface.co/datasets/{owner}/{short}"
+    patterns = {part: f"{subset or 'default'}/{part}/*.parquet" for part in splits}
+    folder = fetched(
+        f"dataset {owner}/{short}",
+        lambda: snapshot_download(
+            f"{owner}/{short}", repo_type="dataset", revision=_PARQUET, allow_patterns=list(patterns.values())
+        ),
+    )
+    files = {part: sorted(map(str, Path(folder).glob(pattern))) for part, pattern in patterns.items()}
+    missing = [part for part in splits if not files[part]]
+    has = _splits(f"{owner}/{short}", folder) if missing else []
+    partial = [part for part in splits if part.startswith("partial-") or f"{subset or 'default'}/partial-{part}" in has]
+    if partial:
+        raise ConfigError(
+            f"the hub has converted only a part of dataset {owner}/{short}",
+            wanted=f"all of {', '.join(part.removeprefix('partial-') for part in partial)} as parquet",
+            found="the first gigabytes, in partial-" + ", partial-".join(p.removeprefix("partial-") for p in partial),
+            fix=f"download the files of {page}/tree/main, and name their folder in place of {name}",
+        )
+    if missing:
+        raise ConfigError(
+            f"dataset {owner}/{short} has no such split",
+            wanted=", ".join(patterns[part] for part in missing),
+            found=", ".join(has) or "none of its files",
+            fix=f"name a subset and a split that {page} has",
+        )
+    return tuple(file for found in files.values() for file in found)
+
+
+def _splits(name: str, folder: str) -> list[str]:
+    """SUBSET/SPLIT of all that the hub has, or of what was fetched before."""
+    paths = [path.relative_to(folder) for path in Path(folder).glob("*/*/*.parquet")]
+    if not constants.HF_HUB_OFFLINE:
+        paths = [Path(path) for path in HfApi().list_repo_files(name, repo_type="dataset", revision=_PARQUET)]
+    return sorted({str(path.parent) for path in paths if path.suffix == ".parquet"})
+
+
+def fetched(what: str, fetch: Callable[[], str]) -> str:
+    """What `fetch` returns; a failure is an error with its fix."""
+    try:
+        return fetch()
+    except GatedRepoError:
+        _no(
+            what,
+            "its owner asks for consent first",
+            "accept the terms on its page, and export HF_TOKEN (a run that is online names it in pass_env)",
+        )
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        _no(
+            what,
+            str(error).splitlines()[0],
+            "check its name and revision; a private one wants HF_TOKEN exported (in a run: in pass_env)",
+        )
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        if not constants.HF_HUB_OFFLINE:
+            _no(what, str(error).splitlines()[0], "fetch it where there is a network", code=exit_codes.FAILED)
+        _no(what, f"HF_HUB_OFFLINE is set, and it is not in {constants.HF_HUB_CACHE}", _PREFETCH)
+    except (HfHubHTTPError, OSError) as error:
+        _no(what, str(error).splitlines()[0] or type(error).__name__, "look at the network", code=exit_codes.FAILED)
+
+
+def _no(what: str, found: str, fix: str, *, code: int = exit_codes.CONFIG) -> NoReturn:
+    raise DrayError(f"{what} is missing", wanted=f"{what} from {constants.ENDPOINT}", found=found, fix=fix, code=code)
+
+
+def model(name: str, revision: str, *, weights: bool, code: bool) -> str:
+    """The folder of a model or tokenizer: a folder's own path, or what the hub has by that name, brought here."""
+    if name.startswith(("/", ".")):
+        return name
+    kinds = [
+        "*.json",
+        "*.txt",
+        "*.model",
+        "*.jinja",
+        *(["*.safetensors"] if weights else []),
+        *(["*.py"] if code else []),
+    ]
+    return fetched(f"model {name}", lambda: snapshot_download(name, revision=revision, allow_patterns=kinds))

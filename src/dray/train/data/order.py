@@ -1,0 +1,72 @@
+"""Which tokens make which sample: the same on any number of ranks, shuffled, and no token is dropped.
+
+The dataset is read epoch after epoch as one endless row of tokens, cut into samples. What is left over at the end of an
+epoch begins the first sample of the next. An epoch's samples are shuffled by a permutation that is computed and never
+stored, so that any sample of a dataset of any size is found at once, and resuming costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ROUNDS = 4
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """`total` tokens in samples of `length` tokens; `seed` decides the shuffling."""
+
+    total: int
+    length: int
+    seed: int
+
+    def first(self, epoch: int) -> int:
+        """The first sample that begins in this epoch, and so how many began before it."""
+        return -(-epoch * self.total // self.length)
+
+    def epoch(self, sample: int) -> int:
+        """The epoch to which the sample belongs."""
+        guess = sample * self.length // self.total
+        while self.first(guess + 1) <= sample:
+            guess += 1
+        while self.first(guess) > sample:
+            guess -= 1
+        return guess
+
+    def start(self, sample: int) -> int:
+        """Where in the dataset the sample begins."""
+        epoch = self.epoch(sample)
+        first = self.first(epoch)
+        count = self.first(epoch + 1) - first
+        return (first + permuted(sample - first, count, self.seed + epoch)) * self.length % self.total
+
+
+def permuted(index: int, count: int, seed: int) -> int:
+    """Where a permutation of `count` things, one for each seed, puts the thing at `index`.
+
+    A Feistel network over the next power of four, walked until it comes out within the count.
+    """
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mixed(right + (seed << 20) + (turn << 60)) & mask)
+        index = (left << half) | right
+        if index < count:
+            return index
+
+
+def _mixed(value: int) -> int:
+    """Every bit of the value changes about half of the bits of this (the finaliser of SplitMix64)."""
+    value = (value * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def indices(step: int, micro: int, rank: int, *, world: int, per_device: int, accumulation: int) -> range:
+    """One rank's samples in one micro-batch; all ranks and micro-batches of a step make its global batch."""
+    base = ((step * accumulation + micro) * world + rank) * per_device
+    return range(base, base + per_device)

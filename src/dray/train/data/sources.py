@@ -1,0 +1,294 @@
+"""Documents from files: a document a line or row. Files are cut into pieces, so that many can read at once.
+
+Where the pieces begin is decided by the files alone, never by who reads.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dray.train import chat, corpus, hub
+from dray.contract.findings import ConfigError
+
+_PIECE = 1 << 24  # bytes of a file of lines
+_LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
+_BUILTIN = "builtin"
+_LINES, _ARROW = (".txt", ".text", ".md", ".jsonl", ".ndjson"), (".parquet", ".arrow")
+_KNOWN = (*_LINES, ".json", ".csv", ".tsv", *_ARROW)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What makes a document of a row."""
+
+    column: str
+    least: int = 0
+    """Shorter ones are left out; a conversation's length is that of its JSON."""
+    chats: bool = False
+    """Whether a document is a conversation: its messages, as JSON."""
+    answer: str = ""
+    """The column of the answers, where `column` is that of the questions."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a file: bytes of one with lines, row groups of parquet, or all of it (`end` is 0)."""
+
+    path: str
+    begin: int = 0
+    end: int = 0
+
+
+def files(name: str, split: str) -> tuple[str, ...]:
+    """The files of a dataset of the recipe, always in the same order."""
+    if name == _BUILTIN:
+        return (_BUILTIN,)
+    if name.startswith("hub:"):
+        return hub.dataset(name, split)
+    path = Path(name)
+    if path.is_dir():
+        found = sorted(str(child) for child in path.rglob("*") if _kind(str(child)) in _KNOWN and child.is_file())
+    else:
+        found = [name] if path.exists() else sorted(map(str, path.parent.glob(path.name)))
+    if not found:
+        wanted = f"files of {', '.join(_KNOWN)} in it" if path.is_dir() else "a file, a folder or a pattern that fits"
+        raise ConfigError("there is no dataset", wanted=wanted, found=f"nothing at {name}", fix="check [data] in the recipe")
+    return tuple(found)
+
+
+def identity(names: tuple[str, ...]) -> tuple[object, ...]:
+    """What tells these files from others: it changes when they do."""
+    return tuple((name, *_seen(name)) for name in names)
+
+
+def _seen(name: str) -> tuple[int, ...]:
+    if name == _BUILTIN:
+        return ()
+    with _readable(name):
+        seen = os.stat(name)  # noqa: PTH116  a string, as all here
+    return (seen.st_size, seen.st_mtime_ns)
+
+
+def pieces(names: tuple[str, ...]) -> list[Piece]:
+    """All of the files, in order."""
+    found: list[Piece] = []
+    for name in names:
+        kind = _kind(name)
+        if kind in _LINES and not name.endswith(".gz"):
+            size = _seen(name)[0]
+            found += [Piece(name, begin, min(begin + _PIECE, size)) for begin in range(0, size, _PIECE)]
+        elif kind == ".parquet":
+            with _readable(name):
+                found += [Piece(name, group, group + 1) for group in range(pq.ParquetFile(name).num_row_groups)]
+        else:
+            found.append(Piece(name))
+    return found
+
+
+def documents(piece: Piece, reading: Reading) -> Iterator[str]:
+    """The piece's documents; what is empty or blank is none."""
+    rows = _texts(piece, reading.column)
+    if reading.answer:
+        pairs = zip(rows, _texts(piece, reading.answer), strict=True)
+        rows = (chat.exchange(question, answer) if question and answer else "" for question, answer in pairs)
+    elif reading.chats:
+        rows = (chat.conversation(row, piece.path, reading.column) for row in _rows(piece, reading.column))
+    with _readable(piece.path):
+        for found in rows:
+            if found and len(found) >= reading.least and not found.isspace():
+                yield found
+
+
+def _texts(piece: Piece, column: str) -> Iterator[str]:
+    for found in _rows(piece, column):
+        if found is not None and not isinstance(found, str):
+            _not_text(piece.path, column, found)
+        yield found or ""
+
+
+def _rows(piece: Piece, column: str) -> Iterator[Any]:
+    kind = _kind(piece.path)
+    if piece.path == _BUILTIN:
+        yield from corpus.documents()
+    elif kind in _ARROW:
+        yield from _arrow_rows(piece, column)
+    elif kind in (".csv", ".tsv"):
+        yield from _csv_rows(piece, column, "\t" if kind == ".tsv" else ",")
+    elif kind == ".json" and _begins_with_list(piece.path):
+        yield from _list_rows(piece, column)
+    elif kind in (".json", ".jsonl", ".ndjson"):
+        yield from _json_rows(piece, column)
+    else:
+        yield from (line.decode().rstrip("\r\n") for _, line in _lines(piece))
+
+
+def _kind(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix.lower()
+
+
+def _opened(path: str) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if path.endswith(".gz") else Path(path).open("rb")
+
+
+def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in the piece, each with the place where it begins."""
+    with _opened(piece.path) as file:
+        place = piece.begin
+        if place:  # the line that is under way here began in the piece before
+            file.seek(place - 1)
+            place += len(file.readline(_LONGEST)) - 1
+        while not piece.end or place < piece.end:
+            line = file.readline(_LONGEST)
+            if not line:
+                return
+            if len(line) == _LONGEST:
+                raise ConfigError(
+                    "a line is too long to be a document",
+                    wanted=f"lines of less than {_LONGEST >> 20} MiB",
+                    found=f"a longer one at byte {place} of {piece.path}",
+                    fix="put line ends between documents, or write parquet",
+                )
+            _check_utf8(line, place, piece.path)
+            yield place, line
+            place += len(line)
+
+
+def _check_utf8(line: bytes, place: int, path: str) -> None:
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "the dataset is not UTF-8",
+            wanted="UTF-8",
+            found=f"byte 0x{line[error.start]:02x} at byte {place + error.start} of {path}",
+            fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
+        )
+
+
+def _json_rows(piece: Piece, column: str) -> Iterator[Any]:
+    for place, line in _lines(piece):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                "a line is not JSON",
+                wanted=f'an object on each line, such as {{"{column}": "..."}}',
+                found=f"{error} in the line at byte {place} of {piece.path}",
+                fix="correct or remove that line",
+            )
+        yield _cell(row, column, piece.path)
+
+
+def _begins_with_list(path: str) -> bool:
+    with _opened(path) as file:
+        return file.read(1 << 12).lstrip().startswith(b"[")
+
+
+def _list_rows(piece: Piece, column: str) -> Iterator[Any]:
+    with _opened(piece.path) as file:
+        try:
+            rows = json.load(file)
+        except ValueError as error:
+            raise ConfigError("a file is not JSON", wanted="a list of objects", found=f"{error} in {piece.path}", fix="correct it")
+    return (_cell(row, column, piece.path) for row in rows)
+
+
+def _cell(row: object, column: str, path: str) -> object:
+    if not isinstance(row, dict) or column not in row:
+        _no_column(path, column, list(row) if isinstance(row, dict) else [type(row).__name__])
+    return row[column]
+
+
+def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
+    csv.field_size_limit(sys.maxsize)
+    with _opened(piece.path) as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=between)
+        try:
+            if column not in (rows.fieldnames or ()):
+                _no_column(piece.path, column, list(rows.fieldnames or ()))
+            for row in rows:
+                yield row[column]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(
+                "the table cannot be read",
+                wanted="UTF-8 with a first line of column names",
+                found=f"{error} near line {rows.line_num} of {piece.path}",
+                fix="convert or correct it",
+            )
+
+
+def _arrow_rows(piece: Piece, column: str) -> Iterator[Any]:
+    if _kind(piece.path) == ".parquet":
+        file = pq.ParquetFile(piece.path)
+        if column not in file.schema_arrow.names:
+            _no_column(piece.path, column, file.schema_arrow.names)
+        batches = file.iter_batches(row_groups=range(piece.begin, piece.end), columns=[column])
+    else:
+        table = _mapped(piece.path)
+        if column not in table.schema.names:
+            _no_column(piece.path, column, table.schema.names)
+        batches = table.to_batches()
+    for batch in batches:
+        yield from batch.column(column).to_pylist()
+
+
+def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
+    """Arrow's own files are of two formats, and both have the same ending."""
+    try:
+        return pa.ipc.open_file(pa.memory_map(path)).read_all()
+    except pa.ArrowInvalid:
+        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """What every reader of files may find: none, no leave, or one that is cut or damaged."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        unreadable(path, error)
+
+
+def _no_column(path: str, column: str, found: list[str]) -> NoReturn:
+    raise ConfigError(
+        f"there is no column {column!r}",
+        wanted=f"{column} in {path}",
+        found=", ".join(map(str, found)) or "none",
+        fix="set data.column",
+    )
+
+
+def _not_text(path: str, column: str, found: object) -> NoReturn:
+    raise ConfigError(
+        f"column {column!r} is not text",
+        wanted=f"strings in {path}",
+        found=f"{type(found).__name__}: {str(found)[:60]}",
+        fix="set data.column to the one with the documents",
+    )
+
+
+def unreadable(path: str, error: Exception) -> NoReturn:
+    """A file that is not there, may not be read, or is broken."""
+    gone = isinstance(error, OSError) and error.errno is not None
+    raise ConfigError(
+        "the dataset cannot be read",
+        wanted=f"a whole {_kind(path).removeprefix('.') or 'text'} file at {path}",
+        found=(error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]),
+        fix="check [data] in the recipe" if gone else "fetch or write that file again",
+    )

@@ -1,0 +1,194 @@
+"""Documents as tokens in a file that is mapped into memory: made once on a node, and atomic.
+
+The folder's name is the fingerprint of all that decides its content.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dray.contract import exit_codes, findings
+from dray.contract.findings import ConfigError, DrayError, Finding
+from dray.train.collectives import all_gather_json
+from dray.train.errors import say
+
+LABEL, LAST = 1 << 31, 1 << 30
+"""Marks beside a token: it is a label; a document ends with it."""
+IDS = LAST - 1
+
+_VERSION = 2
+_BATCH = 1024
+_ABANDONED = 3600  # seconds without a write
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens in a row, and where each document begins; the last start is the end."""
+
+    ids: NDArray[np.integer]
+    starts: NDArray[np.uint64]
+
+    def part(self, first: int, last: int) -> Tokens:
+        """Some of the documents."""
+        begin, end = int(self.starts[first]), int(self.starts[last])
+        return Tokens(self.ids[begin:end], self.starts[first : last + 1] - self.starts[first])
+
+    def short(self, most: int) -> Tokens:
+        """At most so many of the tokens; 0 is all."""
+        return Tokens(self.ids[:most], self.starts) if most else self
+
+    def slice(self, start: int, length: int) -> NDArray[np.int64]:
+        """`length` tokens from there on; after the last comes the first."""
+        ids = self.ids[start : start + length]
+        while len(ids) < length:
+            ids = np.concatenate([ids, self.ids[: length - len(ids)]])
+        return ids.astype(np.int64)
+
+
+def fingerprint(*parts: object) -> str:
+    """Of everything that decides the tokens: files, columns, the tokenizer."""
+    return hashlib.sha256(json.dumps([_VERSION, *map(str, parts)]).encode()).hexdigest()[:24]
+
+
+def cached(
+    cache: Path,
+    name: str,
+    documents: Callable[[], Iterable[str]],
+    encode: Callable[[list[str]], list[int]],
+    *,
+    end: int,
+    vocabulary: int,
+    marked: bool = False,
+) -> Tokens:
+    """The tokens of that fingerprint, made now if they are not there; `marked` ones end where LAST is.
+
+    The first rank of each node makes them and the others wait, whether the disk has locks or not.
+    """
+    folder, failed = cache / name, None
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not folder.is_dir():
+        try:
+            _fill(folder, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
+        except DrayError as error:
+            failed = error.finding._asdict()
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"tokenizing failed: {type(error).__name__}: {error}"
+            failed = Finding(problem, where=str(cache), code=exit_codes.FAILED)._asdict()
+    for finding in filter(None, all_gather_json(failed)):
+        raise findings.error(finding)
+    return _open(folder)
+
+
+def _fill(
+    folder: Path,
+    documents: Callable[[], Iterable[str]],
+    encode: Callable[[list[str]], list[int]],
+    *,
+    end: int,
+    vocabulary: int,
+    marked: bool,
+) -> None:
+    """Write into a folder of this process's own, then rename it. Whoever else does so writes the same bytes."""
+    cache = folder.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(folder)
+    part = folder.with_name(f"{folder.name}.part-{secrets.token_hex(8)}")
+    try:
+        _make(part, documents(), encode, end=end, vocabulary=vocabulary, marked=marked)
+        part.rename(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and folder.is_dir():
+            return  # another node's or run's are there now
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+        raise DrayError(
+            "the disk is full of tokens",
+            wanted=f"room in {cache}",
+            found=f"{shutil.disk_usage(cache).free / 1e6:.0f} MB left without what was made so far",
+            fix="set data.cache_dir to a place with more room",
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_left_over(folder: Path) -> None:
+    """What a killed process left. One that is alive writes all the time."""
+    for part in folder.parent.glob(f"{folder.name}.part-*"):
+        with suppress(OSError):
+            if time.time() - max(path.stat().st_mtime for path in (part, *part.iterdir())) > _ABANDONED:
+                shutil.rmtree(part, ignore_errors=True)
+
+
+def _make(
+    part: Path,
+    documents: Iterable[str],
+    encode: Callable[[list[str]], list[int]],
+    *,
+    end: int,
+    vocabulary: int,
+    marked: bool,
+) -> None:
+    part.mkdir()
+    kind = np.uint16 if vocabulary <= 1 << 16 and not marked else np.uint32
+    total, began, shown = 0, time.monotonic(), time.monotonic()
+    with (part / "ids").open("wb") as file_of_ids, (part / "starts").open("wb") as starts:
+        starts.write(np.zeros(1, np.uint64).tobytes())
+        for batch in _batches(documents):
+            array = np.asarray(encode(batch), dtype=np.int64)
+            ids = array & IDS
+            if array.size and int(ids.max()) >= vocabulary:
+                raise ConfigError(
+                    "the tokenizer has a token that the model lacks",
+                    wanted=f"ids below {vocabulary}",
+                    found=str(int(ids.max())),
+                    fix="set model.tokenizer to the one that belongs to the model",
+                )
+            file_of_ids.write(array.astype(kind).tobytes())
+            starts.write(
+                (np.flatnonzero(array & LAST if marked else array == end) + total + 1).astype(np.uint64).tobytes()
+            )
+            total += len(array)
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                say(f"{total:,} tokens made, {total / (shown - began):,.0f} a second")
+        for file in (file_of_ids, starts):
+            file.flush()
+            os.fsync(file.fileno())
+    (part / "kind").write_text(np.dtype(kind).name, encoding="ascii")
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    iterator = iter(documents)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch
+
+
+def _open(folder: Path) -> Tokens:
+    kind = np.dtype((folder / "kind").read_text(encoding="ascii"))
+    starts = np.fromfile(folder / "starts", dtype=np.uint64)
+    size = (folder / "ids").stat().st_size
+    ids: NDArray[np.integer] = np.memmap(folder / "ids", dtype=kind, mode="r") if size else np.zeros(0, kind)
+    if len(ids) != int(starts[-1]):
+        raise DrayError(
+            "tokens in the cache are incomplete",
+            wanted=f"{int(starts[-1])} tokens in {folder}",
+            found=f"{len(ids)}",
+            fix=f"rm -r '{folder}'",
+        )
+    return Tokens(ids, starts)

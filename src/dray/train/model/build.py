@@ -1,0 +1,185 @@
+"""The network: one that exists, or a new one from a transformers configuration.
+
+Rank 0 alone has its weights; the others have room for them that no memory stands behind yet, and get them when the
+strategy shards or copies the model. A node so holds one copy in its memory, not one for each of its ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.initialization import no_init_weights
+
+from dray.train import objectives
+from dray.train.config import Config
+from dray.train.data import hub
+from dray.train.model import lora
+from dray.contract.findings import ConfigError
+
+
+def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
+    """The model; with its weights if `filled`."""
+    model = config.model
+    folder = ""
+    if model.name:
+        folder = hub.model(model.name, model.revision, weights=model.weights and filled, code=model.trust_remote_code)
+    settings = _settings(config, folder, tokens)
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "dtype": _dtype(config, settings)}
+    if model.attn_implementation != "auto":
+        options["attn_implementation"] = model.attn_implementation
+    auto_model = objectives.named(config.train.objective).auto_model
+    try:
+        if filled and folder and model.weights:
+            network: PreTrainedModel = auto_model.from_pretrained(folder, config=settings, use_safetensors=True, **options)
+        elif filled:
+            torch.manual_seed(config.train.seed)
+            network = auto_model.from_config(settings, **options)
+        else:
+            with no_init_weights():
+                network = auto_model.from_config(settings, **options)
+            network.tie_weights()
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError(
+            "the model cannot be made",
+            wanted=f"a {config.train.objective} model of type {settings.model_type}, attention {model.attn_implementation}",
+            found=" ".join(str(error).split())[:400],
+            fix="correct [model], or train.objective",
+        )
+    if config.analog:
+        from dray.train.model import analog  # noqa: PLC0415  not every image has it
+
+        analog.convert(network, config.analog, folder)
+    if config.lora:
+        lora.add(network, config)
+    if config.data.document_mask:
+        _check_document_mask(config, network, filled=filled)
+    if config.train.activation_checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    return network
+
+
+def check(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[PreTrainedConfig, str]:
+    """Its configuration, if there is such a model, and the folder of the one that it is named after."""
+    model = config.model
+    folder = hub.model(model.name, model.revision, weights=False, code=model.trust_remote_code) if model.name else ""
+    return _settings(config, folder, tokens), folder
+
+
+def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The model without its weights and without room for them."""
+    settings, folder = check(config, tokens)
+    with torch.device("meta"):
+        found: PreTrainedModel = objectives.named(config.train.objective).auto_model.from_config(
+            settings, trust_remote_code=config.model.trust_remote_code
+        )
+    if (Path(folder) / "generation_config.json").is_file() and folder:
+        found.generation_config = GenerationConfig.from_pretrained(folder)
+    return found
+
+
+def _check_document_mask(config: Config, network: PreTrainedModel, *, filled: bool) -> None:
+    """Many models take position_ids and let attention cross documents all the same: so this one is tried."""
+    problem, kind = "", network.config.model_type
+    if not objectives.named(config.train.objective).predicts_next:
+        problem = f"objective {config.train.objective}"
+    elif "position_ids" not in inspect.signature(network.forward).parameters:
+        problem = f"{kind}, which takes no position_ids"
+    elif config.model.attn_implementation == "flash_attention_2":
+        if config.per_device > 1:  # transformers looks for documents in a batch of one row alone
+            problem = f"flash attention with {config.per_device} rows at once"
+    elif filled and not _masks_documents(network.eval()):
+        problem = f"{kind}, whose attention crosses them"
+    network.train()
+    if problem:
+        raise ConfigError(
+            "this model cannot mask documents",
+            wanted="a causal model whose attention follows position_ids",
+            found=problem,
+            fix="leave data.document_mask out, or take another model, another attention or per_device = 1",
+        )
+
+
+@torch.no_grad()
+def _masks_documents(network: PreTrainedModel) -> bool:
+    """Whether the second of two documents in a row has the same logits, whatever the first is."""
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 3, 4, 5, 6]])
+    places = torch.tensor([[0, 1, 0, 1, 2, 3]] * 2)
+    logits = network(input_ids=rows, position_ids=places, use_cache=False).logits.float()
+    return bool(torch.allclose(logits[0, 2:], logits[1, 2:], rtol=1e-3, atol=1e-4))
+
+
+def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    model = config.model
+    named = {"vocab_size": len(tokens), "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
+    named["pad_token_id"] = tokens.pad_token_id
+    try:
+        if folder:
+            defaults = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        else:
+            defaults = AutoConfig.for_model(model.type)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            "transformers has no such model",
+            wanted="a folder with a config.json" if folder else "a type that it knows, such as gpt2, llama or bert",
+            found=f"model.name = {model.name!r}: {' '.join(str(error).split())[:300]}"
+            if folder
+            else f"model.type = {model.type!r}",
+            fix="set model.name" if folder else "set model.type",
+        )
+    known = set(defaults.to_dict()) | set(defaults.attribute_map)
+    for name in model.config:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise ConfigError(
+                f"a {defaults.model_type} configuration has no {name!r}",
+                wanted=f"one of transformers' own names{', such as ' + ', '.join(near) if near else ''}",
+                found=f"model.config.{name}",
+                fix="correct model.config in the recipe",
+            )
+    made: PreTrainedConfig = defaults if folder else AutoConfig.for_model(model.type, **named | model.config)
+    if folder:
+        made.update(model.config)
+    _check_sizes(config, made, tokens)
+    return made
+
+
+def _check_sizes(config: Config, made: PreTrainedConfig, tokens: PreTrainedTokenizerFast) -> None:
+    made = made.get_text_config()
+    positions = getattr(made, "max_position_embeddings", None)
+    if positions is not None and positions < config.data.sequence_length:
+        raise ConfigError(
+            "a sample is longer than the model's positions",
+            wanted=f"data.sequence_length of at most {positions}",
+            found=f"data.sequence_length = {config.data.sequence_length}",
+            fix="set a smaller data.sequence_length or more positions in model.config",
+        )
+    if made.vocab_size < len(tokens):
+        raise ConfigError(
+            "the tokenizer has tokens that the model lacks",
+            wanted=f"at most {made.vocab_size}, the model's vocab_size",
+            found=f"{len(tokens)} tokens in the tokenizer",
+            fix="set model.tokenizer to the one that belongs to the model",
+        )
+
+
+def _dtype(config: Config, settings: PreTrainedConfig) -> torch.dtype:
+    if config.model.dtype == "auto":
+        return getattr(torch, str(settings.dtype or torch.float32).removeprefix("torch."))  # type: ignore[no-any-return]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
+
+
+def has_weights() -> bool:
+    """Whether this is the rank that reads or makes them."""
+    return os.environ["RANK"] == "0"

@@ -1,0 +1,19 @@
+"""Supervised fine-tuning: causal, on conversations, of which only the assistant's messages are predicted."""
+
+from __future__ import annotations
+
+from dray.train.data import chat
+from dray.train.data.encoding import Encoding
+from dray.train.objectives.causal import Causal
+
+
+class Sft(Causal):
+    """The encoder marks what an assistant says."""
+
+    learned = "the assistant's messages of conversations"
+    marked = True
+    conversations = True
+    encoding = Encoding("sft", chat.encoder)
+
+
+OBJECTIVE = Sft

@@ -1,0 +1,34 @@
+"""A saved model on all that its recipe evaluates: a line for each dataset."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dray.contract.jobs import Evaluate
+from dray.train import objectives, strategies
+from dray.train.collectives import init_distributed
+from dray.train.config import of_plan
+from dray.train.data import datasets, tokenizer
+from dray.train.evaluate import Evaluator
+from dray.train.metrics import Metrics
+from dray.train.model import build
+
+
+def run(job: Evaluate) -> None:
+    """On the CPU, one sample at a time."""
+    config = of_plan(job.plan)
+    saved = replace(
+        config.model, name=job.model, weights=True, tokenizer="", config={}, dtype="auto", attn_implementation="auto"
+    )
+    train = replace(config.train, strategy="ddp", compile=False)
+    config = replace(config, model=saved, train=train, variant="cpu", per_device=1, lora=None)
+    device = init_distributed(config.variant)
+    tokens = tokenizer.load(config)
+    strategy = strategies.make(build.build(config, tokens, filled=True), config, device)
+    objective = objectives.named(config.train.objective)(config, tokens)
+    evaluator = Evaluator(config, tokens, strategy, objective, Metrics(config, writes=False))
+
+    evaluator.all(config.steps, datasets.validation(config, tokens))
+    test = datasets.test(config, tokens)
+    if test is not None:
+        evaluator.dataset("test", config.steps, test)

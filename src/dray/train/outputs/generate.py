@@ -1,0 +1,52 @@
+"""Let a saved model generate text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dray.contract.findings import ConfigError
+from dray.contract.jobs import Generate
+from dray.train import objectives
+
+_MANY = 64  # tokens, by default
+
+
+def run(job: Generate) -> None:
+    """Print the prompt and what comes after it; of a conversation the answer alone."""
+    chat = objectives.named(job.objective).conversations
+    architectures = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code).architectures or []
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        raise ConfigError(
+            "this model does not generate text",
+            wanted="a causal language model",
+            found=f"{', '.join(architectures) or 'no architecture'} in {job.model}",
+            fix="train a causal one: train.objective = causal",
+        )
+    tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    network: Any = AutoModelForCausalLM.from_pretrained(job.model, trust_remote_code=job.trust_remote_code).eval()
+    if chat:
+        messages = [{"role": "user", "content": job.prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    else:
+        prompt = tokenizer(job.prompt or tokenizer.eos_token, return_tensors="pt").input_ids
+    positions = getattr(network.config, "max_position_embeddings", None)
+    room = positions - prompt.shape[1] if positions else _MANY
+    tokens = job.tokens or max(1, min(_MANY, room))
+    if tokens > room and positions:
+        raise ConfigError(
+            "the prompt and the new tokens are longer than the model's positions",
+            wanted=f"at most {positions} tokens",
+            found=f"{prompt.shape[1]} in the prompt, and {tokens} new ones",
+            fix=f"--tokens {room}, or a shorter prompt" if room > 0 else "a shorter prompt",
+        )
+    torch.manual_seed(job.seed)
+    chosen: dict[str, Any] = {"do_sample": True, "temperature": job.temperature} if job.temperature else {"do_sample": False}
+    written = network.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **chosen
+    )
+    shown = written[0, prompt.shape[1] :] if chat else written[0]
+    print(tokenizer.decode(shown, skip_special_tokens=True), flush=True)

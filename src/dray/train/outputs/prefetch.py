@@ -1,0 +1,35 @@
+"""Fetch what a recipe names on the hub."""
+
+from __future__ import annotations
+
+import os
+
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from dray.contract.jobs import Prefetch
+from dray.train.data import hub
+
+_SPLITS = ("train", "validation", "test")
+
+
+def run(job: Prefetch) -> None:
+    """Each thing once, with its size."""
+    disable_progress_bars()  # a log is no terminal
+    names = [(f"data.{split}", job.data[split], split) for split in _SPLITS]
+    names += [(f"evaluate.{name}.dataset", one["dataset"], "test") for name, one in job.evaluate.items()]
+    for key, name, split in names:
+        if name.startswith("hub:"):
+            print(f"{key} = {name}", flush=True)
+            _report(hub.dataset(name, split))
+    model = job.model
+    for key in ("name", "tokenizer"):
+        if model[key] and not model[key].startswith(("/", ".")):
+            print(f"model.{key} = {model[key]}", flush=True)
+            revision, weights = (model["revision"], model["weights"]) if key == "name" else ("main", False)
+            folder = hub.model(model[key], revision, weights=weights, code=model["trust_remote_code"])
+            _report(tuple(entry.path for entry in os.scandir(folder)))
+
+
+def _report(files: tuple[str, ...]) -> None:
+    size = sum(os.stat(file).st_size for file in files)  # noqa: PTH116  strings, as the hub gives them
+    print(f"  {len(files)} files, {size / 1e6:,.1f} MB", flush=True)

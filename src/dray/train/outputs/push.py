@@ -1,0 +1,47 @@
+"""A saved model to the hub."""
+
+from __future__ import annotations
+
+import os
+
+from httpx2 import TransportError
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from dray.contract.exit_codes import CONFIG, FAILED
+from dray.contract.findings import ConfigError, DrayError
+from dray.contract.jobs import Push
+
+
+def run(job: Push) -> None:
+    """Print its address."""
+    disable_progress_bars()  # a log is no terminal
+    if not os.environ.get("HF_TOKEN"):
+        raise ConfigError(
+            "the hub takes no model without a token",
+            wanted="HF_TOKEN with permission to write",
+            found="HF_TOKEN is not set",
+            fix="create one on the hub's page of tokens, and export HF_TOKEN=...",
+        )
+    try:
+        hub = HfApi()
+        hub.create_repo(job.name, private=job.private, exist_ok=True)
+        if job.private and not hub.repo_info(job.name).private:
+            raise ConfigError(
+                "the repository exists, and is public",
+                wanted=f"a private {job.name}",
+                found=f"{constants.ENDPOINT}/{job.name} is public",
+                fix="take another name, make that one private on its page, or add --public",
+            )
+        hub.upload_folder(repo_id=job.name, folder_path=job.model, commit_message="A model trained with dray")
+    except (HFValidationError, HfHubHTTPError, TransportError, OSError) as error:
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+        raise DrayError(
+            f"the model cannot be pushed to {job.name}",
+            wanted=f"permission to write, at {constants.ENDPOINT}",
+            found=str(error).splitlines()[0] or type(error).__name__,
+            fix="take a token that may write for that owner" if refused else "check the name and the network",
+            code=CONFIG if refused or isinstance(error, HFValidationError) else FAILED,
+        )
+    print(f"{constants.ENDPOINT}/{job.name}", flush=True)

@@ -1,0 +1,132 @@
+"""The recipe's sections as dataclasses. Made from config/: DRAY_GOLDEN=write pytest tests/unit/test_train_recipe.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is trained on."""
+
+    train: str
+    validation: str
+    test: str
+    validation_split_percentage: int
+    column: str
+    answer_column: str
+    min_characters: int
+    sequence_length: int
+    document_mask: bool
+    max_train_samples: int
+    max_eval_samples: int
+    streaming: bool
+    cache_dir: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network: one that exists, by name, or a new one of a type that transformers knows."""
+
+    name: str
+    revision: str
+    weights: bool
+    trust_remote_code: bool
+    type: str
+    config: dict[str, Any]
+    tokenizer: str
+    attn_implementation: str
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """The loop."""
+
+    steps: int | None
+    epochs: float | None
+    objective: str
+    mlm_probability: float
+    lr: float
+    warmup_steps: int
+    lr_scheduler_type: str
+    lr_power: float
+    lr_cycles: int
+    min_lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    precision: str
+    initial_loss_scale: float
+    seed: int
+    log_every: int
+    max_grad_norm: float
+    strategy: str
+    offload: str
+    compile: bool
+    activation_checkpointing: bool
+    deepspeed: str | None
+    eval_every: int
+    attention_stats: bool
+    trackers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Small matrices beside the model's own are trained, and the model's own stay as they are (LoRA, by peft)."""
+
+    enabled: bool
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One more dataset to evaluate, beside data.validation."""
+
+    dataset: str
+    column: str
+    stride: int
+    last_word: bool
+    max_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a run keeps, so that another may go on from there."""
+
+    every: tuple[tuple[int, int], ...]
+    at_start: bool
+    keep: int
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analog:
+    """Linear layers become analog ones: quantised inputs, noisy and clipped weights."""
+
+    enabled: bool
+    exclude: tuple[str, ...]
+    clip_type: str
+    clip_sigma: float
+    forward_inp_res: int
+    forward_out_noise: float
+    forward_out_noise_per_channel: bool
+    forward_out_res: int
+    forward_out_bound: float
+    mapping_max_input_size: int
+    modifier_type: str
+    modifier_std_dev: float
+    modifier_quantize: str
+    modifier_res: int
+    input_range_enable: bool
+    input_range_learn_input_range: bool
+    input_range_init_value: float
+    input_range_init_from_data: int
+    input_range_init_std_alpha: float
+    input_range_decay: float
+    input_range_input_min_percentage: float
+    input_range_fast_mode: bool

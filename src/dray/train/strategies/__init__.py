@@ -1,0 +1,25 @@
+"""How one model is on many ranks. A strategy is one file, whose class is STRATEGY; zero1 to zero3 share one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from dray.train.config import Config
+from dray.train.model import dropout
+from dray.train.objectives.base import LossModule
+from dray.train.strategies.base import Strategy
+
+
+def make(network: torch.nn.Module, config: Config, device: torch.device) -> Strategy:
+    """As train.strategy says. Rank 0's weights become those of all ranks."""
+    module = LossModule(network)
+    if config.train.compile and device.type == "cpu":
+        dropout.install(network)
+    if config.train.compile:
+        module.compile()
+    file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second
+    made: Strategy = file.STRATEGY(module, config, device)
+    return made

@@ -1,0 +1,133 @@
+"""ddp: each rank has the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dray.train.config import Config
+from dray.train.model import lora
+from dray.train.objectives.base import Batch, LossModule
+from dray.train.scaler import Scaler
+from dray.train.strategies.base import MOMENTS, State, adamw, buffers
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Ddp:
+    """torch's own optimizer and gradients, which fsdp has too."""
+
+    def __init__(self, module: LossModule, config: Config, device: torch.device) -> None:
+        self.device, self.config, self.network = device, config, module.network
+        self.scaler = Scaler(config.train.initial_loss_scale) if config.train.precision == "fp16" else None
+        half = HALF.get(config.train.precision)
+        self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None)
+        self._module = self._distributed(module)
+        self._optimizer = adamw(self.network, config)
+        self._prime(updates=0)
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def _prime(self, updates: int) -> None:
+        """Give AdamW its averages now: a checkpoint may be loaded, or written, before a step was taken."""
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                moments = {moment: torch.zeros_like(weight) for moment in MOMENTS}
+                step = torch.tensor(float(updates), device=weight.device)
+                self._optimizer.state[weight] = {"step": step, **moments}
+
+    def _distributed(self, module: LossModule) -> torch.nn.Module:
+        self.network.to(self.device)
+        if dist.get_world_size() == 1:
+            return module
+        ids = None if self.device.type == "cpu" else [self.device.index]
+        return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._autocast:
+            found: tuple[torch.Tensor, torch.Tensor] = self._module(batch.input_ids, batch.labels, batch.position_ids)
+        return found
+
+    @contextmanager
+    def accumulate(self, *, sync: bool) -> Iterator[None]:
+        if isinstance(self._module, DistributedDataParallel) and not sync:
+            with self._module.no_sync():
+                yield
+        else:
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss * self.scaler.scale if self.scaler else loss)
+
+    def update(self, lr: float) -> torch.Tensor:
+        weights = [weight for weight in self.network.parameters() if weight.grad is not None]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if self.scaler:
+            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.scaler is None or norm.isfinite():
+            if self.config.train.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(weights, self.config.train.max_grad_norm, norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            if self.scaler:
+                self.scaler.good()
+        else:
+            self.scaler.bad()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> State:
+        copies: Any = self._stager.stage(self._share())
+        return copies  # type: ignore[no-any-return]
+
+    def _share(self) -> State:
+        """Every rank has all of it, and each keeps a share, so that they hold and write it once between them."""
+        rank, count = dist.get_rank(), dist.get_world_size()
+        return {kind: dict(list(named.items())[rank::count]) for kind, named in self._tensors().items()}
+
+    def _tensors(self) -> State:
+        named = dict(self._named())
+        if lora.on(self.network):  # the others are frozen
+            named = {name: weight for name, weight in named.items() if weight.requires_grad}
+        state = {"weights": {name: weight.detach() for name, weight in named.items()}}
+        for moment in MOMENTS:
+            state[moment] = {
+                name: self._optimizer.state[weight][moment] for name, weight in named.items() if weight.requires_grad
+            }
+        return {**state, "others": buffers(self.network)}
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.network.named_parameters()
+
+    def load(self, read: Callable[[State], None], updates: int) -> None:
+        self._prime(updates)
+        read(self._tensors())
+
+    def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        return weight.detach().float()
+
+    def clamp(self, weight: torch.nn.Parameter, bound: torch.Tensor) -> None:
+        weight.data.clamp_(-bound, bound)
+
+    def write(self, weight: torch.nn.Parameter, value: torch.Tensor) -> None:
+        weight.data.copy_(value)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, weight in (*self._named(), *buffers(self.network).items()):
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if dist.get_rank() == 0:
+                found[name] = whole.detach().cpu()
+        return found
+
+
+STRATEGY = Ddp

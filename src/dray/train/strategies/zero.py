@@ -1,0 +1,262 @@
+"""zero1 to zero3: DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+
+from dray.train.config import Config
+from dray.train.objectives.base import Batch, LossModule
+from dray.train.scaler import Scaler, exhausted
+from dray.train.strategies.base import MOMENTS, State, adamw, buffers
+from dray.contract.findings import ConfigError
+
+_REDUCED = 1 << 24  # numbers in a bucket that is reduced over ranks
+_READ = 1 << 26  # weights in a bucket that is read from a checkpoint, each with its two averages
+
+
+class Zero:
+    """train.offload keeps the optimizer, or weights too, in the host's memory."""
+
+    def __init__(self, module: LossModule, config: Config, device: torch.device) -> None:
+        self.device, self.network = device, module.network
+        self._stage = int(config.train.strategy.removeprefix("zero"))
+        self.scaler = Scaler(config.train.initial_loss_scale) if config.train.precision == "fp16" else None
+        if self._stage == 3:  # weight by weight, so that no rank ever has the whole model
+            deepspeed.zero.Init(module=self.network, config_dict_or_path=settings(config))
+        else:
+            self.network.to(device)
+        for buffer in self.network.buffers():  # DeepSpeed copies weights to all ranks, and not these
+            buffer.data = buffer.data.to(device)
+            dist.broadcast(buffer.data, 0)
+        optimizer = adamw(self.network, config, fused=False)
+        try:
+            self._engine: Any = deepspeed.initialize(model=module, optimizer=optimizer, config=settings(config))[0]
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(
+                "DeepSpeed refuses these settings",
+                wanted="settings that DeepSpeed knows, and a precision that this device has",
+                found=" ".join(str(error).split())[:400],
+                fix="correct train.precision, or the file that train.deepspeed names",
+            )
+        self._prime()
+        self._named = [(name, weight) for name, weight in self.network.named_parameters() if weight.requires_grad]
+
+    def _prime(self) -> None:
+        """Give AdamW its averages now: a checkpoint may be loaded before the first step.
+
+        Seen with DeepSpeed 0.19.8: it ties weights to the averages of all groups as soon as the first has some.
+        """
+        optimizer = self._engine.optimizer
+        name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
+        for flat in getattr(optimizer, name):
+            moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
+            optimizer.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
+        if self._stage < 3:
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = self._engine(batch.input_ids, batch.labels, batch.position_ids)
+        return found
+
+    @contextmanager
+    def accumulate(self, *, sync: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(sync)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def update(self, lr: float) -> torch.Tensor:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        try:
+            self._engine.step()
+        except Exception as error:
+            if self.scaler and "minimum" in str(error):  # DeepSpeed has no class for it
+                exhausted(self.scaler.scale)
+            raise
+        if self.scaler:
+            self.scaler.scale = float(self._engine.optimizer.cur_scale)
+            self.scaler.skipped = int(self._engine.skipped_steps)
+        return torch.as_tensor(self._engine.get_global_grad_norm() or 0.0, device=self.device)
+
+    def state(self) -> State:
+        others = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers(self.network).items()}
+        found = self._gathered(("weights", *MOMENTS), dist.get_world_size())
+        return {**found, "others": others if dist.get_rank() == 0 else {}}
+
+    def _gathered(self, kinds: tuple[str, ...], owners: int) -> State:
+        """Whole tensors, reduced a bucket at a time; each bucket on one of the first `owners` ranks alone."""
+        found: State = {kind: {} for kind in kinds}
+        tensors = [(kind, name, weight) for name, weight in self._named for kind in kinds]
+        limit = min(_REDUCED, -(-sum(_shape(weight).numel() for *_, weight in tensors) // owners))
+        for number, bucket in enumerate(_bucketize(tensors, limit)):
+            sizes = [_shape(weight).numel() for *_, weight in bucket]
+            flat = torch.zeros(sum(sizes), device=self.device)
+            slots = torch.split(flat, sizes)
+            for (kind, _, weight), slot in zip(bucket, slots, strict=True):
+                start, shard = self._shard(weight, kind)
+                slot[start : start + shard.numel()].copy_(shard[: max(slot.numel() - start, 0)])
+            dist.reduce(flat, number % owners)
+            if dist.get_rank() == number % owners:
+                for (kind, name, weight), slot in zip(bucket, slots, strict=True):
+                    found[kind][name] = slot.view(_shape(weight)).to("cpu", copy=True)
+        return found
+
+    def _shard(self, weight: Any, kind: str) -> tuple[int, torch.Tensor]:  # noqa: ANN401  DeepSpeed's attributes
+        """Where this rank's shard begins in the flattened tensor, and the shard; the last may go beyond the end."""
+        if self._stage < 3:
+            mapping = weight._hp_mapping
+            if mapping is None:
+                return 0, torch.empty(0)
+            return mapping.lp_fragment_address.start, mapping.get_hp_fragment(None if kind == "weights" else kind).data
+        found = safe_get_local_fp32_param(weight) if kind == "weights" else safe_get_local_optimizer_state(weight, kind)
+        shard: torch.Tensor = found.detach().flatten()
+        return dist.get_rank() * shard.numel(), shard
+
+    def load(self, read: Callable[[State], None], updates: int) -> None:
+        read({"others": buffers(self.network)})
+        for bucket in _bucketize(self._named, _READ):
+            kinds = ("weights", *MOMENTS)
+            state = {kind: {name: torch.empty(_shape(weight)) for name, weight in bucket} for kind in kinds}
+            read(state)
+            for name, weight in bucket:
+                self._set(weight, {kind: tensors[name] for kind, tensors in state.items()})
+        if self.scaler:
+            self._engine.optimizer.cur_scale = self.scaler.scale
+            self._engine.skipped_steps = self.scaler.skipped
+        for state in self._engine.optimizer.optimizer.state.values():
+            state["step"].fill_(float(updates))
+
+    def _set(self, weight: Any, values: dict[str, torch.Tensor]) -> None:  # noqa: ANN401  DeepSpeed's attributes
+        self.write(weight, values["weights"])
+        for moment in MOMENTS:
+            if self._stage < 3:
+                safe_set_full_optimizer_state(weight, values[moment], moment)
+            else:
+                safe_set_local_optimizer_state(weight, _own_shard(values[moment], weight.ds_tensor.numel()), moment)
+
+    def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        whole: torch.Tensor = safe_get_full_fp32_param(weight) if self._stage == 3 else weight
+        return whole.detach().float()
+
+    def clamp(self, weight: Any, bound: torch.Tensor) -> None:  # noqa: ANN401  DeepSpeed's attributes
+        start, shard = self._shard(weight, "weights")
+        limit, end = bound.flatten().to(shard.device), shard.numel()
+        if limit.numel() > 1:  # one for each row
+            limit = limit[:, None].expand(_shape(weight)).flatten()[start : start + end]
+            end = limit.numel()
+        shard[:end].clamp_(-limit, limit)
+        if self._stage == 3:
+            safe_set_local_fp32_param(weight, shard)
+            weight.ds_tensor.data.copy_(shard)
+        if weight.data.numel() == _shape(weight).numel():  # else it is whole on no rank now
+            weight.data.clamp_(-bound, bound)
+
+    def write(self, weight: Any, value: torch.Tensor) -> None:  # noqa: ANN401  DeepSpeed's attributes
+        if self._stage < 3:
+            if weight.requires_grad:
+                safe_set_full_fp32_param(weight, value)
+            weight.data.copy_(value)
+            return
+        shard = _own_shard(value, weight.ds_tensor.numel())
+        if weight.requires_grad:
+            safe_set_local_fp32_param(weight, shard)
+        weight.ds_tensor.data.copy_(shard)
+        if weight.data.numel() == weight.ds_numel:  # a small one, which is whole on every rank all the time
+            weight.data.copy_(value.view_as(weight.data))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        found = self._gathered(("weights",), 1)["weights"]
+        keeps = dist.get_rank() == 0
+        for name, weight in self.network.named_parameters():
+            frozen = None if weight.requires_grad else self._frozen(weight)
+            if keeps and frozen is not None:
+                found[name] = frozen.cpu()
+        return {**found, **{name: buffer.cpu() for name, buffer in buffers(self.network).items()}} if keeps else {}
+
+    def _frozen(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """The whole of a frozen weight, of which the optimizer has no copy."""
+        if self._stage < 3:
+            return weight.detach()
+        with deepspeed.zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+
+
+def _shape(weight: Any) -> torch.Size:  # noqa: ANN401  DeepSpeed's attributes
+    """Of the whole, which may be sharded."""
+    shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
+    return shape
+
+
+def _bucketize(tensors: list[Any], limit: int) -> Iterator[list[Any]]:
+    """Tuples that end with a weight, in buckets of at most so many numbers, or of one tuple."""
+    bucket: list[Any] = []
+    size = 0
+    for one in tensors:
+        if bucket and size + _shape(one[-1]).numel() > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(one)
+        size += _shape(one[-1]).numel()
+    if bucket:
+        yield bucket
+
+
+def _own_shard(whole: torch.Tensor, length: int) -> torch.Tensor:
+    """This rank's shard of the flattened tensor; the last one is padded with zeros."""
+    flat = whole.flatten()
+    begin = dist.get_rank() * length
+    part = flat[begin : begin + length]
+    return torch.nn.functional.pad(part, (0, length - part.numel()))
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """DeepSpeed's configuration: the user's own file, and what the recipe decides over it."""
+    host = {"device": "cpu", "pin_memory": config.variant != "cpu"}
+    file = dict(config.deepspeed)
+    stage = {**file.pop("zero_optimization", {}), "stage": int(config.train.strategy.removeprefix("zero"))}
+    if config.train.offload:
+        stage["offload_optimizer"] = {**host, **stage.get("offload_optimizer", {})}
+    if config.train.offload == "all":
+        stage["offload_param"] = {**host, **stage.get("offload_param", {})}
+    fp16 = {
+        **file.pop("fp16", {}),
+        "initial_scale_power": round(math.log2(config.train.initial_loss_scale)),
+        "enabled": config.train.precision == "fp16",
+    }
+    if config.train.precision != "fp32":  # as ddp and fsdp do it: DeepSpeed would sum gradients in 16 bits
+        file.setdefault("communication_data_type", "fp32")
+        if stage["stage"] > 1:
+            file.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+    return {
+        **file,
+        "train_micro_batch_size_per_gpu": config.per_device,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_clipping": config.train.max_grad_norm,
+        "bf16": {"enabled": config.train.precision == "bf16"},
+        "fp16": fp16,
+        "zero_optimization": stage,
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW resumes to the last bit, DeepSpeed's does not
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 40,
+    }
+
+
+STRATEGY = Zero

@@ -1,0 +1,60 @@
+"""train/recipe.py is made from the recipe's models: one definition, and no pydantic in images."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from dray.config.analog import Analog
+from dray.config.model import Spec
+from dray.config.training import Checkpoint, Data, Evaluation, Lora, Model, Train
+from helpers import ROOT, golden
+
+MODULE = ROOT / "src/dray/train/recipe.py"
+HEAD = '''"""The recipe's sections as dataclasses. Made from config/: DRAY_GOLDEN=write pytest tests/unit/test_train_recipe.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+'''
+
+
+def written(kind: Any) -> str:
+    """A type without pydantic's limits: what is in a plan is valid."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return written(inner[0])
+    if origin is Literal:
+        return " | ".join(sorted({type(one).__name__ for one in inner}))
+    if origin in (UnionType, Union):
+        return " | ".join("None" if one is NoneType else written(one) for one in inner)
+    if origin is None:
+        return "Any" if kind is Any else kind.__name__
+    return f"{origin.__name__}[{', '.join('...' if one is ... else written(one) for one in inner)}]"
+
+
+def lines(model: type[Spec]) -> Iterator[str]:
+    yield from ("", "", "@dataclass(frozen=True, kw_only=True)", f"class {model.__name__}:")
+    yield from (f'    """{(model.__doc__ or "").strip()}"""', "")
+    for name, field in model.model_fields.items():
+        yield f"    {name}: {of_field(field)}"
+
+
+def of_field(field: FieldInfo) -> str:
+    return "dict[str, Any]" if get_origin(field.annotation) is dict else written(field.annotation)
+
+
+def test_the_trainers_dataclasses_are_those_of_the_recipes_models() -> None:
+    models = (Data, Model, Train, Lora, Evaluation, Checkpoint, Analog)
+    golden(MODULE, HEAD + "\n".join(line for model in models for line in lines(model)) + "\n")
+
+
+def test_they_need_the_standard_library_alone() -> None:
+    loaded = "import sys, dray.train.recipe; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
