@@ -20,10 +20,10 @@ import transformers.models.bert.modeling_bert  # noqa: E402
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
 from dray.train import __main__ as train  # noqa: E402
-from dray.train import stop  # noqa: E402
+from dray.train import errors  # noqa: E402
 
 try:
-    from dray.train import zero  # noqa: F401
+    from dray.train.strategies import zero  # noqa: F401
 except ImportError:
     print("no deepspeed here", file=sys.stderr)
 
@@ -36,7 +36,7 @@ def become(plan: str, log: str, env: dict[str, str]) -> None:
     torch.set_num_threads(1)
     if size := int(env.get("FILE_SIZE", 0)):  # as a quota does it
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    stop.guarded(train.main, plan)
+    errors.guarded(train.main, plan)
 
 
 for line in sys.stdin:

@@ -118,8 +118,9 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
     assert weights > 200e6
 
     def peak(gigabytes: str) -> int:
-        code = "import re,sys; from dray.train import export; sys.argv = sys.argv[2:]; from pathlib import Path\n"
-        code += "p, t, g, plan = sys.argv; export.main(Path(p), Path(t), float(g), 'fp32', export.read(plan))\n"
+        code = "import json, re, sys; from pathlib import Path; from dray.contract.jobs import Export\n"
+        code += "from dray.train.outputs import export; p, t, g, plan = sys.argv[2:]\n"
+        code += "export.run(Export(p, t, 'fp32', float(g), json.loads(Path(plan).read_text())))\n"
         # Not getrusage's, which has also what the process was before it became this program.
         code += "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
         checkpoint, plan = run.folder / "checkpoints" / "step-2", run.paths.plan

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hubs
-from dray.train import corpus, model, words
+from dray.train.data import corpus, tokenizer
+from dray.train.model import build
 from trainings import config
 
 pytestmark = pytest.mark.torch
@@ -51,8 +52,8 @@ def dray(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     chosen = config(folder)
-    tokens = words.tokenizer(chosen)
-    model.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
+    tokens = tokenizer.load(chosen)
+    build.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
     pq.write_table(pa.table({"text": [*corpus.documents()]}), folder / "texts.parquet")
     files = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}

@@ -17,8 +17,12 @@ import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from dray.train import corpus, data, objective, sources, words  # noqa: E402
-from dray.train.stream import Stream  # noqa: E402
+from dray.contract.findings import DrayError  # noqa: E402
+from dray.train import objectives  # noqa: E402
+from dray.train.data import corpus, datasets, encoding, sources, tokenizer  # noqa: E402
+from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
+from dray.train.data.stream import Stream  # noqa: E402
+from dray.train.objectives.base import Objective  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -28,16 +32,16 @@ HURT = gzip.compress(NOISE)[:2000] + b"\xff" * 200 + gzip.compress(NOISE)[2200:]
 TEXTS = [f"document {number} é 漢" + " and more" * (number % 7) for number in range(300)]
 
 
-def refused(capsys: pytest.CaptureFixture[str], does, *said, code: int = 78) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        does(*said)
-    assert stopped.value.code == code
-    return capsys.readouterr().err
+def refused(does, *arguments, code: int = 78) -> str:
+    with pytest.raises(DrayError) as stopped:
+        does(*arguments)
+    assert stopped.value.finding.code == code
+    return f"{stopped.value}\n"
 
 
-def texts(folder: Path, *said: str) -> data.Texts:
+def texts(folder: Path, *said: str) -> datasets.Datasets:
     chosen = config(folder, *said)
-    return data.texts(chosen, words.tokenizer(chosen))
+    return datasets.load(chosen, tokenizer.load(chosen))
 
 
 def written(folder: Path, kind: str) -> Path:
@@ -105,7 +109,7 @@ def test_the_corpus_has_the_same_bytes_everywhere() -> None:
 
 @pytest.mark.parametrize("text", ["the crane", "é 漢字 🚢 \t\r\n", "<|endoftext", ""])
 def test_any_text_survives_the_tokenizer(tmp_path: Path, text: str) -> None:
-    tokens = words.tokenizer(config(tmp_path))
+    tokens = tokenizer.load(config(tmp_path))
     ids = tokens(text)["input_ids"]
     assert len(ids) == len(text.encode())
     assert tokens.decode(ids) == text
@@ -117,7 +121,7 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = words.tokenizer(config(tmp_path))
+    tokens = tokenizer.load(config(tmp_path))
     if kind != "bytes":
         fast = Tokenizer(models.BPE(unk_token="?") if kind != "words" else models.WordLevel(unk_token="?"))
         fast.pre_tokenizer = pre_tokenizers.Whitespace() if kind == "words" else pre_tokenizers.ByteLevel(False)
@@ -128,25 +132,25 @@ def test_documents_in_a_row_are_the_tokens_of_each(tmp_path: Path, kind: str) ->
         if kind == "template":
             fast.post_processor = processors.TemplateProcessing("<b> $A <e>", special_tokens=[("<b>", 2), ("<e>", 1)])
         tokens = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<e>")
-    end = words.ended(tokens)
-    row = words.encoder(tokens, words.ended(tokens))(TEXTS)
+    end = end_token(tokens)
+    row = PLAIN.encoder(tokens, end_token(tokens))(TEXTS)
     each = [tokens(text)["input_ids"] for text in TEXTS]
     assert row == [token for ids in each for token in (ids if ids[-1] == end else [*ids, end])]
-    assert words._joins(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
+    assert encoding._joins(tokens.backend_tokenizer, end) == (kind in ("bytes", "bpe"))
 
 
 def test_a_tokenizer_that_was_saved_with_lengths_cuts_and_pads_nothing(tmp_path: Path) -> None:
-    tokens = words.tokenizer(config(tmp_path))
+    tokens = tokenizer.load(config(tmp_path))
     tokens(["x"], padding="max_length", truncation=True, max_length=8)
     tokens.save_pretrained(tmp_path / "short")
-    again = words.tokenizer(config(tmp_path / "b", f"model.tokenizer={tmp_path}/short"))
-    assert words.encoder(again, words.ended(again))(["a" * 100, "b"]) == [*[64] * 100, 256, 65, 256]
+    again = tokenizer.load(config(tmp_path / "b", f"model.tokenizer={tmp_path}/short"))
+    assert PLAIN.encoder(again, end_token(again))(["a" * 100, "b"]) == [*[64] * 100, 256, 65, 256]
 
 
 def test_no_token_is_lost(tmp_path: Path) -> None:
     every = list(corpus.documents())
     found = texts(tmp_path)
-    tokens = words.tokenizer(config(tmp_path / "other"))
+    tokens = tokenizer.load(config(tmp_path / "other"))
     for part, documents in ((found.training.tokens, every[:570]), (found.validation, every[570:])):
         assert len(part.ids) == sum(len(text.encode()) + 1 for text in documents)
         assert tokens.decode(part.ids.tolist()) == "".join(f"{text}<|endoftext|>" for text in documents)
@@ -171,11 +175,11 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("gone.txt", None, "there is no text"),
-        ("empty.txt", b"", "the training text is too short"),
-        ("blank.txt", b"\n \n\n", "the training text is too short"),
-        ("latin.txt", b"caf\xe9 " * 100, "the text is not UTF-8"),
-        ("wide.txt", "text".encode("utf-16"), "the text is not UTF-8"),
+        ("gone.txt", None, "the dataset does not exist"),
+        ("empty.txt", b"", "the training dataset is too short"),
+        ("blank.txt", b"\n \n\n", "the training dataset is too short"),
+        ("latin.txt", b"caf\xe9 " * 100, "the dataset is not UTF-8"),
+        ("wide.txt", "text".encode("utf-16"), "the dataset is not UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": "b",}\n', "a line is not JSON"),
         ("list.jsonl", b'["a"]\n', "there is no column 'text'"),
         ("other.jsonl", b'{"content": "a"}\n', "there is no column 'text'"),
@@ -183,68 +187,68 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
         ("bad.json", b'[{"text": "a"},]', "a file is not JSON"),
         ("other.csv", b"content,label\na,1\n", "there is no column 'text'"),
         ("latin.csv", b"text\ncaf\xe9\n", "the table cannot be read"),
-        ("bad.parquet", b"PAR1 not at all PAR1", "the text cannot be read"),
-        ("bad.arrow", b"ARROW1", "the text cannot be read"),
-        ("bad.txt.gz", b"not gzip", "the text cannot be read"),
-        ("cut.txt.gz", gzip.compress(NOISE)[:-20], "the text cannot be read"),
-        ("cut.json.gz", gzip.compress(b'[{"text": "' + NOISE)[:-20], "the text cannot be read"),
-        ("cut.csv.gz", gzip.compress(b"text\n" + NOISE)[:-20], "the text cannot be read"),
-        ("hurt.txt.gz", HURT, "the text cannot be read"),
+        ("bad.parquet", b"PAR1 not at all PAR1", "the dataset cannot be read"),
+        ("bad.arrow", b"ARROW1", "the dataset cannot be read"),
+        ("bad.txt.gz", b"not gzip", "the dataset cannot be read"),
+        ("cut.txt.gz", gzip.compress(NOISE)[:-20], "the dataset cannot be read"),
+        ("cut.json.gz", gzip.compress(b'[{"text": "' + NOISE)[:-20], "the dataset cannot be read"),
+        ("cut.csv.gz", gzip.compress(b"text\n" + NOISE)[:-20], "the dataset cannot be read"),
+        ("hurt.txt.gz", HURT, "the dataset cannot be read"),
     ],
 )
-def test_texts_that_are_not(tmp_path: Path, capsys, name: str, content: bytes | None, said: str) -> None:
+def test_texts_that_are_not(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    told = refused(capsys, texts, tmp_path, f"data.train={path}")
+    told = refused(texts, tmp_path, f"data.train={path}")
     assert told.splitlines()[0] == said
     assert str(path) in told
     assert "  fix:    " in told
     assert not list((tmp_path / "tokens").glob("*.part-*"))
 
 
-def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path, capsys) -> None:
+def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path) -> None:
     path = written(tmp_path, "parquet")
-    told = refused(capsys, texts, tmp_path, f"data.train={path}", "data.column=body")
+    told = refused(texts, tmp_path, f"data.train={path}", "data.column=body")
     assert (
         told == f"there is no column 'body'\n  wanted: body in {path}\n  found:  text, id\n  fix:    set data.column\n"
     )
     path.write_bytes(path.read_bytes()[:-100])
-    assert refused(capsys, texts, tmp_path / "b", f"data.train={path}").startswith("the text cannot be read\n")
+    assert refused(texts, tmp_path / "b", f"data.train={path}").startswith("the dataset cannot be read\n")
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sources, "_LONGEST", 1 << 20)
     path = tmp_path / "endless.txt"
     path.write_bytes(b"a fine line\n" + b"x" * (1 << 21))
-    told = refused(capsys, texts, tmp_path, f"data.train={path}")
+    told = refused(texts, tmp_path, f"data.train={path}")
     assert told.startswith("a line is too long to be a document\n  wanted: lines of less than 1 MiB\n")
     assert "at byte 12 of" in told
 
 
 class TestStream:
-    """What one pass gives to all lanes, whoever has them."""
+    """What one epoch gives to all stream shards, on whichever rank."""
 
-    def stream(self, folder: Path, kind: str, lanes: int = 8) -> Stream:
+    def stream(self, folder: Path, kind: str, shards: int = 8) -> Stream:
         path = folder / f"my texts.{kind}"
         pieces = sources.pieces((str(path if path.exists() else written(folder, kind)),))
-        return Stream(pieces, sources.Reading("text"), self.encode, lanes=lanes, block=16, seed=3)
+        return Stream(pieces, sources.Reading("text"), self.encode, shards=shards, length=16, seed=3)
 
     @staticmethod
     def encode(documents: list[str]) -> list[int]:
         return [TEXTS.index(text) for text in documents for _ in range(3)]
 
     @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-    @pytest.mark.parametrize("lanes", [1, 3, 8])
-    def test_each_document_comes_once_in_a_pass(self, tmp_path: Path, kind: str, lanes: int, monkeypatch) -> None:
+    @pytest.mark.parametrize("shards", [1, 3, 8])
+    def test_each_document_comes_once_in_an_epoch(self, tmp_path: Path, kind: str, shards: int, monkeypatch) -> None:
         monkeypatch.setattr(sources, "_PIECE", 1000)
-        stream = self.stream(tmp_path, kind, lanes)
+        stream = self.stream(tmp_path, kind, shards)
         seen: Counter[int] = Counter()
-        for number in range(lanes):
-            lane = stream._lane(number)
+        for number in range(shards):
+            shard = stream._shard(number)
             row = []
-            while lane.part < stream.parts:
-                row += lane.block(1).tolist()
+            while shard.part < stream.parts:
+                row += shard.take(1).tolist()
             seen += Counter(row[:-1])  # the last one was asked of the next pass
         assert seen == Counter(dict.fromkeys(range(len(TEXTS)), 3))
 
@@ -272,48 +276,48 @@ class TestStream:
         share = 4
         assert np.array_equal(np.concatenate([before, some(others, range(15, 40))]), wanted)
 
-    def test_few_documents_for_many_lanes_and_long_blocks_come_as_often_as_it_takes(self, tmp_path: Path) -> None:
+    def test_few_documents_for_many_shards_and_long_samples_come_as_often_as_it_takes(self, tmp_path: Path) -> None:
         (tmp_path / "my texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]))
         stream = self.stream(tmp_path, "jsonl", 64)
         assert set(stream.rows(range(256)).flatten().tolist()) == set(range(5))
 
-    def test_nothing_to_read(self, tmp_path: Path, capsys) -> None:
+    def test_nothing_to_read(self, tmp_path: Path) -> None:
         (tmp_path / "my texts.jsonl").write_text("\n")
         stream = self.stream(tmp_path, "jsonl")
-        assert refused(capsys, stream.rows, range(1)).startswith("the training text is empty\n")
+        assert refused(stream.rows, range(1)).startswith("the training dataset is empty\n")
 
 
-class TestTask:
+class TestObjective:
     """Rows -> what goes in, what is wanted."""
 
-    def task(self, folder: Path, *said: str) -> objective.Task:
+    def objective(self, folder: Path, *said: str) -> Objective:
         chosen = config(folder, *said)
-        tokens = words.tokenizer(chosen)
-        return objective.task(chosen, tokens, words.ended(tokens))
+        tokens = tokenizer.load(chosen)
+        return objectives.named(chosen.train.objective)(chosen, tokens)
 
-    def test_the_next_token_is_wanted(self, tmp_path: Path) -> None:
-        batch = self.task(tmp_path).batch(np.array([[5, 6, 256, 7]]), range(1))
-        assert (batch.rows.tolist(), batch.targets.tolist()) == ([[5, 6, 256, 7]], [[6, 256, 7, -100]])
-        assert (batch.positions, batch.wanted) == (None, 3)
+    def test_the_next_token_is_the_label(self, tmp_path: Path) -> None:
+        batch = self.objective(tmp_path).batch(np.array([[5, 6, 256, 7]]), range(1))
+        assert (batch.input_ids.tolist(), batch.labels.tolist()) == ([[5, 6, 256, 7]], [[6, 256, 7, -100]])
+        assert (batch.position_ids, batch.label_count) == (None, 3)
 
-    def test_apart_nothing_is_foretold_across_an_end(self, tmp_path: Path) -> None:
-        batch = self.task(tmp_path, "data.document_mask=true").batch(np.array([[5, 6, 256, 7, 8, 256]]), range(1))
-        assert batch.targets.tolist() == [[6, 256, -100, 8, 256, -100]]
-        assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2]]
+    def test_with_a_document_mask_nothing_is_predicted_across_an_end(self, tmp_path: Path) -> None:
+        batch = self.objective(tmp_path, "data.document_mask=true").batch(np.array([[5, 6, 256, 7, 8, 256]]), range(1))
+        assert batch.labels.tolist() == [[6, 256, -100, 8, 256, -100]]
+        assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
 
-    def test_what_is_hidden_follows_the_sample_and_not_the_batch(self, tmp_path: Path) -> None:
-        task = self.task(tmp_path, "train.objective=masked")
+    def test_what_is_masked_follows_the_sample_and_not_the_batch(self, tmp_path: Path) -> None:
+        objective = self.objective(tmp_path, "train.objective=masked")
         rows = np.random.default_rng(0).integers(256, size=(64, 512))
         rows[:, ::50] = 256
-        whole = task.batch(rows, range(100, 164))
-        part = task.batch(rows[10:12], range(110, 112))
-        assert torch.equal(part.rows, whole.rows[10:12])
-        assert torch.equal(part.targets, whole.targets[10:12])
-        chosen = whole.targets != -100
+        whole = objective.batch(rows, range(100, 164))
+        part = objective.batch(rows[10:12], range(110, 112))
+        assert torch.equal(part.input_ids, whole.input_ids[10:12])
+        assert torch.equal(part.labels, whole.labels[10:12])
+        chosen = whole.labels != -100
         assert 0.14 < chosen.float().mean() < 0.16
         assert not chosen[:, ::50].any()
-        assert torch.equal(whole.targets[chosen], torch.tensor(rows)[chosen])
-        hidden = (whole.rows[chosen] == 257).float().mean()
-        kept = (whole.rows[chosen] == whole.targets[chosen]).float().mean()
-        assert 0.78 < hidden < 0.82
+        assert torch.equal(whole.labels[chosen], torch.tensor(rows)[chosen])
+        masked = (whole.input_ids[chosen] == 257).float().mean()
+        kept = (whole.input_ids[chosen] == whole.labels[chosen]).float().mean()
+        assert 0.78 < masked < 0.82
         assert 0.08 < kept < 0.12

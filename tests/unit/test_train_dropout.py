@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from dray.train import dropout  # noqa: E402
+from dray.train.model import dropout  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -68,7 +68,7 @@ def test_the_models_own_weights_stay_and_the_sum_is_saved(run) -> None:
     ended = run(2, *given, model=()).end()
     (start,) = ended.events("start")
     # 4 x (in + out) for each of c_attn, c_proj, c_fc and c_proj in two layers.
-    assert start["trained"] == 2 * 4 * ((32 + 96) + (32 + 32) + (32 + 128) + (128 + 32))
+    assert start["trainable_parameters"] == 2 * 4 * ((32 + 96) + (32 + 32) + (32 + 128) + (128 + 32))
     before, after = base.weights(), ended.weights()
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_is_the_same_and_its_checkpoints_are_small(run, folde
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (('lora.target_modules=["q_prox"]',), "lora.target_modules names what the model has not"),
+        (('lora.target_modules=["q_prox"]',), "lora.target_modules names layers that the model lacks"),
         (('lora.target_modules=["proj"]',), "ends of names such as down_proj, gate_proj"),
         (("data.column=text",), "there is no column 'text'"),
         (("data.answer_column=answer",), "column 'messages' is not text"),
@@ -122,6 +122,6 @@ def test_some_layers_and_16_bits(run, folder) -> None:
         2, *chats(folder), *LORA, 'lora.target_modules=["q_proj", "v_proj"]', "model.dtype=bf16", "train.precision=bf16"
     )
     (start,) = some.end().events("start")
-    assert start["trained"] == 2 * 4 * ((32 + 32) + (32 + 16))
+    assert start["trainable_parameters"] == 2 * 4 * ((32 + 32) + (32 + 16))
     assert {weight.dtype for weight in some.weights().values()} == {torch.bfloat16}
     assert some.losses()[-1] < some.losses()[0] - 0.1

@@ -15,25 +15,28 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from transformers import AutoConfig  # noqa: E402
 
 import hubs  # noqa: E402
-from dray.train import metrics, model, parallel, schedule, words  # noqa: E402
+from dray.contract.findings import DrayError  # noqa: E402
+from dray.train import metrics, schedule  # noqa: E402
+from dray.train.data import tokenizer  # noqa: E402
+from dray.train.model import build  # noqa: E402
 from dray.train.scaler import Scaler  # noqa: E402
-from dray.train.words import tokenizer  # noqa: E402
+from dray.train.strategies import base  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
-def refused(capsys: pytest.CaptureFixture[str], chosen) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        model.build(chosen, words.tokenizer(chosen), filled=True)
-    assert stopped.value.code == 78
-    return capsys.readouterr().err
+def refused(chosen) -> str:
+    with pytest.raises(DrayError) as stopped:
+        build.build(chosen, tokenizer.load(chosen), filled=True)
+    assert stopped.value.finding.code == 78
+    return f"{stopped.value}\n"
 
 
 def saved(folder: Path) -> Path:
     chosen = config(folder)
-    tokens = words.tokenizer(chosen)
-    model.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
+    tokens = tokenizer.load(chosen)
+    build.build(chosen, tokens, filled=True).save_pretrained(folder / "model")
     tokens.save_pretrained(folder / "model")
     return folder / "model"
 
@@ -41,20 +44,20 @@ def saved(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("model.type=gpt9", "transformers knows no such model"),
+        ("model.type=gpt9", "transformers has no such model"),
         ("model.config.n_layers=1", "a gpt2 configuration has no 'n_layers'"),
-        ("data.sequence_length=64", "a block is longer than the model's positions"),
-        ("model.config.vocab_size=100", "the tokenizer gives tokens that the model has not"),
+        ("data.sequence_length=64", "a sample is longer than the model's positions"),
+        ("model.config.vocab_size=100", "the tokenizer has tokens that the model lacks"),
         ("model.type=t5", "a t5 configuration has no 'n_layer'"),
         ("model.attn_implementation=flash_attention_2", "the model cannot be made"),
         ("train.objective=masked", "the model cannot be made"),
     ],
 )
-def test_models_that_are_not(tmp_path: Path, capsys, said: str, message: str) -> None:
-    assert refused(capsys, config(tmp_path, said)).splitlines()[0] == message
+def test_models_that_are_not(tmp_path: Path, said: str, message: str) -> None:
+    assert refused(config(tmp_path, said)).splitlines()[0] == message
 
 
-def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp_path: Path, capsys) -> None:
+def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp_path: Path) -> None:
     words_ = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
               "head_dim": 8, "intermediate_size": 16, "vocab_size": 300, "max_position_embeddings": 32}  # fmt: skip
     sees = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
@@ -62,12 +65,12 @@ def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp
     chosen = config(tmp_path)
     folder = tmp_path / "gemma"
     AutoConfig.for_model("gemma3", text_config=words_, vision_config=sees).save_pretrained(folder)
-    words.tokenizer(chosen).save_pretrained(folder)
+    tokenizer.load(chosen).save_pretrained(folder)
     named = replace(chosen, model=replace(chosen.model, name=str(folder), weights=False, type="", config={}))
-    network = model.build(named, words.tokenizer(named), filled=True)
+    network = build.build(named, tokenizer.load(named), filled=True)
     assert metrics._flops_a_token(network, named) > 0
     long = replace(named, data=replace(named.data, sequence_length=64))
-    assert refused(capsys, long).startswith("a block is longer than the model's positions\n")
+    assert refused(long).startswith("a sample is longer than the model's positions\n")
 
 
 def test_time_of_an_evaluation_is_no_step_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,67 +91,62 @@ def test_time_of_an_evaluation_is_no_step_s(monkeypatch: pytest.MonkeyPatch, tmp
     assert (found["step_s"], found["data_s"], found["checkpoint_s"]) == (3.0, 10.0, 0.0)
 
 
-def test_documents_cannot_be_apart_in_a_model_without_positions(tmp_path: Path, capsys) -> None:
+def test_documents_are_not_masked_in_a_model_without_positions(tmp_path: Path) -> None:
     chosen = config(tmp_path, "data.document_mask=true", "model.attn_implementation=eager")
     small = replace(chosen.model, type="bloom", config={"n_layer": 1, "hidden_size": 8, "n_head": 1})
-    told = refused(capsys, replace(chosen, model=small))
-    assert told.startswith("this model cannot keep documents apart\n")
+    told = refused(replace(chosen, model=small))
+    assert told.startswith("this model cannot mask documents\n")
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "found"),
     [
         ("opt", (), "opt, whose attention crosses them"),
-        ("gpt2", ("train.objective=masked",), "an objective that is masked"),
+        ("gpt2", ("train.objective=masked",), "objective masked"),
         ("gpt2", (), None),
         ("llama", (), None),
     ],
 )
-def test_documents_are_apart_or_it_is_refused(
-    tmp_path: Path, capsys, kind: str, words: tuple, found: str | None
-) -> None:
+def test_documents_are_masked_or_the_run_is_refused(tmp_path: Path, kind: str, words: tuple, found: str | None) -> None:
     chosen = config(tmp_path, "data.document_mask=true", *words)
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     sizes |= {"opt": {"ffn_dim": 16, "word_embed_proj_dim": 16}, "llama": {"intermediate_size": 16}}.get(kind, {})
     kind = "bert" if words else kind
     chosen = replace(chosen, model=replace(chosen.model, type=kind, config=sizes))
     if found is None:
-        model.build(chosen, tokenizer(chosen), filled=True)
+        build.build(chosen, tokenizer.load(chosen), filled=True)
     else:
-        assert f"  found:  {found}\n" in refused(capsys, chosen)
+        assert f"  found:  {found}\n" in refused(chosen)
 
 
-def test_folders_that_are_no_model(tmp_path: Path, capsys) -> None:
+def test_folders_that_are_no_model(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / "config.json").unlink()
     chosen = config(tmp_path / "a", f"model.name={folder}")
-    capsys.readouterr()
-    told = refused(capsys, replace(chosen, model=replace(chosen.model, tokenizer=str(saved(tmp_path / "other")))))
-    told = told[told.index("transformers") :]
-    assert told.startswith("transformers knows no such model\n  wanted: a folder with a config.json\n")
+    told = refused(replace(chosen, model=replace(chosen.model, tokenizer=str(saved(tmp_path / "other")))))
+    assert told.startswith("transformers has no such model\n  wanted: a folder with a config.json\n")
     assert str(folder) in told
-    with pytest.raises(SystemExit):
-        words.tokenizer(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
-    assert capsys.readouterr().err.startswith("the tokenizer cannot be read\n")
+    with pytest.raises(DrayError, match="the tokenizer cannot be read"):
+        tokenizer.load(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
 
 
 def test_the_named_models_settings_can_be_overridden_and_its_weights_left(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     chosen = config(tmp_path / "a", f"model.name={folder}", "model.config.attn_pdrop=0.5")
-    built = model.build(chosen, words.tokenizer(chosen), filled=True)
+    built = build.build(chosen, tokenizer.load(chosen), filled=True)
     assert (built.config.attn_pdrop, built.config.n_embd) == (0.5, 32)
-    kept = model.build(config(tmp_path / "c"), words.tokenizer(chosen), filled=True).state_dict()
+    kept = build.build(config(tmp_path / "c"), tokenizer.load(chosen), filled=True).state_dict()
     assert all(torch.equal(weight, kept[name]) for name, weight in built.state_dict().items())
     fresh = config(tmp_path / "b", f"model.name={folder}", "model.weights=false", "train.seed=7", "model.dtype=bf16")
-    other = model.build(fresh, words.tokenizer(chosen), filled=True)
+    other = build.build(fresh, tokenizer.load(chosen), filled=True)
     assert other.dtype == torch.bfloat16
     assert not torch.equal(other.transformer.h[0].mlp.c_fc.weight.float(), built.transformer.h[0].mlp.c_fc.weight)
 
 
 def test_a_rank_that_has_no_weights_yet_has_the_same_model_with_its_ties(tmp_path: Path) -> None:
     chosen = config(tmp_path)
-    tokens = words.tokenizer(chosen)
-    empty, full = (model.build(chosen, tokens, filled=filled) for filled in (False, True))
+    tokens = tokenizer.load(chosen)
+    empty, full = (build.build(chosen, tokens, filled=filled) for filled in (False, True))
     shapes = [
         {name: (weight.shape, weight.dtype) for name, weight in built.named_parameters()} for built in (empty, full)
     ]
@@ -159,14 +157,15 @@ def test_a_rank_that_has_no_weights_yet_has_the_same_model_with_its_ties(tmp_pat
 ROOM = """
 import os, sys
 import torch
-from dray.train import model, words
+from dray.train.data import tokenizer
+from dray.train.model import build
 from dray.train.config import read
 config = read(sys.argv[1])
-tokens = words.tokenizer(config)
+tokens = tokenizer.load(config)
 def memory():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 before = memory()
-network = model.build(config, tokens, filled=sys.argv[2] == "filled")
+network = build.build(config, tokens, filled=sys.argv[2] == "filled")
 print((memory() - before) / sum(weight.numel() * 4 for weight in network.parameters()))
 """
 
@@ -184,8 +183,8 @@ def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -
 
 def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
     chosen = config(tmp_path, "train.weight_decay=0.1", "train.betas=[0.8, 0.95]", "train.eps=1e-6")
-    built = model.build(chosen, words.tokenizer(chosen), filled=True)
-    optimizer = parallel.adamw(built, chosen)
+    built = build.build(chosen, tokenizer.load(chosen), filled=True)
+    optimizer = base.adamw(built, chosen)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert {weight.dim() for weight in optimizer.param_groups[1]["params"]} == {1}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(built.parameters()))
@@ -205,10 +204,10 @@ def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
 def test_the_learning_rate(tmp_path: Path, kind: str, wanted: list[float]) -> None:
     said = ("train.steps=6", "train.warmup_steps=2", "train.lr=1.0", "train.min_lr=0.1")
     chosen = config(tmp_path, *said, *f"train.lr_scheduler_type={kind}".split())
-    assert [schedule.rate(chosen, step) for step in range(6)] == pytest.approx(wanted, abs=1e-6)
+    assert [schedule.learning_rate(chosen, step) for step in range(6)] == pytest.approx(wanted, abs=1e-6)
 
 
-def test_the_loss_scale_ends_at_its_floor(capsys) -> None:
+def test_the_loss_scale_ends_at_its_minimum() -> None:
     scaler = Scaler(4.0)
     for _ in range(1000):
         scaler.good()
@@ -216,21 +215,22 @@ def test_the_loss_scale_ends_at_its_floor(capsys) -> None:
     for _ in range(3):
         scaler.bad()
     assert scaler.state() == [1.0, 3, 0]
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(DrayError, match="fp16's loss scale is at its minimum") as stopped:
         scaler.bad()
-    assert stopped.value.code == 1
-    assert capsys.readouterr().err.startswith("fp16's loss scale is at its floor, ")
+    assert stopped.value.finding.code == 1
 
 
 FETCH = """
 import sys
-from dray.train import hub, sources
-if sys.argv[1] == "model":
-    print(hub.model(sys.argv[2], "main", weights=True, code=False))
-else:
-    names = hub.dataset(sys.argv[2], "train")
-    reading = sources.Reading("text")
-    print([text for name in names for piece in sources.pieces((name,)) for text in sources.documents(piece, reading)])
+from dray.train.data import hub, sources
+from dray.train.errors import guarded
+def fetch(kind, name):
+    if kind == "model":
+        print(hub.model(name, "main", weights=True, code=False))
+        return
+    files, reading = hub.dataset(name, "train"), sources.Reading("text")
+    print([text for piece in sources.pieces(files) for text in sources.documents(piece, reading)])
+guarded(fetch, *sys.argv[1:])
 """
 
 
@@ -243,7 +243,8 @@ class TestHub:
         import pyarrow.parquet as pq
 
         pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "t.parquet")
-        tables = {"small/train/0000.parquet": (tmp_path / "t.parquet").read_bytes()}
+        table = (tmp_path / "t.parquet").read_bytes()
+        tables = {"small/train/0000.parquet": table, "huge/partial-train/0000.parquet": table}
 
         with hubs.serving({"datasets/me/mine": tables}) as address:
 
@@ -256,7 +257,7 @@ class TestHub:
 
             yield fetch
 
-    def test_a_data_set_comes_once_and_is_there_offline(self, hub) -> None:
+    def test_a_dataset_is_fetched_once_and_read_offline(self, hub) -> None:
         first = hub("data", "hub:me/mine/small")
         assert (first.stdout, first.returncode) == ("['one', 'two']\n", 0), first.stderr
         again = hub("data", "hub:me/mine/small", HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
@@ -265,17 +266,19 @@ class TestHub:
     @pytest.mark.parametrize(
         ("words", "env", "said"),
         [
-            (("data", "hub:me/mine/large"), {}, "data set me/mine has no such part"),
-            (("data", "hub:mine"), {}, "a data set's name is not whole"),
+            (("data", "hub:me/mine/large"), {}, "dataset me/mine has no such split"),
+            (("data", "hub:me/mine/huge"), {}, "the hub has converted only a part of dataset me/mine"),
+            (("data", "hub:me/mine/huge:partial-train"), {}, "of https://huggingface.co/datasets/me/mine/tree/main"),
+            (("data", "hub:mine"), {}, "a dataset's name is incomplete"),
             (("data", "hub:me/none"), {}, "check its name and revision; a private one wants HF_TOKEN exported"),
             (("data", "hub:me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
             (("model", "me/gated"), {}, "accept the terms on its page, and export HF_TOKEN"),
-            (("model", "me/none"), {}, "model me/none cannot be had"),
+            (("model", "me/none"), {}, "model me/none is missing"),
             (("model", "me/none"), {"HF_HUB_OFFLINE": "1"}, "dray prefetch RECIPE"),
             (("data", "hub:me/none"), {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and it is not in "),
         ],
     )
-    def test_what_cannot_be_had(self, hub, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
+    def test_what_is_missing(self, hub, words: tuple[str, ...], env: dict[str, str], said: str) -> None:
         done = hub(*words, **env)
         assert said in done.stderr
         assert "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from dray.train.order import Order, indices, permuted
+from dray.train.data.order import Order, indices, permuted
 
 
 @given(some.integers(1, 3000), some.integers(0, 2**40))

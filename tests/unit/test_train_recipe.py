@@ -16,7 +16,7 @@ from dray.config.training import Checkpoint, Data, Evaluation, Lora, Model, Trai
 from helpers import ROOT, golden
 
 MODULE = ROOT / "src/dray/train/recipe.py"
-HEAD = '''"""The recipe's sections as dataclasses. Made from config/: DRAY_GOLDEN=write pytest tests/unit/test_train_recipe.py."""
+HEAD = '''"""The recipe's sections as dataclasses: written by DRAY_GOLDEN=write, tests/unit/test_train_recipe.py."""
 
 from __future__ import annotations
 

@@ -62,25 +62,26 @@ def alone(run: BEGUN) -> Run:
 
 def reference(run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     """One process, float32, no library of ours but the order of the tokens."""
-    from dray.train import data, model, words
     from dray.train.config import read
+    from dray.train.data import datasets, tokenizer
+    from dray.train.model import build
 
     config = read(str(run.paths.plan))
-    tokens = words.tokenizer(config)
-    training = data.texts(config, tokens).training
-    network = model.build(config, tokens, filled=True)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, weight_decay=config.weight_decay)
+    tokens = tokenizer.load(config)
+    training = datasets.load(config, tokens).training
+    network = build.build(config, tokens, filled=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, weight_decay=config.train.weight_decay)
     losses = []
     for step in range(config.steps):
-        after = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
-        scale = (step + 1) / config.warmup_steps if after < 0 else 0.5 * (1 + math.cos(math.pi * after))
+        after = (step - config.train.warmup_steps) / (config.steps - config.train.warmup_steps)
+        scale = (step + 1) / config.train.warmup_steps if after < 0 else 0.5 * (1 + math.cos(math.pi * after))
         rows = torch.tensor(training.rows(range(step * 8, step * 8 + 8)))
         loss = network(input_ids=rows, labels=rows).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * scale
+            group["lr"] = config.train.lr * scale
         optimizer.step()
         losses.append(loss.item())
     return losses, network.state_dict()
@@ -199,7 +200,7 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, har
         (file if harm == "lose" else newest / "manifest.json").unlink()
     again.end()
     assert again.events("start")[0]["first_step"] == 2
-    assert f"checkpoint {newest} is left out: " in again.log().read_text()
+    assert f"checkpoint {newest} is skipped: " in again.log().read_text()
     assert again.losses() == first.losses()[2:]
 
 
@@ -223,7 +224,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(run: BEGUN) -
         assert first >= reached, other.said()
         reached = first
     assert reached > 20
-    assert "is left out" not in other.said()
+    assert "is skipped" not in other.said()
 
 
 def test_evaluation_is_what_a_hand_calculates(run: BEGUN, tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ def test_metrics_and_tensorboard(run: BEGUN) -> None:
     assert len(steps[0]["attention_min"]) == 2
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(other.folder / "tensorboard")).Reload()
+    board = EventAccumulator(str(other.paths.folder / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("step/loss")] == [
         (event["step"], pytest.approx(event["loss"])) for event in steps
     ]
@@ -375,7 +376,7 @@ def test_a_model_by_name_starts_from_its_weights_and_its_settings(run: BEGUN, al
 
 def test_a_stream_is_the_same_on_any_ranks_and_goes_on_where_it_was(run: BEGUN, tmp_path: Path) -> None:
     """In another process, on other ranks, in the middle of a pass and of a document."""
-    from dray.train import corpus
+    from dray.train.data import corpus
 
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in list(corpus.documents())[:30]))
@@ -400,7 +401,7 @@ def test_a_deepspeed_file_of_the_users_own(zero: BEGUN, alone: Run, tmp_path: Pa
 
 def test_a_tracker_that_the_image_does_not_hold(run: BEGUN) -> None:
     said = run(1, 'train.trackers=["mlflow"]').end(code=78).said()
-    assert "train.trackers names mlflow, which the image does not hold" in said
+    assert "train.trackers names mlflow, which the image lacks" in said
 
 
 def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BEGUN, alone: Run) -> None:
@@ -410,7 +411,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BE
     shutil.copytree(other.folder / "checkpoints/step-4", again.folder / "checkpoints/step-4")
     again.end(code=1, FILE_SIZE="150000")
     assert "the checkpoint cannot be written\n" in again.said()
-    assert "  fix:    look at the disk and its quota; the newest checkpoint is of step 4\n" in again.said()
+    assert "  fix:    check the disk and its quota; the newest checkpoint is of step 4\n" in again.said()
     assert again.end().events("start")[-1]["first_step"] == 4
     assert again.losses()[-16:] == pytest.approx(alone.losses()[4:], rel=2e-2)
 
@@ -429,7 +430,7 @@ def test_a_checkpoint_of_another_order_is_refused(run: BEGUN, folder: Path) -> N
     run(1, kept, "checkpoint.every=[[0, 5]]").end()
     for word, found in (("batch.global_size=16", "global_size = 16"), ("train.seed=7", "seed = 7")):
         said = run(2, kept, word).end(code=78).said()
-        assert "the checkpoint is of another order of samples\n" in said
+        assert "the data order differs from the checkpoint's\n" in said
         assert f"  found:  {found}\n" in said
 
 

@@ -86,9 +86,7 @@ def export(
     job = jobs.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
     held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder)})
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
-    raise typer.Exit(
-        desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint"))
-    )
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint")))
 
 
 @app.command()

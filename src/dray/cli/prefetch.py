@@ -19,7 +19,7 @@ def prefetch(
     overrides: Overrides = None,
     engine: Engine = "bare",
 ) -> None:
-    """Fetch a recipe's model, tokenizer and datasets into HF_HOME, on a machine that reaches the hub; runs are offline."""
+    """Fetch a recipe's model, tokenizer and datasets into HF_HOME, where the hub is reachable; runs are offline."""
     settings = read_recipe(recipe, overrides or [])
     named = [name for name in settings.datasets().values() if name.startswith("hub:")]
     named += [name for name in (settings.model.name, settings.model.tokenizer) if name and name[0] not in "/."]
@@ -35,9 +35,7 @@ def prefetch(
             fix="export HF_HOME=/a/shared/folder, here and where you submit",
         )
     Path(home).mkdir(parents=True, exist_ok=True)
-    settings = settings.model_copy(
-        update={"pass_env": tuple(dict.fromkeys((*settings.pass_env, *hub.passed())))}
-    )
+    settings = settings.model_copy(update={"pass_env": tuple(dict.fromkeys((*settings.pass_env, *hub.passed())))})
     sections = settings.model_dump(mode="json", include={"data", "model", "evaluate"})
     code = desk.once(
         settings,

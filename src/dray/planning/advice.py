@@ -61,7 +61,9 @@ def _hub(plan: Plan) -> Iterator[str]:
     recipe, known = plan.recipe, {variable.name: variable.value for variable in plan.env}
     if recipe.train is None or known.get("HF_HUB_OFFLINE") != "1":
         return
-    texts = [said.removeprefix("hub:").partition(":")[0] for said in recipe.datasets().values() if said.startswith("hub:")]
+    texts = [
+        said.removeprefix("hub:").partition(":")[0] for said in recipe.datasets().values() if said.startswith("hub:")
+    ]
     models = [said for said in (recipe.model.name, recipe.model.tokenizer) if said and said[0] not in "/."]
     home, missing = known.get("HF_HOME", ""), []
     for kind, said in (("models", models), ("datasets", texts)):

@@ -1,1 +1,1 @@
-"""Trains a language model as plan.json says: causal, masked or sft. In the image; besides checks alone in importing torch."""
+"""Train a language model as plan.json says: causal, masked or sft. Runs in the image; imports torch."""

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dray.contract.findings import ConfigError, DrayError
 from dray.train.collectives import all_gather_json, barrier, broadcast_json, control_group
 from dray.train.config import Config
-from dray.train.strategies.base import State, Strategy
-from dray.contract.findings import ConfigError, DrayError
 from dray.train.errors import say
+from dray.train.strategies.base import State, Strategy
 
 _MANIFEST = "manifest.json"
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
@@ -119,7 +119,7 @@ class Checkpoints:
         self.newest = step
 
     def resume(self) -> list[Any]:
-        """Load the newest that is complete, if there is one; the feed's states. A broken one is reported and renamed."""
+        """Load the newest that is complete, if any; the feed's states. A broken one is reported and renamed."""
         for step in _of_rank_0(lambda: _steps(self.folder)[::-1]):
             path = self.folder / f"step-{step}"
             manifest = _of_rank_0(partial(_manifest, path))
@@ -147,7 +147,7 @@ class Checkpoints:
                     "the data order differs from the checkpoint's",
                     wanted=f"{name} = {order.get(name)}, as in {path}",
                     found=f"{name} = {own}",
-                    fix="restore that setting, or start from the weights alone: another checkpoint.folder, and model.name = a final model",
+                    fix="restore it, or set another checkpoint.folder and model.name = the folder of a final model",
                 )
 
     def _load(self, path: Path, updates: int) -> None:
@@ -159,7 +159,7 @@ class Checkpoints:
                 wanted="the tensors of this recipe's model",
                 found=f"in {path}: {' '.join(str(next(cause for cause, _ in error.failures.values())).split())[:300]}",
                 fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
-            )
+            ) from error
 
     def _troubles(self, path: Path, files: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""

@@ -82,7 +82,7 @@ def _typed(hint: Any, value: Any) -> Any:  # noqa: ANN401  a type, and a JSON va
     kind, inner = get_origin(hint), get_args(hint)
     if value is None or hint is Any:
         return value
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return hint(**{name: _typed(inner, value[name]) for name, inner in get_type_hints(hint).items()})
     if kind is UnionType:
         return _typed(next(one for one in inner if one is not NoneType), value)

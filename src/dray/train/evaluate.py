@@ -95,17 +95,21 @@ class Evaluator:
         return batch
 
     def _windows(self, tokens: Tokens, stride: int) -> list[Window]:
-        return windows_of(len(tokens.ids), self.config.data.sequence_length, stride, self.objective.predicts_next)
+        return windows_of(
+            len(tokens.ids), self.config.data.sequence_length, stride, predicts_next=self.objective.predicts_next
+        )
 
 
-def windows_of(total: int, length: int, stride: int, predicts_next: bool) -> list[Window]:  # noqa: FBT001
+def windows_of(total: int, length: int, stride: int, predicts_next: bool) -> list[Window]:
     """Side by side, so that every token counts that has one before it; or with a stride, so that every token counts
     once, and is predicted from as many as can be."""
     each = stride or length
     starts = range(0, max(total - length, 0) + each if stride else total, each)
     return [
         # Where the next token is predicted, the last one of all has no label.
-        Window(start, length - stride - 1 if stride and start else 0, max(0, min(length, total - start) - predicts_next))
+        Window(
+            start, length - stride - 1 if stride and start else 0, max(0, min(length, total - start) - predicts_next)
+        )
         for start in starts
         if total - start > predicts_next
     ]

@@ -105,7 +105,9 @@ class Loop:
     def _step(self, step: int, batches: list[Batch]) -> torch.Tensor:
         # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
         torch.manual_seed(hash((self.config.train.seed, step, self.rank)) & (1 << 63) - 1)
-        labels = torch.tensor(sum(batch.label_count for batch in batches), dtype=torch.float64, device=self.strategy.device)
+        labels = torch.tensor(
+            sum(batch.label_count for batch in batches), dtype=torch.float64, device=self.strategy.device
+        )
         self._sums[1] += labels
         # The loss is the mean over all labels of the step, however they fell to ranks and micro-batches.
         total = labels * self.world
@@ -164,6 +166,7 @@ class Loop:
         raise DrayError(
             f"the {'loss' if ranks else 'gradient'} is not finite any more",
             wanted="finite numbers",
-            found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; " + self.checkpoints.newest_text(),
+            found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; "
+            + self.checkpoints.newest_text(),
             fix=f"{NOT_FINITE}; look at the data near that step",
         )

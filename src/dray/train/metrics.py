@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from dray.contract.run_folder import METRICS
 from dray.train.config import Config
 from dray.train.strategies.base import Strategy
 from dray.train.trackers import TRACKERS, Tracker
-from dray.contract.run_folder import METRICS
 
 # Dense 16-bit matrix products a second, by the name that torch gives the device (one GCD of an MI250X).
 _PEAKS = {

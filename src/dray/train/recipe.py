@@ -1,4 +1,4 @@
-"""The recipe's sections as dataclasses. Made from config/: DRAY_GOLDEN=write pytest tests/unit/test_train_recipe.py."""
+"""The recipe's sections as dataclasses: written by DRAY_GOLDEN=write, tests/unit/test_train_recipe.py."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dray.contract.findings import DrayError
 
-FLOOR, _PATIENCE = 1.0, 1000
+MINIMUM, _GROWTH_INTERVAL = 1.0, 1000
 
 
 class Scaler:
@@ -18,12 +18,12 @@ class Scaler:
     def good(self) -> None:
         """A step was taken."""
         self._good += 1
-        if self._good % _PATIENCE == 0:
+        if self._good % _GROWTH_INTERVAL == 0:
             self.scale *= 2
 
     def bad(self) -> None:
         """A step was left out."""
-        if self.scale <= FLOOR:
+        if self.scale <= MINIMUM:
             exhausted(self.scale)
         self.skipped, self._good, self.scale = self.skipped + 1, 0, self.scale / 2
 
@@ -39,7 +39,7 @@ class Scaler:
 def exhausted(scale: float) -> None:
     """No scale is small enough: the gradients themselves are not finite."""
     raise DrayError(
-        "fp16's loss scale is at its floor, and the gradients are still not finite",
+        "fp16's loss scale is at its minimum, and the gradients are still not finite",
         wanted="finite gradients",
         found=f"Inf or NaN at loss scale {scale:g}",
         fix="train.precision = bf16, a smaller train.lr, or more train.warmup_steps",

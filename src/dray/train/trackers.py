@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl. A tracker is a class and a line in TRACKERS, and a value of train.trackers."""
+"""Where metrics go besides metrics.jsonl. A tracker is a class, a line in TRACKERS, and a value of train.trackers."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
+from dray.contract.findings import ConfigError
 from dray.train.data.encoding import Encode
 from dray.train.data.token_cache import LABEL, LAST
-from dray.contract.findings import ConfigError
 
 # For tokenizers that have none, such as those of base models.
 _TEMPLATE = (
@@ -82,7 +82,7 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
                 wanted="roles in the order that the model's template knows",
                 found=f"{error}: {json.dumps(messages, ensure_ascii=False)[:200]}",
                 fix="correct that conversation, or take another model.tokenizer",
-            )
+            ) from error
 
     def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
         """Where they are: from where a model would go on, to the end of its turn."""

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
 
 # The hub's copy of each dataset as parquet, whatever its own format or code.

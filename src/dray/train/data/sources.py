@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, NoReturn, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dray.train import chat, corpus, hub
 from dray.contract.findings import ConfigError
+from dray.train.data import chat, corpus, hub
 
 _PIECE = 1 << 24  # bytes of a file of lines
 _LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
@@ -66,7 +66,9 @@ def files(name: str, split: str) -> tuple[str, ...]:
         found = [name] if path.exists() else sorted(map(str, path.parent.glob(path.name)))
     if not found:
         wanted = f"files of {', '.join(_KNOWN)} in it" if path.is_dir() else "a file, a folder or a pattern that fits"
-        raise ConfigError("there is no dataset", wanted=wanted, found=f"nothing at {name}", fix="check [data] in the recipe")
+        raise ConfigError(
+            "the dataset does not exist", wanted=wanted, found=f"nothing at {name}", fix="check [data] in the recipe"
+        )
     return tuple(found)
 
 
@@ -176,7 +178,7 @@ def _check_utf8(line: bytes, place: int, path: str) -> None:
             wanted="UTF-8",
             found=f"byte 0x{line[error.start]:02x} at byte {place + error.start} of {path}",
             fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
-        )
+        ) from error
 
 
 def _json_rows(piece: Piece, column: str) -> Iterator[Any]:
@@ -191,7 +193,7 @@ def _json_rows(piece: Piece, column: str) -> Iterator[Any]:
                 wanted=f'an object on each line, such as {{"{column}": "..."}}',
                 found=f"{error} in the line at byte {place} of {piece.path}",
                 fix="correct or remove that line",
-            )
+            ) from error
         yield _cell(row, column, piece.path)
 
 
@@ -205,7 +207,9 @@ def _list_rows(piece: Piece, column: str) -> Iterator[Any]:
         try:
             rows = json.load(file)
         except ValueError as error:
-            raise ConfigError("a file is not JSON", wanted="a list of objects", found=f"{error} in {piece.path}", fix="correct it")
+            raise ConfigError(
+                "a file is not JSON", wanted="a list of objects", found=f"{error} in {piece.path}", fix="correct it"
+            ) from error
     return (_cell(row, column, piece.path) for row in rows)
 
 
@@ -230,7 +234,7 @@ def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
                 wanted="UTF-8 with a first line of column names",
                 found=f"{error} near line {rows.line_num} of {piece.path}",
                 fix="convert or correct it",
-            )
+            ) from error
 
 
 def _arrow_rows(piece: Piece, column: str) -> Iterator[Any]:

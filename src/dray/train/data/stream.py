@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dray.train import sources
+from dray.contract.findings import ConfigError
+from dray.train.data import sources
 from dray.train.data.order import permuted
 from dray.train.data.sources import Piece, Reading
-from dray.contract.findings import ConfigError
 
 _AT_ONCE = 16  # documents
 _EMPTY = 20  # epochs without a document
@@ -47,7 +47,9 @@ class Shard:
                 continue
             self._documents, self.taken, self.part, empty = None, 0, self.part + self.stream.count, empty + 1
             if empty > _EMPTY * self.stream.parts:
-                raise ConfigError("the training dataset is empty", wanted="documents", found="none", fix="check data.train")
+                raise ConfigError(
+                    "the training dataset is empty", wanted="documents", found="none", fix="check data.train"
+                )
         found, self.left = self.left[:length], self.left[length:]
         return found
 

@@ -30,7 +30,7 @@ def load(config: Config) -> PreTrainedTokenizerFast:
             wanted=f"a tokenizer.json in {folder}",
             found=" ".join(str(error).split())[:300],
             fix="set model.tokenizer",
-        )
+        ) from error
     if not isinstance(found, PreTrainedTokenizerFast):
         _lacks(folder, "the fast kind, with a tokenizer.json")
     if found.eos_token_id is None and found.sep_token_id is None:

@@ -30,9 +30,9 @@ from aihwkit_lightning.simulator.parameters import (
 )
 from safetensors import safe_open
 
+from dray.contract.findings import ConfigError
 from dray.train.recipe import Analog as Settings
 from dray.train.strategies.base import Strategy
-from dray.contract.findings import ConfigError
 
 _CLIPS = {"gaussian": WeightClipType.LAYER_GAUSSIAN, "gaussian_channel": WeightClipType.LAYER_GAUSSIAN_PER_CHANNEL}
 _NOISES = {

@@ -22,11 +22,11 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
 from dray.train.data import hub
 from dray.train.model import lora
-from dray.contract.findings import ConfigError
 
 
 def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
@@ -42,7 +42,9 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
     auto_model = objectives.named(config.train.objective).auto_model
     try:
         if filled and folder and model.weights:
-            network: PreTrainedModel = auto_model.from_pretrained(folder, config=settings, use_safetensors=True, **options)
+            network: PreTrainedModel = auto_model.from_pretrained(
+                folder, config=settings, use_safetensors=True, **options
+            )
         elif filled:
             torch.manual_seed(config.train.seed)
             network = auto_model.from_config(settings, **options)
@@ -53,10 +55,10 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(
             "the model cannot be made",
-            wanted=f"a {config.train.objective} model of type {settings.model_type}, attention {model.attn_implementation}",
+            wanted=f"{config.train.objective}, type {settings.model_type}, attention {model.attn_implementation}",
             found=" ".join(str(error).split())[:400],
             fix="correct [model], or train.objective",
-        )
+        ) from error
     if config.analog:
         from dray.train.model import analog  # noqa: PLC0415  not every image has it
 
@@ -137,7 +139,7 @@ def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> P
             if folder
             else f"model.type = {model.type!r}",
             fix="set model.name" if folder else "set model.type",
-        )
+        ) from error
     known = set(defaults.to_dict()) | set(defaults.attribute_map)
     for name in model.config:
         if name not in known:

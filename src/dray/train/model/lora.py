@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
+from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
-from dray.contract.findings import ConfigError
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -22,21 +22,19 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
     from peft import LoraConfig  # noqa: PLC0415  seconds, and only here
 
     assert config.lora
-    settings = config.lora
+    settings, targets = config.lora, config.lora.target_modules
     head = network.get_output_embeddings()
     linear = [
         name
         for name, module in network.named_modules()
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
     ]
-<<<<<<< HEAD:src/dray/train/lora.py
-    unknown = [name for name in said["target_modules"] if not any(_ends(one, name) for one in linear)]
-=======
-    unknown = [name for name in settings.target_modules if not any(_ends(one, name) for one in linear)]
->>>>>>> 7661f4f (train: rooms for data, model, objectives, strategies and outputs):src/dray/train/model/lora.py
+    unknown = [name for name in targets if not any(_ends(one, name) for one in linear)]
     if unknown or not linear:
         raise ConfigError(
-            "lora.target_modules names layers that the model lacks" if linear else "the model has no linear layers for LoRA",
+            "lora.target_modules names layers that the model lacks"
+            if linear
+            else "the model has no linear layers for LoRA",
             wanted=f"ends of names such as {', '.join(sorted({name.split('.')[-1] for name in linear}))}",
             found=", ".join(unknown) or type(network).__name__,
             fix="correct lora.target_modules, or leave it out: all linear layers but the head",
@@ -44,19 +42,10 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
     torch.manual_seed(config.train.seed)
     network.add_adapter(
         LoraConfig(
-<<<<<<< HEAD:src/dray/train/lora.py
-            r=said["rank"],
-            lora_alpha=said["alpha"],
-            lora_dropout=said["dropout"],
-            target_modules=[
-                name for name in linear if not said["target_modules"] or _is_target(name, said["target_modules"])
-            ],
-=======
             r=settings.rank,
-            lora_alpha=settings.alpha,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides by the rank
             lora_dropout=settings.dropout,
-            target_modules=[name for name in linear if not settings.target_modules or _is_target(name, settings.target_modules)],
->>>>>>> 7661f4f (train: rooms for data, model, objectives, strategies and outputs):src/dray/train/model/lora.py
+            target_modules=[name for name in linear if not targets or any(_ends(name, end) for end in targets)],
             fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
             task_type=objectives.named(config.train.objective).peft_task,
         )
@@ -68,10 +57,6 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
 
 def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
-
-
-def _is_target(name: str, targets: tuple[str, ...]) -> bool:
-    return any(_ends(name, end) for end in targets)
 
 
 def on(network: Any) -> bool:  # noqa: ANN401  a transformers model

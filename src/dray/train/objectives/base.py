@@ -95,9 +95,7 @@ class LossModule(torch.nn.Module):
         were."""
         positions = {} if position_ids is None else {"position_ids": position_ids}
         logits = self.network(input_ids=input_ids, **positions, **self._uncached).logits.flatten(0, 1)
-        loss = functional.cross_entropy(
-            logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
-        )
+        loss = functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
         if self.network.training:
             return loss, loss.new_zeros(2)
         labelled, right = labels != IGNORE_INDEX, logits.argmax(1).view_as(labels) == labels

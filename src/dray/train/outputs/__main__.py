@@ -1,4 +1,4 @@
-"""`python -m dray.train.outputs JOB.json`: one job of contract/jobs.py. A job is a file of this folder, with `run(job)`."""
+"""`python -m dray.train.outputs JOB.json`: a job of contract/jobs.py. Each is a file of this folder, with `run`."""
 
 from __future__ import annotations
 

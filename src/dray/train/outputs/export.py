@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from dray.contract.findings import DrayError
+from dray.contract.jobs import Export
 from dray.train import checkpoint
 from dray.train.config import of_plan
 from dray.train.data import tokenizer
 from dray.train.model import build, lora
-from dray.contract.findings import DrayError
-from dray.contract.jobs import Export
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _KINDS = ("weights", "others")

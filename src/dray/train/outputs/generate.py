@@ -44,9 +44,15 @@ def run(job: Generate) -> None:
             fix=f"--tokens {room}, or a shorter prompt" if room > 0 else "a shorter prompt",
         )
     torch.manual_seed(job.seed)
-    chosen: dict[str, Any] = {"do_sample": True, "temperature": job.temperature} if job.temperature else {"do_sample": False}
+    chosen: dict[str, Any] = (
+        {"do_sample": True, "temperature": job.temperature} if job.temperature else {"do_sample": False}
+    )
     written = network.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **chosen
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        **chosen,
     )
     shown = written[0, prompt.shape[1] :] if chat else written[0]
     print(tokenizer.decode(shown, skip_special_tokens=True), flush=True)

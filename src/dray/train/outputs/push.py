@@ -43,5 +43,5 @@ def run(job: Push) -> None:
             found=str(error).splitlines()[0] or type(error).__name__,
             fix="take a token that may write for that owner" if refused else "check the name and the network",
             code=CONFIG if refused or isinstance(error, HFValidationError) else FAILED,
-        )
+        ) from error
     print(f"{constants.ENDPOINT}/{job.name}", flush=True)

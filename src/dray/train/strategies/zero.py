@@ -20,11 +20,11 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 
+from dray.contract.findings import ConfigError
 from dray.train.config import Config
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.scaler import Scaler, exhausted
 from dray.train.strategies.base import MOMENTS, State, adamw, buffers
-from dray.contract.findings import ConfigError
 
 _REDUCED = 1 << 24  # numbers in a bucket that is reduced over ranks
 _READ = 1 << 26  # weights in a bucket that is read from a checkpoint, each with its two averages
@@ -53,7 +53,7 @@ class Zero:
                 wanted="settings that DeepSpeed knows, and a precision that this device has",
                 found=" ".join(str(error).split())[:400],
                 fix="correct train.precision, or the file that train.deepspeed names",
-            )
+            ) from error
         self._prime()
         self._named = [(name, weight) for name, weight in self.network.named_parameters() if weight.requires_grad]
 

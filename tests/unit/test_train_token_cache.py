@@ -1,0 +1,168 @@
+"""Tokens are made by one rank of each node, atomically, whether the disk has locks or not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+token_cache = pytest.importorskip("dray.train.data.token_cache")
+from dray.contract.findings import DrayError  # noqa: E402
+
+TEXTS = ["abc", "", "de", "f" * 5000]
+
+
+def encode(batch: list[str]) -> list[int]:
+    return [token for text in batch for token in (*text.encode(), 256)]
+
+
+def made(cache: Path, texts=TEXTS, *, vocabulary: int = 257, encode=encode):
+    return token_cache.cached(
+        cache, token_cache.fingerprint("x"), lambda: texts, encode, end=256, vocabulary=vocabulary
+    )
+
+
+def test_documents_stand_in_a_row_with_an_end_after_each(tmp_path: Path) -> None:
+    tokens = made(tmp_path / "my cache")
+    assert tokens.starts.tolist() == [0, 4, 5, 8, 5009]
+    assert tokens.ids[:8].tolist() == [97, 98, 99, 256, 256, 100, 101, 256]
+    assert tokens.ids.dtype == np.uint16
+    assert made(tmp_path / "big", vocabulary=1 << 17).ids.dtype == np.uint32
+
+
+def test_a_part_has_its_own_documents(tmp_path: Path) -> None:
+    tokens = made(tmp_path)
+    part = tokens.part(2, 4)
+    assert (part.ids[:3].tolist(), part.starts.tolist()) == ([100, 101, 256], [0, 3, 5004])
+
+
+def test_a_slice_goes_on_with_the_first_token_after_the_last(tmp_path: Path) -> None:
+    tokens = made(tmp_path).part(0, 3)
+    assert tokens.slice(6, 4).tolist() == [101, 256, 97, 98]
+    assert tokens.slice(0, 20).tolist() == [97, 98, 99, 256, 256, 100, 101, 256] * 2 + [97, 98, 99, 256]
+
+
+def test_they_are_made_once(tmp_path: Path) -> None:
+    first = made(tmp_path)
+
+    def never(_: list[str]) -> list[int]:
+        raise AssertionError("made again")
+
+    again = made(tmp_path, encode=never)
+    assert again.ids.tolist() == first.ids.tolist()
+
+
+def test_a_change_of_anything_is_another_fingerprint() -> None:
+    prints = {token_cache.fingerprint(*parts) for parts in (("a",), ("b",), ("a", 1), ("a", "1", ""), ())}
+    assert len(prints) == 5
+
+
+def test_an_id_that_the_model_lacks_is_refused_and_nothing_stays(tmp_path: Path) -> None:
+    with pytest.raises(DrayError) as stopped:
+        made(tmp_path, vocabulary=100)
+    assert stopped.value.finding.code == 78
+    assert "  wanted: ids below 100\n  found:  256\n" in str(stopped.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
+    def full(_: list[str]) -> list[int]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DrayError, match="the disk is full of tokens") as stopped:
+        made(tmp_path, encode=full)
+    assert stopped.value.finding.code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes_and_what_one_writes_stays(tmp_path: Path) -> None:
+    name = token_cache.fingerprint("x")
+    for part in ("old", "new"):
+        (tmp_path / f"{name}.part-{part}").mkdir()
+    os.utime(tmp_path / f"{name}.part-old", (0, 0))
+    made(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.part-new"]
+
+
+def test_a_file_that_lost_its_end_is_not_trusted(tmp_path: Path) -> None:
+    made(tmp_path)
+    (ids,) = tmp_path.glob("*/ids")
+    os.truncate(ids, 1000)
+    with pytest.raises(DrayError, match="tokens in the cache are incomplete"):
+        made(tmp_path)
+
+
+def test_another_maker_may_be_ready_earlier(tmp_path: Path) -> None:
+    def meanwhile(batch: list[str]) -> list[int]:
+        made(tmp_path)
+        return encode(batch)
+
+    assert made(tmp_path, encode=meanwhile).ids[:4].tolist() == [97, 98, 99, 256]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+RANKS = """
+import errno, fcntl, os, socket, sys, time
+from pathlib import Path
+fcntl.flock = lambda *_: None  # as Lustre without -o flock grants every lock
+from dray.train import collectives
+from dray.train.data import token_cache
+from dray.train.errors import guarded
+
+def tell(line):
+    with open(f"{sys.argv[1]}.log", "a") as log:  # gloo writes to stdout
+        log.write(f"{line}\\n")
+
+def rank(cache, way):
+    def encode(batch):
+        tell("making")
+        time.sleep(0.2)
+        if way == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return [token for text in batch for token in (*text.encode(), 256)]
+    collectives.init_distributed("cpu")
+    tokens = token_cache.cached(Path(cache), "x", lambda: ["abc"], encode, end=256, vocabulary=257)
+    tell(tokens.ids.tolist())
+
+for number in range(int(sys.argv[3])):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for one in range(4):
+        if os.fork() == 0:
+            local = one % 2 if sys.argv[2] == "two nodes" else one
+            os.environ.update(RANK=str(one), LOCAL_RANK=str(local), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
+            os.environ["MASTER_PORT"] = str(port)
+            guarded(rank, f"{sys.argv[1]}/{number}", sys.argv[2])
+    tell([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)])
+"""
+
+
+def ranks(cache: Path, way: str, rounds: int) -> tuple[list[str], str]:
+    """What they tell, and what they write to stderr."""
+    argv = [sys.executable, "-c", RANKS, cache, way, str(rounds)]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300)
+    return Path(f"{cache}.log").read_text().splitlines(), ended.stderr
+
+
+def test_one_rank_of_a_node_makes_them_where_every_lock_is_granted(tmp_path: Path) -> None:
+    """Five times with four ranks: three of them died with FileNotFoundError each time where a lock decided."""
+    lines, _ = ranks(tmp_path, "one node", 5)
+    assert sorted(lines) == sorted(["making", "[0, 0, 0, 0]", *["[97, 98, 99, 256]"] * 4] * 5)
+
+
+def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
+    lines, _ = ranks(tmp_path, "two nodes", 3)
+    assert lines.count("[0, 0, 0, 0]") == 3
+    assert lines.count("[97, 98, 99, 256]") == 12
+    assert [path.name for path in tmp_path.glob("*/*")] == ["x"] * 3
+
+
+def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:
+    lines, errors = ranks(tmp_path, "full", 1)
+    assert lines == ["making", "[1, 1, 1, 1]"]
+    assert errors.count("the disk is full of tokens\n") == 4
