@@ -62,7 +62,7 @@ def test_the_prompt_comes_first_and_then_as_many_tokens(runs) -> None:
         ("causal", ("one", "--tokens", "0"), 2, "greater than or equal to 1"),
         ("causal", ("one", "--temperature", "-1"), 2, "Invalid value for '--temperature'"),
         ("masked", ("one",), 78, "this model does not write"),
-        ("unfinished", ("one",), 78, "the run has left no model"),
+        ("unfinished", ("one",), 78, "the run has no final model"),
         ("none", ("one",), 78, "this is not a run folder"),
     ],
 )

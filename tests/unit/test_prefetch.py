@@ -109,7 +109,7 @@ def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> No
         (("data.train=builtin", "model.name="), {}, 0, "names nothing of the hub; there is nothing to fetch"),
         (("model.name=me/gated",), {"HF_HOME": "{tmp}"}, 78, "accept the terms on its page"),
         (("model.name=me/none",), {"HF_HOME": "{tmp}"}, 78, "check its name and revision"),
-        (("data.train=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such part"),
+        (("data.train=hub:me/texts:none",), {"HF_HOME": "{tmp}"}, 78, "has no such split"),
         (("data.texts=x",), {"HF_HOME": "{tmp}"}, 78, "unknown key"),
     ],
 )
@@ -144,4 +144,4 @@ def test_a_token_may_be_in_a_file_that_is_nobody_elses(hub, recipe, tmp_path, te
 def test_a_hub_that_is_not_reached_is_said(recipe: Path, tmp_path: Path) -> None:
     ended = dray("prefetch", recipe, HF_HOME=str(tmp_path / "hf"), HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode != 0
-    assert "data set me/texts cannot be had" in ended.stdout + ended.stderr
+    assert "dataset me/texts is missing" in ended.stdout + ended.stderr

@@ -12,7 +12,7 @@ from dray.config.schema import Schema
 from dray.planning.batch import divide
 from dray.runs.write import read_recipe
 
-app = typer.Typer(no_args_is_help=True, help="Check recipes, and see what they may say.")
+app = typer.Typer(no_args_is_help=True, help="Check recipes, and list their keys.")
 
 
 @app.command("list")
@@ -24,10 +24,10 @@ def list_() -> None:
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print all that is wrong with a recipe's keys, values and batch. Model and text are looked at when it runs."""
-    said = overrides or []
-    good = read_recipe(recipe, said)
-    for one in (good, read_recipe(recipe, [*said, "scale=tiny"])) if good.tiny else (good,):
+    """Print all that is wrong with a recipe's keys, values and batch. Model and datasets are checked when it runs."""
+    settings = overrides or []
+    good = read_recipe(recipe, settings)
+    for one in (good, read_recipe(recipe, [*settings, "scale=tiny"])) if good.tiny else (good,):
         if one.batch and one.ranks_per_node:
             divide(one.batch, world_size=one.nodes * one.ranks_per_node)
     print(f"{recipe}: good ({good.name}, {good.launcher} in the {good.image} image)")
@@ -40,6 +40,6 @@ def keys() -> None:
 
 
 def show_keys(model: type[Spec]) -> None:
-    """For whoever writes a file of it."""
+    """For writing such a file."""
     for key, kind, default, doc in Schema(model).describe():
         print(f"{key}  ({kind}; {default or 'may be left out'})\n    {' '.join(doc.split())}")

@@ -46,11 +46,11 @@ class Analog(Spec):
     input_range_enable: bool = False
     """Whether each layer has a fixed range of inputs, beyond which they are cut off."""
     input_range_learn_input_range: bool = True
-    """Whether it is learnt."""
+    """Whether it is learned."""
     input_range_init_value: Annotated[float, Field(gt=0)] = 3.0
     """Where it begins."""
     input_range_init_from_data: Natural = 100
-    """For so many batches it follows the data in place of being learnt."""
+    """For so many batches it follows the data in place of being learned."""
     input_range_init_std_alpha: Annotated[float, Field(gt=0)] = 3.0
     """There: how many standard deviations of the inputs."""
     input_range_decay: Annotated[float, Field(ge=0)] = 0.001

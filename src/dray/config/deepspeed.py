@@ -1,4 +1,4 @@
-"""A user's DeepSpeed JSON: what it says `auto` for, the recipe decides; where both speak, they have to agree."""
+"""A user's DeepSpeed JSON: the recipe decides what it leaves `auto`; where both set a value, they must agree."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from dray.config.recipe import Recipe
+from dray.config.training import STRATEGIES
 from dray.contract.findings import ConfigError
 
-# Where DeepSpeed says what a recipe says, too. The optimizer and the schedule are dray's own, so their sections go.
+# What both DeepSpeed and a recipe set. The optimizer and the schedule are dray's own, so their sections go.
 _SAME = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.per_device",
@@ -42,21 +43,21 @@ _MISSING: Any = object()
 
 def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     """The recipe with what the file decides, and the file with what only DeepSpeed knows."""
-    said = _parsed(text, path)
+    file = _parsed(text, path)
     if recipe.train is None:
         raise ConfigError(
             "train.deepspeed is for dray's own trainer", where=path, fix="leave it out of a [command] recipe"
         )
-    found = [(name, key, value) for key, name in _SAME.items() if (value := _at(said, key)) not in (_MISSING, "auto")]
-    found += [*_of_precision(said, path), *_of_stage(said, path, recipe), *_of_sections(said, path)]
+    found = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in (_MISSING, "auto")]
+    found += [*_of_precision(file, path), *_of_stage(file, path, recipe), *_of_sections(file, path)]
     given: dict[str, Any] = recipe.model_dump(exclude_unset=True)
     for name, key, written in found:
         section, field = name.split(".")
         value = tuple(written) if isinstance(written, list) else written
-        spoken = given.setdefault(section, {})
-        theirs = spoken.get(field)
+        section_values = given.setdefault(section, {})
+        theirs = section_values.get(field)
         if theirs is not None and theirs != value:
-            raw = _at(said, key)
+            raw = _at(file, key)
             raise ConfigError(
                 f"{name} and {key} do not agree",
                 where=f"the recipe and {path}",
@@ -64,8 +65,8 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
                 found=f"{key} = {json.dumps(raw)}, on line {_line(text, key)} of {path.name}",
                 fix=f'write "{key.split(".")[-1]}": "auto" in {path.name}, or make them the same',
             )
-        spoken[field] = value
-    rest = {key: value for key, value in said.items() if key not in _DROPPED and key not in _SAME}
+        section_values[field] = value
+    rest = {key: value for key, value in file.items() if key not in _DROPPED and key not in _SAME}
     given["train"]["deepspeed"] = json.dumps(_without_auto(rest))
     try:
         return Recipe.model_validate(given)
@@ -85,7 +86,7 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        said = json.loads(text, object_pairs_hook=once)
+        file = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise ConfigError(
             "the DeepSpeed file is not JSON",
@@ -93,13 +94,13 @@ def _parsed(text: str, path: Path) -> dict[str, Any]:
             found=error.msg,
             fix="JSON has no comments and no comma after the last entry",
         ) from error
-    if not isinstance(said, dict):
-        raise ConfigError("the DeepSpeed file is no object", where=path, wanted="{...}", found=type(said).__name__)
-    return said
+    if not isinstance(file, dict):
+        raise ConfigError("the DeepSpeed file is no object", where=path, wanted="{...}", found=type(file).__name__)
+    return file
 
 
-def _at(said: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
-    found: Any = said
+def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
+    found: Any = file
     for part in key.split("."):
         if not isinstance(found, dict) or part not in found:
             return _MISSING
@@ -107,12 +108,12 @@ def _at(said: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
     return found
 
 
-_Said = tuple[str, str, Any]
-"""A key of the recipe, the file's key that says the same, and the value in the recipe's words."""
+_Setting = tuple[str, str, Any]
+"""A key of the recipe, the file's key that sets the same, and the value as the recipe has it."""
 
 
-def _of_precision(said: dict[str, Any], path: Path) -> list[_Said]:
-    least = _at(said, "fp16.min_loss_scale")
+def _of_precision(file: dict[str, Any], path: Path) -> list[_Setting]:
+    least = _at(file, "fp16.min_loss_scale")
     if isinstance(least, float) and not least.is_integer():
         raise ConfigError(
             "DeepSpeed wants a whole number for the least loss scale",
@@ -121,20 +122,20 @@ def _of_precision(said: dict[str, Any], path: Path) -> list[_Said]:
             found=json.dumps(least),
             fix='write "min_loss_scale": 1; a scale below 1 makes what is small smaller',
         )
-    power = _at(said, "fp16.initial_scale_power")
+    power = _at(file, "fp16.initial_scale_power")
     scale = [("train.initial_loss_scale", "fp16.initial_scale_power", 2.0**power)] if isinstance(power, int) else []
-    on = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is True]
+    on = [kind for kind in ("fp16", "bf16") if _at(file, f"{kind}.enabled") is True]
     if len(on) == 2:
         raise ConfigError("fp16 and bf16 are both enabled", where=path, fix="enable one, or write auto for both")
     if on:
         return [*scale, ("train.precision", f"{on[0]}.enabled", on[0])]
-    off = [kind for kind in ("fp16", "bf16") if _at(said, f"{kind}.enabled") is False]
+    off = [kind for kind in ("fp16", "bf16") if _at(file, f"{kind}.enabled") is False]
     return [*scale, ("train.precision", "fp16.enabled", "fp32")] if len(off) == 2 else scale
 
 
-def _of_stage(said: dict[str, Any], path: Path, recipe: Recipe) -> list[_Said]:
-    stage = _at(said, "zero_optimization.stage")
-    by_recipe = stage in (_MISSING, "auto") and recipe.train is not None and recipe.train.strategy.startswith("zero")
+def _of_stage(file: dict[str, Any], path: Path, recipe: Recipe) -> list[_Setting]:
+    stage = _at(file, "zero_optimization.stage")
+    by_recipe = stage in (_MISSING, "auto") and recipe.train is not None and STRATEGIES[recipe.train.strategy].deepspeed
     if stage not in (1, 2, 3) and not by_recipe:
         raise ConfigError(
             "nobody names DeepSpeed's stage",
@@ -145,7 +146,7 @@ def _of_stage(said: dict[str, Any], path: Path, recipe: Recipe) -> list[_Said]:
         )
     found = [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
     keys = {part: f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
-    places = {part: _at(said, key) for part, key in keys.items()}
+    places = {part: _at(file, key) for part, key in keys.items()}
     for part, device in places.items():
         if device not in (_MISSING, "auto", "none", "cpu"):
             raise ConfigError(
@@ -170,8 +171,8 @@ def _of_stage(said: dict[str, Any], path: Path, recipe: Recipe) -> list[_Said]:
     return found
 
 
-def _of_sections(said: dict[str, Any], path: Path) -> list[_Said]:
-    optimizer, scheduler = _at(said, "optimizer.type"), _at(said, "scheduler.type")
+def _of_sections(file: dict[str, Any], path: Path) -> list[_Setting]:
+    optimizer, scheduler = _at(file, "optimizer.type"), _at(file, "scheduler.type")
     if optimizer not in (_MISSING, "auto", *_OPTIMIZERS):
         raise ConfigError(
             "dray trains with AdamW", where=f"{path}: optimizer.type", wanted="AdamW", found=json.dumps(optimizer),

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from dray.config.analog import Analog
 from dray.config.image import Variant
 from dray.config.model import Spec
-from dray.config.training import Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
+from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 
@@ -109,8 +109,8 @@ class Recipe(Spec):
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
         data = self.datasets()
         model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
-        files = {key: said for key, said in data.items() if said not in ("", "builtin") and not said.startswith("hub:")}
-        return files | {key: said for key, said in model.items() if said.startswith(("/", "."))}
+        files = {key: name for key, name in data.items() if name not in ("", "builtin") and not name.startswith("hub:")}
+        return files | {key: name for key, name in model.items() if name.startswith(("/", "."))}
 
     @field_validator("pass_env")
     @classmethod
@@ -123,14 +123,18 @@ class Recipe(Spec):
         if self.scale == "tiny" and not self.tiny:
             raise ValueError("scale = tiny: the recipe has no [tiny], which says what is other at that scale")
         train = self.train
-        if self.analog and self.analog.enabled and train and train.strategy == "fsdp":
-            raise ValueError("[analog] goes with ddp and zero1 to zero3; train.strategy is fsdp")
+        sharding = STRATEGIES[train.strategy if train else "ddp"]
+        if self.analog and self.analog.enabled and train and not sharding.analog:
+            others = ", ".join(name for name, other in STRATEGIES.items() if other.analog)
+            raise ValueError(f"[analog] goes with {others}; train.strategy is {train.strategy}")
         if self.analog and self.analog.enabled and self.image in ("cuda12", "rocm"):
             raise ValueError(f"[analog] wants the cpu or the cuda image; aihwkit-lightning has none for {self.image}")
         if self.analog and self.analog.enabled and self.lora and self.lora.enabled:
             raise ValueError("[analog] and [lora] both put other layers in the place of the model's; take one")
-        if self.lora and self.lora.enabled and train and train.strategy == "fsdp" and self.model.dtype != "fp32":
-            raise ValueError(f'[lora] with train.strategy = "fsdp" wants model.dtype = "fp32", not {self.model.dtype}')
+        if self.lora and self.lora.enabled and train and not sharding.mixed_dtypes and self.model.dtype != "fp32":
+            raise ValueError(
+                f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
+            )
         if self.data.answer_column and train and train.objective != "sft":
             raise ValueError(f'data.answer_column is for train.objective = "sft", and that is {train.objective}')
         for name, one in self.evaluate.items():
@@ -141,10 +145,10 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
-    def _the_hub_s_names_are_whole(self) -> Recipe:
-        for key, said in self.datasets().items():
-            if said.startswith("hub:") and not _HUB.fullmatch(said):
-                raise ValueError(f"{key} = {said}: expected hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]")
+    def _names_of_the_hub_are_complete(self) -> Recipe:
+        for key, name in self.datasets().items():
+            if name.startswith("hub:") and not _HUB.fullmatch(name):
+                raise ValueError(f"{key} = {name}: expected hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]")
         return self
 
     @model_validator(mode="after")

@@ -1,20 +1,39 @@
-"""What a recipe says of dray's own trainer: the batch, the text, the model, the loop and what is kept."""
+"""A recipe's sections for dray's own trainer: batch, data, model, loop, evaluation, LoRA and checkpoints."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
 from dray.config.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
-Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
-SHARDED: dict[str, int] = {"ddp": 0, "fsdp": 3, "zero1": 1, "zero2": 2, "zero3": 3}
-"""What each rank holds a shard of, as ZeRO counts: 1 the optimizer's state, 2 gradients too, 3 weights too."""
 Scalar = str | int | float | bool
 Every = tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
+Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
+
+
+class Sharding(NamedTuple):
+    """What of a model a strategy divides over the ranks, and what goes with it."""
+
+    stage: int
+    """As DeepSpeed counts: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+    deepspeed: bool = False
+    analog: bool = True
+    mixed_dtypes: bool = True
+    """Whether the weights of one layer may be of several types, as those of LoRA beside 16-bit ones are."""
+
+
+STRATEGIES: dict[Strategy, Sharding] = {
+    "ddp": Sharding(0),
+    "fsdp": Sharding(3, analog=False, mixed_dtypes=False),
+    "zero1": Sharding(1, deepspeed=True),
+    "zero2": Sharding(2, deepspeed=True),
+    "zero3": Sharding(3, deepspeed=True),
+}
+"""The values of train.strategy; train/strategies has a file for each."""
 
 
 class Batch(Spec):
@@ -127,8 +146,8 @@ class Train(Spec):
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
     strategy: Strategy = "ddp"
-    """ddp: each rank has the whole model. fsdp: each has a part of weights, gradients and optimizer. zero1 to zero3:
-    DeepSpeed's stages, which part the optimizer, the gradients and the weights in turn."""
+    """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
+    DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
     offload: Literal["", "optimizer", "all"] = ""
     """What the host's memory holds in place of the GPU's, with zero1 to zero3; all is the weights, too (zero3)."""
     compile: bool = False
@@ -166,18 +185,18 @@ class Train(Spec):
 
 
 class Lora(Spec):
-    """Small matrices beside the model's own are trained, and the model's own stay as they are (LoRA, by peft)."""
+    """Low-rank adapters (LoRA, by peft): they are trained, and the model's own weights are frozen."""
 
     enabled: bool = True
-    """Whether it is done: off, the same recipe trains all weights."""
+    """false: the same recipe trains all weights."""
     rank: Count = 16
-    """Their inner size."""
+    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """What they add is multiplied by alpha / rank."""
+    """The adapters' output is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of their inputs that is left out in training."""
+    """Dropout of the adapters' inputs."""
     target_modules: tuple[str, ...] = ()
-    """Ends of the names of the layers that get them, such as q_proj; left out: all linear layers but the head."""
+    """Ends of the names of the layers to adapt, such as q_proj. Left out: all linear layers but the head."""
 
 
 class Evaluation(Spec):
@@ -203,27 +222,28 @@ class Evaluation(Spec):
 
 
 class Checkpoint(Spec):
-    """What a run keeps, so that another may go on from there."""
+    """What a run keeps, so that another may resume."""
 
     every: Every = ()
     """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever. A
     number alone is for ever. Left out: none before the end."""
     at_start: bool = False
-    """Whether there is one of step 0, too: the weights before they learnt anything. It goes as others do, when there
-    are `keep` newer ones."""
+    """Whether there is one of step 0, too. It is removed as others are, once there are `keep` newer ones."""
     keep: Count = 2
-    """How many of the newest stay."""
+    """How many of the newest to keep."""
     folder: str = ""
-    """Where they are kept and looked for; else in the run's own folder. With one, the same command goes on where the
-    last was cut off, requeued or typed again. A relative path starts at the recipe's own folder."""
+    """Where they are; else in the run folder. With one, the same command, requeued or typed again, resumes where the
+    last was interrupted. A relative path starts at the recipe's own folder."""
 
     @field_validator("every", mode="before", json_schema_input_type=Count | Every)
     @classmethod
-    def _number_alone(cls, said: object) -> object:
-        if isinstance(said, int):
-            return ((0, said),)
+    def _number_alone(cls, value: object) -> object:
+        if isinstance(value, int):
+            return ((0, value),)
         return (
-            tuple(tuple(pair) if isinstance(pair, list) else pair for pair in said) if isinstance(said, list) else said
+            tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+            if isinstance(value, list)
+            else value
         )
 
     @field_validator("every")

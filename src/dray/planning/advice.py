@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dray.config.site import Site
+from dray.config.training import STRATEGIES
 from dray.planning.plan import Plan
 
 _TIME = ("--time", "-t")
@@ -42,7 +43,9 @@ def _gpus(plan: Plan, site: Site) -> Iterator[str]:
 
 def _weights(plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
-    small = recipe.train and recipe.train.strategy in ("ddp", "fsdp") and not (recipe.lora and recipe.lora.enabled)
+    small = (
+        recipe.train and not STRATEGIES[recipe.train.strategy].deepspeed and not (recipe.lora and recipe.lora.enabled)
+    )
     if small and recipe.model.dtype == "bf16":
         yield "weights of 16 bits lose changes that are small beside them: model.dtype=fp32 (train.precision stays)"
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from dray.config.recipe import Recipe
-from dray.config.training import SHARDED
+from dray.config.training import STRATEGIES
 from dray.contract.findings import ConfigError
 from dray.planning import batch
 
@@ -103,8 +103,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     moved = lora.rank * model.linear * model.layers if lora else model.parameters
     half = 2 if train.precision != "fp32" else 4
     kept = 2 if recipe.model.dtype == "bf16" else 4
-    stage = SHARDED[train.strategy]
-    zero = train.strategy.startswith("zero")
+    stage, zero = STRATEGIES[train.strategy][:2]
     weights = (half if zero else kept) * model.parameters / (ranks if stage == 3 else 1)
     whole = model.parameters / model.layers if stage == 3 else model.parameters if half < kept and not zero else 0
     moves = 4 if zero or lora else kept  # LoRA's are in 32 bits, and so is what DeepSpeed sums

@@ -20,17 +20,17 @@ def passed() -> tuple[str, ...]:
 
 def _token(file: Path) -> str:
     try:
-        mode, said = file.stat().st_mode & 0o777, file.read_text(encoding="utf-8").strip()
+        mode, token = file.stat().st_mode & 0o777, file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "the file of the hub's token cannot be read", where=f"HF_TOKEN_PATH={file}", found=error
         ) from error
-    if mode & 0o077 or not said:
+    if mode & 0o077 or not token:
         raise ConfigError(
-            "others can read the hub's token" if said else "the file of the hub's token is empty",
+            "others can read the hub's token" if token else "the file of the hub's token is empty",
             where=f"HF_TOKEN_PATH={file}",
-            wanted="mode 600" if said else "a token",
-            found=f"mode {mode:o}" if said else "nothing",
-            fix=f"chmod 600 '{file}'" if said else "write the token into it",
+            wanted="mode 600" if token else "a token",
+            found=f"mode {mode:o}" if token else "nothing",
+            fix=f"chmod 600 '{file}'" if token else "write the token into it",
         )
-    return said
+    return token

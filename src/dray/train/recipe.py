@@ -74,7 +74,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Small matrices beside the model's own are trained, and the model's own stay as they are (LoRA, by peft)."""
+    """Low-rank adapters (LoRA, by peft): they are trained, and the model's own weights are frozen."""
 
     enabled: bool
     rank: int
@@ -96,7 +96,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a run keeps, so that another may go on from there."""
+    """What a run keeps, so that another may resume."""
 
     every: tuple[tuple[int, int], ...]
     at_start: bool

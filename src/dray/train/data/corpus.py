@@ -23,8 +23,8 @@ def documents(seed: int = 1) -> Iterator[str]:
     """Short stories, one a document. Numbers count up, so part of each line follows from the one before."""
     rng = random.Random(seed)  # noqa: S311  a corpus, not a secret
 
-    def pick(words: tuple[str, ...]) -> str:
-        return words[int(rng.random() * len(words))]  # choice() differs between versions of Python
+    def pick(choices: tuple[str, ...]) -> str:
+        return choices[int(rng.random() * len(choices))]  # choice() differs between versions of Python
 
     for _ in range(_DOCUMENTS):
         first = int(rng.random() * (len(_NUMBERS) - _SENTENCES + 1))

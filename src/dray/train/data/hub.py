@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
@@ -21,6 +21,7 @@ from dray.contract.findings import ConfigError, DrayError
 
 # The hub's copy of each dataset as parquet, whatever its own format or code.
 _PARQUET = "refs/convert/parquet"
+T = TypeVar("T")
 _PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
 
 
@@ -69,11 +70,14 @@ def _splits(name: str, folder: str) -> list[str]:
     """SUBSET/SPLIT of all that the hub has, or of what was fetched before."""
     paths = [path.relative_to(folder) for path in Path(folder).glob("*/*/*.parquet")]
     if not constants.HF_HUB_OFFLINE:
-        paths = [Path(path) for path in HfApi().list_repo_files(name, repo_type="dataset", revision=_PARQUET)]
+        listed = fetched(
+            f"dataset {name}", lambda: HfApi().list_repo_files(name, repo_type="dataset", revision=_PARQUET)
+        )
+        paths = [Path(path) for path in listed]
     return sorted({str(path.parent) for path in paths if path.suffix == ".parquet"})
 
 
-def fetched(what: str, fetch: Callable[[], str]) -> str:
+def fetched(what: str, fetch: Callable[[], T]) -> T:
     """What `fetch` returns; a failure is an error with its fix."""
     try:
         return fetch()

@@ -103,7 +103,7 @@ def _fill(
     vocabulary: int,
     marked: bool,
 ) -> None:
-    """Write into a folder of this process's own, then rename it. Whoever else does so writes the same bytes."""
+    """Write into a folder of its own, then rename it. Another node or run may do the same, with the same bytes."""
     cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     _remove_left_over(folder)
