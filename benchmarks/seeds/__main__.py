@@ -63,7 +63,7 @@ class Bench:
         (folder / "accelerate.yaml").write_text(launchers.ACCELERATE)
         (folder / "hostfile").write_text(f"localhost slots={RANKS}\n")
         made = (
-            "import json, sys; from dray.train import corpus\n"
+            "import json, sys; from dray.train.data import corpus\n"
             "rows = [json.dumps({'text': text}) + '\\n' for text in corpus.documents()]\n"
             "border = len(rows) - len(rows) // 20\n"
             "open(sys.argv[1] + '/text.jsonl', 'w').writelines(rows[:border])\n"

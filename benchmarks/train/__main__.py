@@ -204,12 +204,12 @@ TOKENS = """
 import json, shutil, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from dray.train import data, shards, sources
+from dray.train.data import datasets, sources
 folder = Path(sys.argv[1])
-words = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 shutil.rmtree(folder / "cold", ignore_errors=True)
 names = (str(folder / "text.txt"),)
-made = data.tokens_of(names, sources.Reading("text"), words, cache=folder / "cold")
+made = datasets.tokenized(names, sources.Reading("text"), tokenizer, cache=folder / "cold")
 print(json.dumps({"tokens": len(made.ids)}))
 """
 
