@@ -43,7 +43,7 @@ BARE = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port={port}"],
     "accelerate": [
         *("-m", "accelerate.commands.launch", "--config_file={config}", "--num_machines=1", "--num_processes=2"),
-        *("--machine_rank=0", "--main_process_port={port}"),
+        *("--machine_rank=0", "--main_process_port={port}", "--rdzv_backend=static"),
     ],
     "deepspeed": [
         *("-m", "deepspeed.launcher.runner", "--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--no_local_rank"),
@@ -144,8 +144,9 @@ def _meet(scratch: Path, count: int) -> None:
     }
     folder, path = scratch / "met", scratch / "plan.json"
     (folder / "logs").mkdir(parents=True)
+    (folder / "secret").write_text("secret")
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": None}
-    path.write_text(json.dumps({"folder": str(folder), **launch, "world": world}))
+    path.write_text(json.dumps({"folder": str(folder), "attempt": 1, **launch, "world": world}))
     source = str(checkout.root() / "src")
     begun = time.perf_counter()
     started = [

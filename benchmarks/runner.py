@@ -53,13 +53,14 @@ def _commands(checkout: Path, folder: str) -> dict[tuple[str, Path], tuple[list[
     rank = [sys.executable, "-S", "-E", f"{checkout}/src/dray/runner/rank.py", folder, "1", "n", "true"]
     commands = {
         "python": [sys.executable, "-c", ""],
-        "runner": [sys.executable, "-m", "dray.runner", _plan(folder, ["true"])],
+        "runner": [sys.executable, "-m", "dray.runner", _plan(folder, ["true", "{ranks}"])],
         "rank": rank,
     }
     return {(name, checkout): (command, env) for name, command in commands.items()}
 
 
 def _plan(folder: str, launcher: list[str]) -> str:
+    """{ranks} is the python launcher's: for its only rank no store starts beside the runner."""
     (Path(folder) / "logs").mkdir(exist_ok=True)
     world = {
         "nodes": [{"name": "n", "address": "n"}],
@@ -80,7 +81,7 @@ def _plan(folder: str, launcher: list[str]) -> str:
 def _memory(checkout: Path, folder: str) -> str:
     """Of the runner beside a launcher that runs; its own is private, the rest is shared with any other Python."""
     (_, env), *_ = _commands(checkout, folder).values()
-    argv = [sys.executable, "-m", "dray.runner", _plan(folder, ["sh", "-c", "sleep 2"])]
+    argv = [sys.executable, "-m", "dray.runner", _plan(folder, ["sh", "-c", "sleep 2", "{ranks}"])]
     with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL) as runner:  # noqa: S603  our own list
         time.sleep(1)
         status = Path(f"/proc/{runner.pid}/smaps_rollup").read_text()

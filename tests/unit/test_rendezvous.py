@@ -96,12 +96,24 @@ def many(where: tuple[str, int]) -> Iterator[None]:
 def test_strangers_neither_join_nor_hold_up_a_launch(
     attack: Callable[[tuple[str, int]], Iterator[None]], plan: dict[str, Any], start: Start
 ) -> None:
+    usual = seconds(plan, start, nobody)
+    (Path(plan["folder"]) / "rendezvous.json").unlink()
+    # A stranger is shown out after 5 s. Nodes that waited for that would need them, however busy this machine is.
+    assert seconds(plan, start, attack) < 2 * usual + 3
+
+
+def nobody(_: tuple[str, int]) -> Iterator[None]:
+    yield
+
+
+def seconds(plan: dict[str, Any], start: Start, attack: Callable[[tuple[str, int]], Iterator[None]]) -> float:
+    """From the second node's start to the end of both."""
     first = start(0, 2, "node1")
     with contextmanager(attack)(rendezvous(plan)):
         begun = time.monotonic()
         second = start(1, 2, "node2")
         assert [ended(second)[0], ended(first)[0]] == [0, 0]
-        assert time.monotonic() - begun < 4  # a stranger is shown out after 5 s, and the nodes do not wait for that
+        return time.monotonic() - begun
 
 
 def other(plan: dict[str, Any], folder: Path, secret: str) -> Path:
