@@ -1,4 +1,4 @@
-"""Where things are, and golden files."""
+"""Where things are, golden files, and the containers that builds leave."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def golden(name: str | Path, text: str) -> None:
     if os.environ.get("DRAY_GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
+
+
+def builders(client, folder: Path) -> list[str]:
+    """The builder containers that have a file of this folder mounted; other builds may have theirs."""
+    found = [
+        one for one in client.containers.list(all=True, ignore_removed=True) if one.name.startswith("dray-builder-")
+    ]
+    return [one.name for one in found if any(folder in Path(mount["Source"]).parents for mount in one.attrs["Mounts"])]

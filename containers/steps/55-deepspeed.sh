@@ -5,8 +5,6 @@ source "$(dirname "$0")/lib.sh"
 
 # Always this folder, since its name gets into the operators; and not /tmp, which is the host's.
 readonly BUILD=/var/lib/dray-build
-# Where dray binds a folder: with the wheel of an earlier build from the same inputs, or empty, to take this one's.
-readonly KEPT=/srv
 trap 'rm -rf "$BUILD"' EXIT
 mkdir -p "$BUILD"/{home,lib,tmp,tools}
 
@@ -66,8 +64,8 @@ deepspeed::build() {
     fi
 }
 
-if compgen -G "$KEPT/deepspeed-*.whl" >/dev/null; then
-    log::line "the operators are those of an earlier build from the same inputs"
+if kept::wheel deepspeed >/dev/null; then
+    log::line "the operators were compiled by an earlier build from the same inputs"
     wheels=$KEPT
 else
     deepspeed::unpack
@@ -75,8 +73,7 @@ else
     [[ ! -e $INPUTS/build.lock ]] || cuda::prepare
     deepspeed::build
     wheels=$BUILD
-    # Where nothing is bound the folder is the image's own, which stays empty.
-    ! mountpoint --quiet "$KEPT" || cp "$BUILD"/deepspeed-*.whl "$KEPT"
+    kept::keep "$BUILD"/deepspeed-*.whl
 fi
 # By name: given a path, pip would write it into the image.
 pip::install --find-links "$wheels" deepspeed

@@ -17,12 +17,20 @@ set -a
 source "$INPUTS/image.env"
 set +a
 
+# Where dray binds the folder of a wheel that takes minutes to compile: with that of an earlier build from the same inputs,
+# or empty, to take this build's. Where nothing is bound it is the image's own folder, and stays empty.
+readonly KEPT=/srv
+
 log::line() { printf 'dray: %s\n' "$*" >&2; }
 
 apt::get() {
     # Where Apptainer builds without root, apt can become no other user.
     DEBIAN_FRONTEND=noninteractive apt-get --quiet=2 -o APT::Sandbox::User=root "$@"
 }
+
+kept::wheel() { compgen -G "$KEPT/$1-*.whl"; }
+
+kept::keep() { ! mountpoint --quiet "$KEPT" || cp -- "$@" "$KEPT"; }
 
 pip::install() {
     "$VENV/bin/python3" -m pip install --isolated --quiet --no-index --no-cache-dir --no-deps --no-compile "$@"

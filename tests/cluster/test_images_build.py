@@ -20,7 +20,7 @@ import pytest
 from dray.containers import builder, docker
 from dray.contract.findings import UnfitError
 from dray.images.sif import format as sif_format
-from helpers import ROOT
+from helpers import ROOT, builders
 
 # The copy has this variant only in name; no other test has an image of it.
 VARIANT = "cuda12"
@@ -65,7 +65,7 @@ class Checkout:
 
     def left(self) -> list[str]:
         """What lies in build/ besides what belongs there."""
-        known = {"debs", "wheels", "inputs", "logs", "failed"}
+        known = {"debs", "wheels", "inputs", "logs", "failed", "operators"}
         return sorted(path.name for path in (self.path / "build").iterdir() if path.name not in known)
 
 
@@ -121,15 +121,9 @@ def checkout(client, base, tmp_path_factory) -> Checkout:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays(client):
-    before = _builders(client)
+def _nothing_stays(client, checkout):
     yield
-    assert _builders(client) <= before
-
-
-def _builders(client) -> set[str]:
-    names = {one.name or "" for one in client.containers.list(all=True)}
-    return {name for name in names if name.startswith("dray-builder-")}
+    assert builders(client, checkout.path) == []
 
 
 pytestmark = pytest.mark.docker
@@ -172,9 +166,59 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
         digests = re.findall(r"sha256:\w+", built.stdout)
         assert len(digests) == 2
         assert re.findall(r"sha256:\w+", again.stdout) == digests
+        # Without a Docker image it is made from the SIF's files, and is the same.
+        client.images.remove(tag, force=True)
+        unpacked = checkout.build("--format", "docker")
+        assert (unpacked.returncode, "dray: unpack the SIF\n" in unpacked.stderr) == (0, True), unpacked.stderr
+        assert "dray: sees" not in unpacked.stderr
+        assert re.findall(r"sha256:\w+", unpacked.stdout) == digests[1:]
     finally:
         if client.images.list(tag):
             client.images.remove(tag, force=True)
+
+
+COMPILE = """#!/usr/bin/env bash
+source "$(dirname "$0")/lib.sh"
+if wheel=$(kept::wheel operators); then
+    log::line "uses what was kept"
+else
+    log::line "compiles"
+    wheel=/var/lib/operators-1-py3-none-any.whl
+    echo operators >"$wheel"
+    kept::keep "$wheel"
+fi
+cp "$wheel" "$VENV/operators"
+rm -f /var/lib/operators-*
+"""
+
+
+def test_what_was_compiled_once_is_kept(checkout):
+    """The image has the same bytes, and its record says the same, whether a build compiles or finds the wheel."""
+
+    def build(*words: str) -> tuple[list[str], bytes, bytes]:
+        built = checkout.build(*words)
+        assert built.returncode == 0, built.stderr
+        told = [line for line in built.stderr.splitlines() if "compile" in line or line == "dray: uses what was kept"]
+        return told, checkout.sif.read_bytes(), checkout.sif.with_name(f"{checkout.sif.name}.json").read_bytes()
+
+    step = checkout.path / "containers" / "steps" / "55-compile.sh"
+    step.write_text(COMPILE)
+    try:
+        told, image, record = build("--twice")
+        assert [line for line in told if "step" not in line] == ["dray: compiles", "dray: uses what was kept"]
+        (wheel,) = (checkout.path / "build" / "operators").glob("*/*.whl")
+        wheel.write_text("others")
+        reason = f"dray: compile DeepSpeed's operators again: {wheel.parent} has another checksum than its own"
+        for words, expected in (
+            (("--force",), [reason, "dray: compiles"]),
+            (("--force",), ["dray: uses what was kept"]),
+            (("--from-nothing",), ["dray: compiles"]),
+        ):
+            told, again, its_record = build(*words)
+            assert [line for line in told if "step" not in line] == expected
+            assert (again, its_record) == (image, record)
+    finally:
+        step.unlink()
 
 
 def test_a_step_that_fails(checkout):

@@ -19,7 +19,7 @@ from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import contents, record, verify
 from dray.images.sif import format as sif_format
 from dray.images.sif.record import File, Record
-from helpers import ROOT
+from helpers import ROOT, builders
 
 pytestmark = pytest.mark.docker
 
@@ -475,9 +475,9 @@ def test_neither_the_tool_nor_an_engine(small, packed, tmp_path, monkeypatch):
     )
 
 
-def test_no_container_stays(client, packed, small):
+def test_no_container_stays(client, packed, small, tmp_path):
     contents.entries(sif_format.read(packed(small)))
-    assert [one.name for one in client.containers.list(all=True) if one.name.startswith("dray-builder-")] == []
+    assert builders(client, tmp_path) == []
 
 
 def test_the_container_has_no_network_and_is_the_caller(way):
