@@ -102,3 +102,10 @@ def test_a_job_s_plan_loads_no_docker() -> None:
     """It takes a third of a second, which every job would wait."""
     loaded = "import sys, dray.cli.plan; sys.exit('docker' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
+
+
+def test_the_builder_container_needs_the_standard_library_only() -> None:
+    """It has Debian's Python and no packages: -S leaves out this environment's."""
+    code = f"import sys; sys.path.insert(0, {str(SRC.parent)!r}); import dray.images.rootfs.__main__"
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
