@@ -65,7 +65,7 @@ class Checkout:
 
     def left(self) -> list[str]:
         """What lies in build/ besides what belongs there."""
-        known = {"debs", "wheels", "inputs", "logs", "failed", "operators"}
+        known = {"base", "debs", "wheels", "inputs", "logs", "failed", "operators"}
         return sorted(path.name for path in (self.path / "build").iterdir() if path.name not in known)
 
 
@@ -109,6 +109,8 @@ def checkout(client, base, tmp_path_factory) -> Checkout:
     (containers / VARIANT / "requirements.in").write_text("")
     image = (containers / VARIANT / "image.toml").read_text()
     (containers / VARIANT / "image.toml").write_text(re.sub(r"\[\[vendor\]\].*?\n\n", "", image, flags=re.DOTALL))
+    (path / "build").mkdir()
+    (path / "build" / "base").symlink_to(ROOT / "build" / "base")
     made = Checkout(path, base)
     # dray's own dependencies are in every lock; nothing here needs them.
     pyproject = (path / "pyproject.toml").read_text()

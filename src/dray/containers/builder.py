@@ -186,8 +186,9 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
     read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
     key = hashlib.sha256(read.encode()).hexdigest()
     with docker.attempt(f"look for {TAG}"):
-        found = client.images.list(TAG)
-    if found and found[0].labels.get(_KEY) == key:
+        # By its label: another checkout on this machine, with another builder, takes the tag for its own.
+        found = client.images.list(filters={"label": f"{_KEY}={key}"})
+    if found:
         return str(found[0].id)
     on_line("dray: builder")
     return docker.build(
