@@ -20,50 +20,35 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
     "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
 }
 
-lib::engine() { # the site's, or what is on this node
-  local engine file="$site"
-  [[ "$file" == *.toml ]] || file="$DRAY_HOME/slurm/sites/$site.toml"
-  [[ ! -f "$own_sites/$site.toml" ]] || file="$own_sites/$site.toml"
-  engine="$(lib::said engine "$file" 2>/dev/null || true)"
-  [[ -z "$engine" ]] || { echo "$engine"; return; }
+lib::engine() { # what is on this node; the planner says so where the site has another
+  local engine
   for engine in apptainer singularity; do
     command -v "$engine" >/dev/null && { echo "$engine"; return; }
   done
+  # Pyxis is a plugin, which adds options to srun.
+  [[ "$(srun --help 2>/dev/null)" != *--container-image* ]] || { echo pyxis; return; }
   lib::die 69 "neither apptainer nor singularity is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
 }
 
-lib::said() { # KEY FILE [key=value ...]: what a recipe or site and the overrides say of a key above all tables
-  local -r key="$1" recipe="$2" here='/^\[/q; s/^'"$1"' *= *["'\'']([^"'\'']*)["'\''].*/\1/p'
-  shift 2
-  local value="" tiny="" override
-  if [[ -n "$recipe" ]]; then
-    value="$(sed -n -E "$here" "$recipe")"
-    # [tiny] lies over it at that scale.
-    [[ "$key" == scale || "$(lib::said scale "$recipe" "$@")" != tiny ]] ||
-      tiny="$(sed -n -E '1,/^\[tiny\]/d; '"$here" "$recipe")"
-    value="${tiny:-$value}"
-  fi
-  for override in "$@"; do
-    [[ "$override" == "$key="* ]] && value="${override#"$key="}"
-  done
-  echo "$value"
+lib::image() { # VARIANT: the file of its image, or the one that the user named
+  local -r image="${given_image:-$DRAY_HOME/build/dray-$1.sif}"
+  [[ -f "$image" ]] || lib::die 78 "the image does not exist" "wanted: $image (the recipe's image is $1)" \
+    "fix:    make image-$1, or set DRAY_IMAGE to an image that dray has built"
+  realpath -- "$image"
 }
 
-lib::image() { # RECIPE [key=value ...]: the image's file; the planner inside cannot choose the image it runs in
-  local variant digest
-  variant="$(lib::said image "$@")"
-  digest="$(lib::said image_digest "$@")"
-  local -r image="${given_image:-$DRAY_HOME/build/dray-${variant:-cpu}.sif}"
-  [[ -f "$image" ]] || lib::die 78 "the image does not exist" "wanted: $image (the recipe's image is ${variant:-cpu})" \
-    "fix:    make image-${variant:-cpu}, or set DRAY_IMAGE to an image that dray has built"
-  if [[ -n "$digest" ]]; then
-    local found
-    found="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
-    [[ "$found" == "$digest" ]] || lib::die 78 "the image is not the recipe's" "where:  $image on node $(</proc/sys/kernel/hostname)" \
-      "wanted: $digest (the recipe's image_digest)" "found:  $found" "fix:    copy that image here, or give the recipe this one's digest"
+lib::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
+  local setting variant="" file
+  for setting in "$@"; do
+    [[ "$setting" != image=* ]] || variant="${setting#image=}"
+  done
+  if [[ -z "$given_image" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.sif" ]]; then
+    for file in "$DRAY_HOME"/build/dray-*.sif; do
+      [[ ! -f "$file" ]] || { realpath -- "$file"; return; }
+    done
   fi
-  realpath -- "$image"
+  lib::image "${variant:-cpu}"
 }
 
 lib::mount() { # PATH: an option that binds it, quoted as CSV so that commas and quotes in it survive
@@ -71,56 +56,85 @@ lib::mount() { # PATH: an option that binds it, quoted as CSV so that commas and
   printf -- '--mount=type=bind,"src=%s","dst=%s"' "$quoted" "$quoted"
 }
 
-lib::inside() { # COMMAND...: run in the image, with the checkout, the recipe's folder and the runs' folder there
-  local -a places=("$DRAY_HOME") mounts=()
-  local place
-  [[ ! -f "$site" ]] || places+=("$site")
-  [[ ! -d "$own_sites" ]] || places+=("$own_sites")
-  for place in "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
-    [[ -z "$place" || "$place/" == "$DRAY_HOME/"* ]] || places+=("$place")
+lib::inside() { # COMMAND...: run in the image, which sees the checkout, the recipe's folder and what the run keeps
+  local -a folders=("$DRAY_HOME") mounts=()
+  local folder
+  [[ ! -f "$site" ]] || folders+=("$site")
+  for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
+    [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
+  done
+  for folder in "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
+    [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
   done
   if [[ "$engine" == pyxis ]]; then
     DRAY_HOME="$DRAY_HOME" DRAY_SITES="$own_sites" srun --export=ALL --nodes=1 --ntasks=1 --container-image="$image" --no-container-mount-home \
-      --container-mounts="$(lib::pyxis_mounts "${places[@]}")" --container-workdir="$where" "$@"
+      --container-mounts="$(lib::pyxis_mounts "${folders[@]}")" --container-workdir="$where" "$@"
     return
   fi
-  for place in "${places[@]}"; do
-    mounts+=("$(lib::mount "$place")")
+  for folder in "${folders[@]}"; do
+    mounts+=("$(lib::mount "$folder")")
   done
   APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
     APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites" \
     "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$where" "$image" "$@"
 }
 
-lib::pyxis_mounts() { # PATH...: each at its own place, in the words of srun --container-mounts
-  local place joined=""
-  for place in "$@"; do
-    joined+="${joined:+,}$place:$place"
+lib::pyxis_mounts() { # PATH...: each at the same path inside, as srun --container-mounts wants it
+  local path joined=""
+  for path in "$@"; do
+    joined+="${joined:+,}$path:$path"
   done
   echo "$joined"
 }
 
-lib::plan() { # [key=value ...]: write the folder of this attempt and print its path
+lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
+  local facts answer digest="" tries
+  for ((tries = 0; tries < 4; tries++)); do # engine, image, digest, and then the plan
+    facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site")" || exit
+    facts+=$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
+    answer="$(lib::ask "$facts" "$@")" || exit
+    case "$answer" in
+      attempt=*)
+        attempt="${answer%%$'\n'*}" checkpoints="${answer#*$'\n'checkpoints=}"
+        attempt="${attempt#attempt=}"
+        return
+        ;;
+      engine=*) engine="${answer#*=}" ;;
+      image=*) image="$(lib::image "${answer#*=}")" || exit ;;
+      image_digest=) digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)" ;;
+      *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
+        "fix:    use an image and a checkout of the same version of dray" ;;
+    esac
+  done
+  lib::die 78 "the planner still asks for another image or engine" "where:  $image, started by $engine" "found:  $answer"
+}
+
+lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the facts hold this environment: no file
   local -a begun=()
   [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
-  local facts code=0
-  facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site")" || exit
-  lib::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" ${recipe:+"$recipe"} "$@" \
-    "${command[@]}" <<<"$facts" || code=$?
+  [[ -z "$gpu_memory" ]] || begun+=(--gpu-memory "$gpu_memory")
+  local -r facts="$1"
+  local code=0
+  shift
+  printf '%s\n' "$facts" | lib::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" \
+    ${recipe:+"$recipe"} "$@" "${command[@]}" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
     lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(</proc/sys/kernel/hostname)" \
       "found:  exit code $code" "fix:    build it with dray (make image-cpu), or point DRAY_IMAGE at such an image"
   fi
-  exit "$code"
+  return "$code"
 }
 
-lib::start() { # ATTEMPT: one task on each node; rank 0's lines are this job's output
-  local -r attempt="$1"
-  local -a ended=()
-  local code=0 nodes_pid tail_pid
+lib::stopped() { # what Slurm knows of why this job ends, and when that began
+  echo "at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
+  scontrol show job --oneliner "$SLURM_JOB_ID" || true
+}
+
+lib::start() { # one task on each node; rank 0's lines are this job's output
+  local code=0 nodes_pid tail_pid stopped_at=""
   # scancel and the time limit: Slurm leaves some seconds (KillWait) to write down how it ended.
-  trap 'ended=(--stopped)' TERM
+  trap 'stopped_at="${stopped_at:-$(date +%s)}"' TERM
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
   local -a pyxis=()
@@ -134,9 +148,13 @@ lib::start() { # ATTEMPT: one task on each node; rank 0's lines are this job's o
   tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
   wait "$nodes_pid" || code=$?
-  ((${#ended[@]} == 0)) || { wait "$nodes_pid" || true; }
+  [[ -z "$stopped_at" ]] || { wait "$nodes_pid" || true; }
   wait "$tail_pid" || true
-  lib::inside python3 -m dray finish "$attempt" --code "$code" "${ended[@]}"
+  if [[ -n "$stopped_at" ]]; then
+    lib::stopped | lib::inside python3 -m dray finish "$attempt" --code "$code" --stopped
+  else
+    lib::inside python3 -m dray finish "$attempt" --code "$code"
+  fi
 }
 
 lib::slurm() { # what Slurm hands to a job; half of it would start half a world
@@ -149,20 +167,21 @@ lib::slurm() { # what Slurm hands to a job; half of it would start half a world
     "found:  SLURM_HET_SIZE=$SLURM_HET_SIZE" "fix:    submit without --het-group and without : between options"
 }
 
-lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value ...] [-- COMMAND ...]; options: dray submit
-  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}"
+lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+  local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in
       --run=*) given_run="${1#*=}" ;;
       --image=*) given_image="${1#*=}" ;;
       --site=*) site="${1#*=}" ;;
-      *) lib::die 78 "unknown option $1" "wanted: --run=, --image= or --site=, then RECIPE [key=value ...]" \
+      --gpu-memory=*) gpu_memory="${1#*=}" ;;
+      *) lib::die 78 "unknown option $1" "wanted: --run=, --image=, --site= or --gpu-memory=, then RECIPE [key=value ...]" \
         "fix:    options for sbatch stand before the script" ;;
     esac
     shift
   done
   lib::slurm
-  local recipe="" engine image attempt own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then
@@ -183,15 +202,15 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [RECIPE] [key=value 
   set -- "${settings[@]}"
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(lib::engine)"
-  image="$(lib::image "$recipe" "$@")"
+  image="$(lib::guess "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
-  [[ -z "$given_run" ]] || runs="$(dirname -- "$given_run")" # dray submit has made the folder
+  [[ -z "$given_run" ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job
   runs="$(realpath -m -- "$runs")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
-  attempt="$(lib::plan "$@")"
+  lib::plan "$@"
   echo "run folder: ${attempt%/*}"
-  lib::start "$attempt"
+  lib::start
 }

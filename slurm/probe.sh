@@ -3,17 +3,11 @@
 # Usage: probe.sh ENGINE IMAGE SITE     (inside a job, on its first node)
 set -euo pipefail
 
-probe::environment() { # names of variables that libraries of this field read; a container gets none by itself
-  compgen -e | grep -E '^(NCCL|RCCL|FI|UCX|GLOO|HSA|HIP|ROCR|CUDA|MIOPEN|OMP|KMP|MKL|TORCH|PYTORCH|TRITON|HF|WANDB|DS|ACCELERATE)_' |
-    tr '\n' ' ' || true
-}
-
-probe::variables() { # FOLDER...: the job's values of the variables that site files name in paths
-  local name
-  for name in $(grep -rhE --include='*.toml' 'path *= *["'\'']' "$@" 2>/dev/null | grep -oE '\$[A-Za-z_][A-Za-z0-9_]*' |
-    tr -d '$' | sort --unique); do
-    [[ ! -v "$name" || "${!name}" == *$'\n'* ]] || printf 'variable.%s=%s\n' "$name" "${!name}"
-  done
+probe::shell() { # this environment: the planner takes from it what the site and the recipe name
+  local entry
+  while IFS= read -r -d '' entry; do
+    [[ "$entry" == *$'\n'* ]] || printf 'shell.%s\n' "$entry"
+  done <"/proc/$$/environ"
 }
 
 probe::main() {
@@ -31,7 +25,6 @@ nodelist=$SLURM_JOB_NODELIST
 nodes=$SLURM_JOB_NUM_NODES
 gpus_per_node=${gpus##*:}
 hf_home=$hf_home
-environment=$(probe::environment)
 engine=$engine
 image=$image
 image_sha256=$(sed -n 's/.*"sha256": *"\([0-9a-f]*\)".*/\1/p' "$image.json" 2>/dev/null || true)
@@ -41,7 +34,7 @@ home=${HOME:-}
 uid=$(id -u)
 gid=$(id -g)
 FACTS
-  probe::variables "$(dirname -- "${BASH_SOURCE[0]}")/sites" "${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}" "$site"
+  probe::shell
 }
 
 probe::main "$@"

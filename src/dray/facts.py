@@ -1,8 +1,9 @@
-"""What a probe saw: data that is passed on and never looked up again."""
+"""Probe results: data that is passed on and never looked up again."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -10,7 +11,11 @@ from dray import engines
 from dray.contract.findings import ConfigError
 from dray.hostlist import expand
 
-_VARIABLE = "variable."
+_VARIABLE, _SHELL = "variable.", "shell."
+# Variables that libraries of this field read; a container gets none by itself.
+_LIBRARIES = re.compile(
+    "(NCCL|RCCL|FI|UCX|GLOO|HSA|HIP|ROCR|CUDA|MIOPEN|OMP|KMP|MKL|TORCH|PYTORCH|TRITON|HF|WANDB|DS|ACCELERATE)_"
+)
 Engine = Annotated[str, AfterValidator(lambda name: engines.get(name).name)]
 
 
@@ -39,14 +44,26 @@ class Facts(BaseModel):
     """What starts the container."""
     image: str
     """The image's file or reference; for bare, the Python that has the training stack."""
+    image_given: bool = False
+    """Whether the user named the image; else the batch script guessed the variant."""
+    image_variant: str = ""
+    """The variant of that image, where it is known."""
     image_sha256: str = ""
     """The image's digest, where its record beside it tells."""
+    image_digest: str = ""
+    """The digest of the file's bytes, which takes seconds: only where the recipe pins one."""
     site: str = ""
     """The cluster's profile, by name or file; empty: what Slurm calls the cluster decides."""
     cluster: str = ""
     """What Slurm calls this cluster."""
     login: str = ""
     """The machine on which nothing but the plan was made, whose name a site file may know."""
+    account: str = ""
+    """Whose project sbatch is told to charge."""
+    options: tuple[str, ...] = ()
+    """What the user adds to sbatch."""
+    gpu_memory_gb: float | None = None
+    """Memory of one GPU, in place of the site's; 0: any model fits."""
     home: str = ""
     """The user's home, which no container sees by accident."""
     variables: dict[str, str] = {}
@@ -57,6 +74,8 @@ class Facts(BaseModel):
     """Names of the job's variables that libraries of this field read; none enters a container by itself."""
     uid: int = 0
     gid: int = 0
+    shell: Annotated[dict[str, str], Field(exclude=True, repr=False)] = {}
+    """The environment in which the run was started. It may hold secrets, and is never written down."""
 
     def hosts(self) -> list[str]:
         """The nodes by name; their number must be what the scheduler says."""
@@ -71,10 +90,24 @@ class Facts(BaseModel):
         return hosts
 
 
+class Files(BaseModel):
+    """What this machine's disk holds of what the recipe names, looked up once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    configuration: dict[str, Any] | None = None
+    """The model's config.json, as transformers will read it; none where it is not on this disk."""
+    missing_on_hub: tuple[str, ...] = ()
+    """Models and datasets of the hub that are not in its cache."""
+    missing_paths: dict[str, str] = {}
+    """The recipe's keys of files that are not on this machine, and the files."""
+
+
 def parse(text: str, *, where: str) -> Facts:
     """Facts from a probe's `key=value` lines. A value runs to the end of its line."""
     found: dict[str, str | list[str] | dict[str, str]] = {}
     variables: dict[str, str] = {}
+    shell: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         key, separator, value = line.partition("=")
         if not separator:
@@ -83,9 +116,12 @@ def parse(text: str, *, where: str) -> Facts:
             )
         if key.startswith(_VARIABLE):
             variables[key.removeprefix(_VARIABLE)] = value
+        elif key.startswith(_SHELL):
+            shell[key.removeprefix(_SHELL)] = value
         elif value:
             found[key] = value.split() if key == "environment" else value
-    found["variables"] = variables
+    found |= {"variables": variables, "shell": shell}
+    found.setdefault("environment", sorted(name for name in shell if _LIBRARIES.match(name)))
     try:
         return Facts.model_validate(found)
     except ValidationError as wrong:
@@ -100,6 +136,11 @@ def parse(text: str, *, where: str) -> Facts:
 
 def to_text(facts: Facts) -> str:
     """The `key=value` lines that `parse` reads."""
-    found = {**facts.model_dump(exclude_none=True, exclude={"variables"}), "environment": " ".join(facts.environment)}
+    found = {
+        **facts.model_dump(exclude_none=True, exclude={"variables", "options"}),
+        "environment": " ".join(facts.environment),
+    }
     found |= {f"{_VARIABLE}{name}": value for name, value in facts.variables.items()}
-    return "".join(f"{key}={value}\n" for key, value in found.items())
+    return "".join(
+        f"{key}={int(value) if value is True else value}\n" for key, value in found.items() if value is not False
+    )

@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -
     finally:
         started.kill()
     assert (started.returncode, err) == (130, "")
-    assert "stopped after " in out
+    assert "stopped by Ctrl-C at " in out
     (folder,) = (tmp_path / "runs").iterdir()
     assert nothing_left(folder)
 
@@ -151,7 +151,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
     started.send_signal(number)
     out, err = started.communicate(timeout=60)
     assert (started.returncode, err) == (130, "")
-    assert "stopped after " in out
+    assert "stopped by Ctrl-C at " in out
     (folder,) = runs.iterdir()
     assert json.loads((folder / "attempt-1" / "result.json").read_text())["status"] == "stopped"
     deadline = time.monotonic() + 20

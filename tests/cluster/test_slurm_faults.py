@@ -71,7 +71,7 @@ def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, cluster) -> Non
 def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
     ended = sbatch(*RECIPE, "batch.global_size=10")
     assert ended.code == 78
-    assert "dray: a global batch of 10 does not come out on 4 ranks" in ended.output
+    assert "dray: global batch 10 is not divisible by 4 ranks" in ended.output
 
 
 def test_no_recipe_and_no_such_recipe(sbatch) -> None:

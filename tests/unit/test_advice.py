@@ -1,4 +1,4 @@
-"""What is said before a job waits in a queue."""
+"""Notes on a plan, before its job waits in a queue."""
 
 from __future__ import annotations
 
@@ -6,75 +6,79 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dray.config import sites
+from dray.contract.findings import Finding
 from dray.facts import Facts
-from dray.planning import advice
 from dray.runs.paths import RunPaths
-from dray.runs.write import decide, read_recipe
+from dray.runs.write import at_site, decide, read_recipe
 from helpers import ROOT
 
 ASKED = ("--time=08:00:00", "--cpus-per-task=8")
 
 
-def said(*words: str, name="smoke-cpu", site="generic", options=ASKED, home: Path | None = None) -> list[str]:
+def notes(*words: str, name="smoke-cpu", site="generic", options=ASKED, home: Path | None = None) -> list[Finding]:
     recipe = read_recipe(ROOT / "recipes" / f"{name}.toml", words)
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=2, engine="apptainer", image="/i.sif",
-                  site=site, login="here", hf_home=str(home) if home else None)  # fmt: skip
-    decided = decide(recipe, facts, RunPaths(Path("/runs/r")))
-    lines = advice.lines(decided, sites.find(site), options).splitlines()
-    return [line.removeprefix("dray: note: ") for line in lines]
+                  site=site, login="here", account="p1", options=options,
+                  hf_home=str(home) if home else None)  # fmt: skip
+    findings = decide(recipe, *at_site(facts), RunPaths(Path("/runs/r"))).findings
+    assert {finding.code for finding in findings} <= {0}
+    return [finding for finding in findings if finding.level == "note"]
 
 
-def test_nothing_is_said_where_all_is_well(tmp_path: Path) -> None:
+def problems(*words: str, **more: Any) -> list[str]:
+    return [finding.problem for finding in notes(*words, **more)]
+
+
+def test_nothing_is_found_where_all_is_well(tmp_path: Path) -> None:
     for folder in ("models--openai-community--gpt2", "datasets--Salesforce--wikitext"):
         (tmp_path / "hub" / folder).mkdir(parents=True)
-    assert said() == []
-    assert said(name="gpt2-wikitext-ddp", home=tmp_path) == []
+    assert notes() == []
+    assert notes(name="gpt2-wikitext-ddp", home=tmp_path) == []
 
 
-def test_what_a_job_gets_unasked() -> None:
-    assert said(options=()) == [
-        "the job has one hour, unless sbatch is told otherwise: --sbatch=--time=08:00:00",
-        "no cores are asked for, and many clusters then give one: --sbatch=--cpus-per-task=N (or --exclusive)",
+def test_what_a_job_gets_by_default() -> None:
+    assert [(note.problem, note.fix) for note in notes(options=())] == [
+        ("the job gets one hour, the default of the batch script", "--sbatch=--time=08:00:00"),
+        (
+            "the job asks for no cores, and many clusters then give one",
+            "--sbatch=--cpus-per-task=N (or --sbatch=--exclusive)",
+        ),
     ]
-    assert said(options=("-t", "60", "-c8")) == said(options=("--exclusive", "--time=1")) == []
+    assert notes(options=("-t", "60", "-c8")) == notes(options=("--exclusive", "--time=1")) == []
 
 
 def test_gpus_of_another_kind() -> None:
-    others, half = said("image=cuda", "train.precision=bf16", site="iris")
-    assert others == "site iris has GPUs for image=cuda12; image=cuda is for others"
-    assert half == "GPUs before A100 have no bf16: train.precision=fp16"
-    assert said("image=cuda12", "train.precision=fp16", site="iris") == []
+    others, half = notes("image=cuda", "train.precision=bf16", site="iris")
+    assert (others.problem, others.found) == ("site iris has GPUs for image=cuda12", "image=cuda")
+    assert (half.problem, half.fix) == ("GPUs before A100 have no bf16", "train.precision=fp16")
+    assert notes("image=cuda12", "train.precision=fp16", site="iris") == []
 
 
 def test_weights_that_hardly_move() -> None:
-    (line,) = said("model.dtype=bf16")
-    assert line.startswith("weights of 16 bits lose changes that are small beside them: ")
-    assert said("model.dtype=bf16", "train.strategy=zero2") == []
+    assert problems("model.dtype=bf16") == ["16-bit weights lose updates that are small beside them"]
+    assert notes("model.dtype=bf16", "train.strategy=zero2") == []
 
 
 def test_a_fabric_that_wants_a_plugin() -> None:
-    (line,) = said("image=rocm", site="lumi")
-    assert line.startswith("site lumi names no NCCL or RCCL plugin for cxi; ")
-    assert said(site="lumi") == []  # on CPUs
+    (problem,) = problems("image=rocm", site="lumi")
+    assert problem.startswith("site lumi names no NCCL or RCCL plugin for cxi; ")
+    assert notes(site="lumi") == []  # on CPUs
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--openai-community--gpt2").mkdir(parents=True)
-    (line,) = said(name="gpt2-wikitext-ddp", home=tmp_path)
-    assert line == (
-        f"the job is offline, and what it needs is not in HF_HOME ({tmp_path}), as it is seen here: "
-        "Salesforce/wikitext; dray prefetch RECIPE brings it"
-    )
-    (line,) = said(name="gpt2-wikitext-ddp")
-    assert "not there, since HF_HOME is not set: openai-community/gpt2, Salesforce/wikitext; " in line
-    assert said("env.HF_HUB_OFFLINE=0", name="gpt2-wikitext-ddp") == []
-    (line,) = said("data.train=/no/such.txt")
-    assert line == "data.train = /no/such.txt is not here; the nodes must have it (what the hub has is hub:OWNER/NAME)"
-    assert said("data.train=/no/such-*.txt") == []
+    (note,) = notes(name="gpt2-wikitext-ddp", home=tmp_path)
+    assert (note.problem, note.fix) == ("the job is offline, and needs what is not downloaded", "dray prefetch RECIPE")
+    assert note.found == f"not in HF_HOME ({tmp_path}): Salesforce/wikitext"
+    (note,) = notes(name="gpt2-wikitext-ddp")
+    assert note.found == "HF_HOME is not set: openai-community/gpt2, Salesforce/wikitext"
+    assert notes("env.HF_HUB_OFFLINE=0", name="gpt2-wikitext-ddp") == []
+    assert problems("data.train=/no/such.txt") == ["data.train = /no/such.txt does not exist on this machine"]
+    assert notes("data.train=/no/such-*.txt") == []
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ def test_it_comes_out(batch: dict[str, int], world: int, shares: tuple[int, int]
         ({"global_size": 512, "per_device": 8, "gradient_accumulation_steps": 3}, 16, "512 = 8 x 3 x 16", "384"),
     ],
 )
-def test_it_does_not_come_out(batch: dict[str, int], world: int, product: str, nearest: str) -> None:
+def test_a_batch_that_is_not_divisible(batch: dict[str, int], world: int, product: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as refused:
         divide(Batch(**batch), world_size=world)
     assert str(refused.value) == (
-        f"a global batch of {batch['global_size']} does not come out on {world} ranks\n"
+        f"global batch {batch['global_size']} is not divisible by {world} ranks\n"
         "  where:  recipe [batch]\n"
         "  wanted: global_size = per_device x gradient_accumulation_steps x ranks\n"
         f"  found:  {product}\n"

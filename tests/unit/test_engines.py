@@ -20,7 +20,8 @@ from dray.config.site import Fabric, Site, SiteBind
 from dray.contract.findings import ConfigError
 from dray.engines.base import MOUNTS, Container, Engine
 from dray.facts import Facts
-from dray.planning.plan import Plan, plan
+from dray.planning.plan import plan
+from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
 
 IMAGE = bytes(range(256)) * 8
@@ -330,17 +331,3 @@ def test_docker_has_no_library_folder_to_put_the_hosts_into(root: Path) -> None:
     site = Site(name="s", about="", fabric=fabric)
     decided = made(root, Path("/r"), site=site, engine="docker", image="dray:cpu")
     assert decided.fabric == Fabric(transport=("cxi",))
-
-
-@pytest.mark.parametrize("line", ['engine = "pyxis"', "engine = 'pyxis'", 'engine = "pyxis" # the "fast" one'])
-def test_the_job_reads_the_site_s_engine(root: Path, tmp_path: Path, line: str) -> None:
-    (tmp_path / "mine.toml").write_text(f'name = "mine"\n{line}\n')
-    script = f"source {shlex.quote(f'{root}/slurm/lib.sh')}; site={shlex.quote(f'{tmp_path}/mine.toml')}; lib::engine"
-    said = subprocess.run(
-        ["bash", "-c", script],
-        env={"PATH": os.environ["PATH"], "own_sites": "", "DRAY_HOME": str(root)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert said.stdout == "pyxis\n"

@@ -82,7 +82,7 @@ def cases(desk: Desk) -> dict[str, Said]:
     return {
         "An unknown key": desk.dray("recipe", "check", "my.toml", "train.stesp=5"),
         "A value of the wrong type": desk.dray("recipe", "check", "my.toml", "batch.per_device=two", "train.lr=-1"),
-        "A batch that does not come out": desk.dray("plan", "my.toml", "--nodes", "3"),
+        "A batch that is not divisible by the ranks": desk.dray("plan", "my.toml", "--nodes", "3"),
         "A missing image": desk.dray("submit", "my.toml", DRAY_IMAGE="gone.sif"),
         "An image without dray": (
             "DRAY_IMAGE=other.sif sbatch slurm/multinode.sh my.toml",

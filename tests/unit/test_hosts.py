@@ -13,7 +13,7 @@ import pytest
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local
 from dray.runs.paths import RunPaths
-from dray.runs.write import decide, read_recipe
+from dray.runs.write import at_site, decide, read_recipe
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_container_sees_hf_home(file, root: Path, tmp_path: Path, monkeypatch,
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     facts = hosts.read(file("a\nb\n")).facts(recipe, run="r", engine=engine, image="i", gpus_per_node=0, site="")
-    decided = decide(recipe, facts, RunPaths(tmp_path / "r"))
+    decided = decide(recipe, *at_site(facts), RunPaths(tmp_path / "r"))
     assert (str(tmp_path) in [bind.path for bind in decided.binds]) is seen
     assert (("HF_HOME", str(tmp_path)) in [(one.name, one.value) for one in decided.env]) is seen
     monkeypatch.setenv("HF_HOME", "relative")

@@ -145,7 +145,7 @@ class TestWords:
         )
         assert (shown.returncode, shown.stderr) == (0, "")
         assert f"\n  in  {tmp_path}\n" in shown.stdout
-        assert "--no_python --no_local_rank python3 t.py --nodes 7 -- x=1\n\ndray: note: " in shown.stdout
+        assert "--no_python --no_local_rank python3 t.py --nodes 7 -- x=1\n\nfindings\n" in shown.stdout
 
     @pytest.mark.parametrize(
         ("words", "said"),

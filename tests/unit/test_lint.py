@@ -15,7 +15,8 @@ from dray.config.site import Site, SiteVariable
 from dray.contract.findings import Finding
 from dray.facts import Facts
 from dray.fitness import lint
-from dray.planning.plan import Plan, plan
+from dray.planning.plan import plan
+from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
 
 
@@ -118,9 +119,10 @@ def test_a_pair_that_fights_needs_both(root: Path) -> None:
 
 def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
     plan = made(root, "env.FI_MR_CACHE_MONITOR=memhooks")
-    line = "dray: error: FI_MR_CACHE_MONITOR=memhooks (recipe): deadlocks with the NCCL plugin\n"
-    assert lint.warnings(plan, {"NCCL_DEBUG": "INFO"}) == line
-    assert lint.warnings(made(root), {}) == ""
+    (finding,) = lint.warnings(plan, {"NCCL_DEBUG": "INFO"})
+    assert (finding.problem, finding.where) == ("FI_MR_CACHE_MONITOR=memhooks", "recipe")
+    assert (finding.found, finding.level) == ("deadlocks with the NCCL plugin", "warning")  # and the run starts
+    assert lint.warnings(made(root), {}) == []
 
 
 class TestCommand:

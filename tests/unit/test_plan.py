@@ -14,7 +14,8 @@ from dray import render
 from dray.config.site import Site, SiteBind, SiteVariable
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
-from dray.planning.plan import Plan, plan
+from dray.planning.plan import plan
+from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
 from helpers import GOLDEN, golden
 
@@ -178,6 +179,14 @@ def test_facts_survive_their_text() -> None:
     assert parse(to_text(facts), where="test") == facts
 
 
+def test_the_shell_of_a_job_is_read_and_never_written() -> None:
+    shell = "shell.NCCL_DEBUG=INFO\nshell.HF_TOKEN=hush\nshell.MY_NCCL_X=1\nshell.PATH=/bin\n"
+    facts = parse("scheduler=slurm\nnodelist=n1\nnodes=1\nengine=bare\nimage=p\n" + shell, where="test")
+    assert facts.environment == ("HF_TOKEN", "NCCL_DEBUG")
+    assert facts.shell["HF_TOKEN"] == "hush"
+    assert "hush" not in f"{facts!r}{to_text(facts)}{facts.model_dump_json()}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -217,7 +226,7 @@ def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: P
         text=True,
         check=False,
     )
-    wanted = "  wanted: recipe data.train: the text to train on\n"
+    wanted = "  wanted: recipe data.train: the training dataset\n"
     assert (ended.returncode, ended.stderr) == (69, f"dray: {place} is not there\n{wanted}  where:  node n2\n")
     record = json.loads((tmp_path / "attempt-1" / "failures" / "node-1.json").read_text())
     assert time.time() - record.pop("time") < 60

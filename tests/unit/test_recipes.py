@@ -27,11 +27,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny as it is
 
 
-def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "dray", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+def dray(*words: str | Path, **given: str) -> subprocess.CompletedProcess[str]:
+    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
+    argv = [sys.executable, "-m", "dray", *words]
+    return subprocess.run(argv, cwd=ROOT, env={**base, **given}, capture_output=True, text=True, check=False)
 
 
 def same(name: str, text: str) -> None:
@@ -91,8 +90,8 @@ def test_what_a_cluster_is_asked_for(where: str) -> None:
     words += [f"nodes={nodes or 2}"]
     path = ROOT / "recipes" / f"{name}.toml"
     found = sites.find(site)
-    asked = queue.options(read_recipe(path, words), found, *gpus or [found.gpus_per_node])
-    ended = dray("plan", path, *words, *options, "--site", site, "--runs", "/runs")
+    asked = queue.options(read_recipe(path, words), found, *gpus or [found.gpus_per_node], None)
+    ended = dray("plan", path, *words, *options, "--site", site, "--runs", "/runs", SBATCH_ACCOUNT="p1")
     assert (ended.returncode, ended.stderr) == (0, "")
     same(f"seed-{where}.txt", f"sbatch {shlex.join(asked)}\n\n{ended.stdout}")
 
@@ -113,8 +112,9 @@ def test_two_machines_without_a_scheduler() -> None:
 def test_checkpoints_of_several_machines_want_one_disk() -> None:
     seen = Facts(scheduler="hosts", nodelist="m[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda")
     recipe = read_recipe(ROOT / "recipes" / "gpt2-micro-owt.toml")
-    with pytest.raises(ConfigError, match="want a disk that all of them see"):
-        plan(recipe, sites.find("generic"), seen, run_folder=PurePosixPath("/runs/r"), dray="0")
+    made = plan(recipe, sites.find("generic"), seen, run_folder=PurePosixPath("/runs/r"), dray="0")
+    with pytest.raises(ConfigError, match=r"hostfile runs need a shared checkpoint\.folder"):
+        made.refuse()
 
 
 @pytest.mark.parametrize(

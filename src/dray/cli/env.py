@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 
 from dray.cli.options import GpusPerNode, Launcher, Nodes, Site, Words, chosen
-from dray.cli.plan import assumed
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.fitness import lint
 from dray.images.sources import inputs
-from dray.runs import write
+from dray.runs import login, write
 from dray.runs.paths import RunPaths
 
 _LEVELS = ("error", "warning", "note")
@@ -41,8 +40,8 @@ def check(
     root = checkout.root()
     said = words or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
     settings = chosen(said, launcher, context).recipe()
-    facts = assumed(settings, nodes, gpus_per_node, site)
-    plan = write.decide(settings, facts, RunPaths(root / "runs" / "run"))
+    facts, choice = login.facts(settings, nodes, gpus_per_node, site, options=(), gpu_memory=None)
+    plan = write.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, settings.image)))
     if as_json:
         print(json.dumps([finding.data() for finding in found], indent=1))

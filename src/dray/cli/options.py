@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from dray import engines
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
+from dray.planning.schema import Plan
 from dray.runs import write
 
 Words = Annotated[
@@ -108,3 +110,19 @@ Engine = Annotated[
         help="What starts the image; bare: this Python. Apptainer and Singularity: with --hostfile.",
     ),
 ]
+
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch",
+        metavar="OPTION",
+        help="One more option for sbatch, such as --sbatch=--time=08:00:00; may be repeated.",
+    ),
+]
+
+
+def report(plan: Plan) -> None:
+    """End with the first refusal of a plan, or print what is unwise in it."""
+    plan.refuse()
+    for finding in plan.findings:
+        print(f"dray: {finding.level}: {finding}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,18 +9,15 @@ from typing import Annotated, Literal
 import typer
 
 from dray import facts, render
-from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
-from dray.config import checkout, sites
+from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, Words, chosen, report
 from dray.config.recipe import Recipe
+from dray.config.sites import Choice
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.fitness import host, lint
 from dray.images import store
-from dray.planning import advice, sizes
-from dray.runs import local, write
+from dray.planning import questions
+from dray.runs import login, write
 from dray.runs.paths import RunPaths, default_runs, new_id
-
-ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
 
 
 def plan(
@@ -39,72 +35,60 @@ def plan(
     ] = "text",
     gpu_memory: GpuMemory = None,
     site: Site = "",
+    sbatch: Sbatch = None,
     runs: Runs = None,
     save: Annotated[
-        bool, typer.Option("--write", help="Make the run folder and print that of the attempt instead of the plan.")
+        bool, typer.Option("--write", help="For a job: write the attempt's folder and print where, or what is asked.")
     ] = False,
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
     """Print exactly what would run, and who set what. Starts nothing."""
-    settings = chosen(words, launcher, context).recipe()
-    seen = _read(facts_file) if facts_file else assumed(settings, nodes, gpus_per_node, site)
-    if facts_file and (nodes or gpus_per_node or site not in ("", seen.site)):
+    recipe = chosen(words, launcher, context).recipe()
+    if facts_file and (nodes or gpus_per_node or sbatch):
         raise ConfigError(
-            "the facts already say which nodes, GPUs and site there are",
+            "the facts already say which nodes and GPUs there are",
             where=facts_file,
-            found="--nodes, --gpus-per-node or another site (--site, DRAY_SITE) beside --facts",
+            found="--nodes, --gpus-per-node or --sbatch beside --facts",
             fix="leave these out, or --facts",
         )
-    folder = (runs or default_runs()).absolute()
     if facts_file:
-        store.require_variant(settings.image)
+        seen, choice = write.at_site(_read(facts_file, site, gpu_memory))
+    else:
+        seen, choice = login.facts(recipe, nodes, gpus_per_node, site, options=sbatch or (), gpu_memory=gpu_memory)
+    folder = (runs or default_runs()).absolute()
     if save:
-        written, paths = write.write(settings, seen, runs=folder, run=run)
-        print(lint.warnings(written, {}), end="", file=sys.stderr)  # the job's own environment is not seen from here
-        print(paths.folder)
+        _write(recipe, seen, choice, folder, run)
         return
-    decided = write.decide(settings, seen, RunPaths(folder / new_id(settings.name, job=seen.job)))
+    decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)))
     if form == "json":
         print(decided.model_dump_json(indent=1))
     elif form == "bash":
         print(render.node_script(decided), end="")
     else:
-        here, _ = sites.choose(seen)
-        estimate = "" if facts_file else sizes.words(decided, here, gpu_memory)
-        if not facts_file:
-            print(f"{ASSUMED}\n")
-        print(render.text(decided), end="")
-        if estimate:
-            print(f"\n{estimate}", end="")
-        if not facts_file:
-            print(f"\n{advice.lines(decided, here)}", end="")
+        print(f"{login.ASSUMED}\n\n" if seen.login else "", render.text(decided), sep="", end="")
+        decided.refuse()
+        return
+    report(decided)
 
 
-def _read(name: str) -> Facts:
-    if name == "-":
-        return facts.parse(sys.stdin.read(), where="standard input")
+def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
+    """Answer slurm/lib.sh: with what it must know better, or with where the attempt and its checkpoints are."""
+    question = questions.ask(recipe, choice.site, seen)
+    if question:
+        print(question)
+        return
+    decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run)
+    report(decided)
+    print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}")
+
+
+def _read(name: str, site: str, gpu_memory: float | None) -> Facts:
     try:
-        return facts.parse(Path(name).read_text(encoding="utf-8", errors="replace"), where=name)
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         fix = "slurm/probe.sh writes facts, inside a job"
         raise ConfigError("the facts cannot be read", where=name, found=error.strerror, fix=fix) from error
-
-
-def assumed(recipe: Recipe, nodes: int | None, gpus: int, site: str) -> Facts:
-    """A Slurm cluster that gives what is asked for, when nothing was probed."""
-    count = nodes or recipe.nodes
-    seen = Facts(
-        scheduler="slurm",
-        nodelist=f"node[1-{count}]" if count > 1 else "node1",
-        nodes=count,
-        gpus_per_node=gpus,
-        engine="apptainer",
-        image=str(store.job_file(checkout.root(), recipe.image)),
-        site=site,
-        cluster=host.cluster_name(),
-        login=socket.gethostname(),
-        hf_home=local.hf_home(),
-    )
-    chosen_site, _ = sites.choose(seen)
-    wanted = gpus or (0 if recipe.image == "cpu" else chosen_site.gpus_per_node)
-    return seen.model_copy(update={"gpus_per_node": wanted, "engine": chosen_site.engine or "apptainer"})
+    seen = facts.parse(text, where="standard input" if name == "-" else name)
+    if site not in ("", seen.site):
+        raise ConfigError("the facts already name a site", where=name, wanted=seen.site, found=site, fix="omit --site")
+    return seen.model_copy(update={"image_variant": store.variant(), "gpu_memory_gb": gpu_memory})

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from dray.planning.plan import Plan
+from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
 
 

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from dray import engines
-from dray.cli.options import Engine, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen
+from dray.cli.options import Engine, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen, report
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
 from dray.runs.paths import default_runs
+from dray.runs.stop import Stop, utc
 
 
 def run(
@@ -47,12 +48,6 @@ def run(
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
         one_machine = engine in engines.names("local")
         _refuse({f"--engine {engine}": not one_machine}, "goes with --hostfile, or with sbatch")
-    if settings.image_digest and engines.get(engine).image != "file":
-        raise ConfigError(
-            "a recipe with image_digest wants one SIF, which only Apptainer starts",
-            found=settings.image_digest,
-            fix="sbatch, dray submit or --engine apptainer; to try it here, take the line out of the recipe",
-        )
     folder = (runs or default_runs()).absolute()
     if hostfile:
         _refuse({"--nodes": nodes is not None}, "is not for a hostfile, whose lines are the nodes")
@@ -75,11 +70,12 @@ def run(
         image = local.image_of(engine, settings)
         facts = local.facts(settings, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
         plan, paths = write.write(settings, facts, runs=folder, run=run_id or None)
+    report(plan)
     with Progress(plan, paths) as progress:
         try:
-            code, stopped = local.run(plan, paths, watch=progress.update, only=only), False
+            code, stopped = local.run(plan, paths, watch=progress.update, only=only), None
         except KeyboardInterrupt:  # all that was started is gone by now
-            code, stopped = 130, True
+            code, stopped = 130, Stop("Ctrl-C", utc())
     result = finish(paths, code=code, stopped=stopped)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,10 +83,10 @@ def portable(name: str) -> str:
     return str(path) if path and path.parent == user_folder() else name
 
 
-def path_variables(name: str) -> dict[str, str]:
-    """This process's values of the variables in the site's paths."""
-    names = {variable for bind in find(name or GENERIC).binds for variable in re.findall(r"\$(\w+)", bind.path)}
-    return {variable: os.environ[variable] for variable in sorted(names) if variable in os.environ}
+def path_variables(site: Site, environ: Mapping[str, str]) -> dict[str, str]:
+    """The values of the variables in the site's paths."""
+    names = {variable for bind in site.binds for variable in re.findall(r"\$(\w+)", bind.path)}
+    return {variable: environ[variable] for variable in sorted(names) if variable in environ}
 
 
 def choose(facts: Facts) -> Choice:

@@ -15,7 +15,7 @@ from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
 from dray.planning.environment import Variable
-from dray.planning.plan import Plan
+from dray.planning.schema import Plan
 
 Level = Literal["error", "warning", "note"]
 _SHELL = "your shell"
@@ -82,10 +82,9 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
     return sorted(found, key=lambda one: (_LEVELS.index(one.level), one.problem))
 
 
-def warnings(plan: Plan, shell: Mapping[str, str]) -> str:
-    """Errors and warnings for a user who starts a run, a line each."""
-    urgent = [one for one in check(plan, shell, {}) if one.level != "note"]
-    return "".join(f"dray: {one.level}: {one.problem} ({one.where}): {one.found}\n" for one in urgent)
+def warnings(plan: Plan, shell: Mapping[str, str]) -> list[Finding]:
+    """Errors and warnings for a user who starts a run; none of them stops it."""
+    return [one._replace(code=exit_codes.DONE) for one in check(plan, shell, {}) if one.level != "note"]
 
 
 def _finding(setting: Setting, level: Level, found: str, *, fix: str = "", source: str = "") -> Finding:

@@ -69,24 +69,16 @@ def job_file(checkout: Path, variant: str) -> Path:
     return Path(os.environ.get("DRAY_IMAGE") or sif(checkout, variant))
 
 
-def require_variant(variant: str) -> None:
-    """Inside an image: that it is the recipe's. Only who starts it can choose another."""
-    try:
-        description = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # no image at all; what is damaged, its own checks say
-    _same(description.get("variant", variant), variant, sys.prefix)
-
-
-def _same(found: str, variant: str, where: object) -> None:
-    if found != variant:
-        raise ConfigError(
-            "the image is of another variant than the recipe's",
-            where=where,
-            wanted=variant,
-            found=found,
-            fix=f"set image={found}, or start the {variant} image: unset DRAY_IMAGE, or name its file there",
-        )
+def variant(image: Path | None = None) -> str:
+    """Of the image that this program runs in, or of that file; empty where it is none, or has no record."""
+    if image is None:
+        try:
+            found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""  # what is damaged, the image's own checks say
+        return str(found.get("variant", ""))
+    known = record.read(image)
+    return known.variant if known else ""
 
 
 def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
@@ -98,9 +90,6 @@ def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
             wanted=f"{file} (the recipe's image is {variant})",
             fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
         )
-    recorded = record.read(file)
-    if recorded:
-        _same(recorded.variant, variant, file)
     if digest:
         verify.require(file, digest, "the recipe's image_digest")
     return file

@@ -1,84 +1,79 @@
-"""What a user should hear before a job waits in a queue, beside what refuses it."""
+"""What is unwise in a run, beside what refuses it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
-from dray.planning.plan import Plan
+from dray.contract.findings import Finding
+from dray.facts import Facts, Files
+from dray.planning.schema import Plan
 
 _TIME = ("--time", "-t")
 _CORES = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
 
 
-def lines(plan: Plan, site: Site, options: Sequence[str] = ()) -> str:
-    """A line each."""
-    said = [
-        *_asked(site, options),
-        *_gpus(plan, site),
-        *_weights(plan),
-        *_fabric(plan, site),
-        *_hub(plan),
-        *_texts(plan),
-    ]
-    return "".join(f"dray: note: {one}\n" for one in said)
+def find(plan: Plan, site: Site, facts: Facts, files: Files) -> Iterator[Finding]:
+    """Every note."""
+    if facts.login:
+        yield from _options((*site.sbatch, *facts.options))
+    yield from _gpus(plan, site)
+    yield from _weights(plan)
+    yield from _plugin(plan, site)
+    yield from _hub(plan, files)
+    for key, path in files.missing_paths.items():
+        fix = "the nodes must have it; what is on the hub is hub:OWNER/NAME"
+        yield _note(f"{key} = {path} does not exist on this machine", fix=fix)
 
 
-def _asked(site: Site, options: Sequence[str]) -> Iterator[str]:
-    asked = (*site.sbatch, *options)
-    if not any(option.startswith(_TIME) for option in asked):
-        yield "the job has one hour, unless sbatch is told otherwise: --sbatch=--time=08:00:00"
-    if not any(option.startswith(_CORES) for option in asked):
-        yield "no cores are asked for, and many clusters then give one: --sbatch=--cpus-per-task=N (or --exclusive)"
+def _note(problem: str, *, found: str = "", fix: str = "") -> Finding:
+    return Finding(problem, found=found, fix=fix, kind="note")
 
 
-def _gpus(plan: Plan, site: Site) -> Iterator[str]:
+def _options(options: Sequence[str]) -> Iterator[Finding]:
+    if not any(option.startswith(_TIME) for option in options):
+        yield _note("the job gets one hour, the default of the batch script", fix="--sbatch=--time=08:00:00")
+    if not any(option.startswith(_CORES) for option in options):
+        fix = "--sbatch=--cpus-per-task=N (or --sbatch=--exclusive)"
+        yield _note("the job asks for no cores, and many clusters then give one", fix=fix)
+
+
+def _gpus(plan: Plan, site: Site) -> Iterator[Finding]:
     if plan.variant != "cpu" and site.image not in (None, plan.variant):
-        yield f"site {site.name} has GPUs for image={site.image}; image={plan.variant} is for others"
+        yield _note(f"site {site.name} has GPUs for image={site.image}", found=f"image={plan.variant}")
     if plan.recipe.train and plan.recipe.train.precision == "bf16" and "cuda12" in (plan.variant, site.image):
-        yield "GPUs before A100 have no bf16: train.precision=fp16"
+        yield _note("GPUs before A100 have no bf16", fix="train.precision=fp16")
 
 
-def _weights(plan: Plan) -> Iterator[str]:
-    recipe = plan.recipe
-    small = (
-        recipe.train and not STRATEGIES[recipe.train.strategy].deepspeed and not (recipe.lora and recipe.lora.enabled)
-    )
-    if small and recipe.model.dtype == "bf16":
-        yield "weights of 16 bits lose changes that are small beside them: model.dtype=fp32 (train.precision stays)"
+def _weights(plan: Plan) -> Iterator[Finding]:
+    train, lora = plan.recipe.train, plan.recipe.lora
+    if train is None or STRATEGIES[train.strategy].deepspeed or (lora and lora.enabled):
+        return
+    if plan.recipe.model.dtype == "bf16":
+        fix = "model.dtype=fp32 (train.precision stays)"
+        yield _note("16-bit weights lose updates that are small beside them", found="model.dtype = bf16", fix=fix)
 
 
-def _fabric(plan: Plan, site: Site) -> Iterator[str]:
+def _plugin(plan: Plan, site: Site) -> Iterator[Finding]:
     fabric = site.fabric
     if len(plan.world.nodes) > 1 and plan.variant != "cpu" and fabric.strategy == "host" and not fabric.plugin:
-        yield (
+        yield _note(
             f"site {site.name} names no NCCL or RCCL plugin for {' or '.join(fabric.transport) or fabric.kind}; "
-            "without one in the image several nodes end with 69 (docs/fabric.md)"
+            "without one in the image several nodes end with 69",
+            fix="see docs/fabric.md",
         )
 
 
-def _hub(plan: Plan) -> Iterator[str]:
-    """A job is offline, and learns only when it runs that something is not there."""
-    recipe, known = plan.recipe, {variable.name: variable.value for variable in plan.env}
-    if recipe.train is None or known.get("HF_HUB_OFFLINE") != "1":
+def _hub(plan: Plan, files: Files) -> Iterator[Finding]:
+    """A job is offline, and fails at its start when something is missing."""
+    environment = {variable.name: variable.value for variable in plan.env}
+    if environment.get("HF_HUB_OFFLINE") != "1" or not files.missing_on_hub:
         return
-    texts = [
-        said.removeprefix("hub:").partition(":")[0] for said in recipe.datasets().values() if said.startswith("hub:")
-    ]
-    models = [said for said in (recipe.model.name, recipe.model.tokenizer) if said and said[0] not in "/."]
-    home, missing = known.get("HF_HOME", ""), []
-    for kind, said in (("models", models), ("datasets", texts)):
-        for name in dict.fromkeys("--".join(one.split("/")[:2]) for one in said):
-            if not home or not Path(home, "hub", f"{kind}--{name}").is_dir():
-                missing.append(name.replace("--", "/"))
-    if missing:
-        why = f"not in HF_HOME ({home}), as it is seen here" if home else "not there, since HF_HOME is not set"
-        yield f"the job is offline, and what it needs is {why}: {', '.join(missing)}; dray prefetch RECIPE brings it"
+    home = environment.get("HF_HOME", "")
+    where = f"not in HF_HOME ({home})" if home else "HF_HOME is not set"
+    missing = ", ".join(files.missing_on_hub)
+    yield _note("the job is offline, and needs what is not downloaded", found=f"{where}: {missing}", fix=_PREFETCH)
 
 
-def _texts(plan: Plan) -> Iterator[str]:
-    for key, named in plan.recipe.places().items():
-        if "*" not in named and not Path(named).exists():
-            yield f"{key} = {named} is not here; the nodes must have it (what the hub has is hub:OWNER/NAME)"
+_PREFETCH = "dray prefetch RECIPE"

@@ -14,7 +14,7 @@ def divide(batch: Batch, *, world_size: int) -> Batch:
     both_given = per_device is not None and accumulation is not None
     if left_over or rest == 0 or (both_given and rest != 1):
         raise ConfigError(
-            f"a global batch of {size} does not come out on {world_size} ranks",
+            f"global batch {size} is not divisible by {world_size} ranks",
             where="recipe [batch]",
             wanted="global_size = per_device x gradient_accumulation_steps x ranks",
             found=_product(batch, world_size),
@@ -22,6 +22,12 @@ def divide(batch: Batch, *, world_size: int) -> Batch:
         )
     accumulation = accumulation or (1 if per_device is None else rest)
     return batch.model_copy(update={"per_device": per_device or rest, "gradient_accumulation_steps": accumulation})
+
+
+def reason(shares: Batch, world_size: int) -> str:
+    """The arithmetic, for a reader."""
+    each, steps = shares.per_device, shares.gradient_accumulation_steps
+    return f"{shares.global_size} = {each} a device x {steps} x {world_size} ranks"
 
 
 def _product(batch: Batch, world_size: int) -> str:

@@ -44,20 +44,20 @@ def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_folder: PurePosixPa
 
 
 def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath) -> Iterator[Bind]:
-    yield Bind(path=str(run_folder), write=True, source="dray", why="the run folder: plan, logs, metrics, checkpoints")
+    yield Bind(path=str(run_folder), write=True, source="dray", why="the run folder: plans, logs, metrics, checkpoints")
     if recipe.command:
         yield Bind(path=recipe.command.folder, write=True, source="recipe command.folder", why="where the command runs")
     if facts.hf_home and "HF_HOME" not in recipe.env:
-        yield Bind(path=facts.hf_home, write=True, source="HF_HOME", why="models and datasets that are there already")
+        yield Bind(path=facts.hf_home, write=True, source="HF_HOME", why="models and datasets that are downloaded")
     for key, named in recipe.places().items():
-        why = "the text to train on" if key == "data.train" else "what the recipe reads"
+        why = "the training dataset" if key == "data.train" else "the recipe reads it"
         yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
-    for place, key, why in (
-        (recipe.checkpoint.folder, "checkpoint.folder", "what this run goes on from"),
-        (recipe.data.cache_dir, "data.cache_dir", "texts as tokens, made once"),
+    for folder, key, why in (
+        (recipe.checkpoint.folder, "checkpoint.folder", "checkpoints that this run resumes from"),
+        (recipe.data.cache_dir, "data.cache_dir", "the tokenized datasets"),
     ):
-        if place:
-            yield Bind(path=place, write=True, source=f"recipe {key}", why=why, made=True)
+        if folder:
+            yield Bind(path=folder, write=True, source=f"recipe {key}", why=why, made=True)
     for wanted in site.binds:
         path = _filled(wanted, site, facts)
         if path:
@@ -80,7 +80,7 @@ def _filled(wanted: SiteBind, site: Site, facts: Facts) -> str:
         if not wanted.required:
             return ""
         raise ConfigError(
-            f"the site wants {wanted.path}, and it is no place in this job",
+            f"the site binds {wanted.path}, which is no path in this job",
             where=f"site {site.name}",
             found=path if "$" not in path else "a variable that is not set",
             fix="set it where you submit, or write a site file of your own without it (dray site show)",

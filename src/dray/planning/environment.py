@@ -6,9 +6,14 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ConfigDict
 
+from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.facts import Facts
+
+# By which Slurm says whose GPUs a job has, where nothing else keeps it from the others'. ROCm reads CUDA's name too,
+# and numbers anew what is left: of two such lists the second would name GPUs that are not there.
+_VISIBLE = {"cpu": (), "cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES",)}
 
 
 class Variable(BaseModel):
@@ -42,6 +47,12 @@ def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_id: str) -> tuple[V
                 variable = variable.model_copy(update={"beats": beats})  # noqa: PLW2901
             chosen[variable.name] = variable
     return tuple(chosen[name] for name in sorted(chosen.keys() - set(recipe.pass_env)))
+
+
+def passed(recipe: Recipe) -> tuple[str, ...]:
+    """The names of the variables that the ranks have from the job."""
+    visible = (name for name in _VISIBLE[ACCELERATORS[recipe.image]] if name not in recipe.env)
+    return tuple(dict.fromkeys((*recipe.pass_env, *visible)))
 
 
 def _ours(recipe: Recipe, facts: Facts, run_id: str) -> Iterator[Variable]:

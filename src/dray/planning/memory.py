@@ -13,9 +13,13 @@ from itertools import accumulate
 from typing import Any
 
 from dray.config.recipe import Recipe
+from dray.config.site import Site
 from dray.config.training import STRATEGIES
-from dray.contract.findings import ConfigError
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
+from dray.facts import Facts, Files
 from dray.planning import batch
+from dray.planning.world import World
 
 _GB = 1e9
 _REST = 1.5 * _GB  # CUDA's own, the libraries' kernels, communication buffers
@@ -147,18 +151,39 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def refuse(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, gigabytes: float, why: str) -> None:
-    """A run that does not fit is not worth its wait in the queue."""
-    found = estimate(recipe, model, ranks=ranks, ranks_per_node=ranks_per_node)
-    if not gigabytes or found.on_gpu <= gigabytes * _GB:
-        return
-    raise ConfigError(
+def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> tuple[str, tuple[Finding, ...]]:
+    """What the run will hold, for a reader, and the refusal of one that cannot fit: it is not worth its wait."""
+    if recipe.train is None:
+        return "", ()
+    limit = site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
+    model = shape(files.configuration) if files.configuration else None
+    if model is None:
+        unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
+        return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
+    found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
+    on = f", on GPUs of {limit:g} GB" if limit and found.gpu else ""
+    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{on}", *found.lines()])
+    if not limit or found.on_gpu <= limit * _GB:
+        return reason, ()
+    refusal = Finding(
         f"the model does not fit: {model.parameters:,} parameters",
-        wanted=f"at most {gigabytes:g} GB on each GPU ({why})",
+        wanted=f"at most {limit:g} GB on each GPU "
+        f"({f'site {site.name}' if facts.gpu_memory_gb is None else '--gpu-memory'})",
         found="\n".join(found.lines()),
-        fix=_fitting(recipe, model, ranks=ranks, ranks_per_node=ranks_per_node, most=gigabytes * _GB)
-        or "more nodes, a smaller model or [lora]; if this estimate is wrong for it, say --gpu-memory 0",
+        fix=_fitting(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node, most=limit * _GB)
+        or "more nodes, a smaller model or [lora]; if this estimate is wrong for it: --gpu-memory=0",
+        code=exit_codes.CONFIG,
     )
+    return reason, (refusal,)
+
+
+def _unknown(recipe: Recipe, files: Files) -> str:
+    if files.configuration:
+        return f"the size of model type {recipe.model.name or recipe.model.type} is not known"
+    name = recipe.model.name or recipe.model.tokenizer
+    if name.startswith(("/", ".")):
+        return f"{name} has no config.json that is seen from here"
+    return f"{name} is not downloaded; dray prefetch RECIPE downloads it"
 
 
 def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, most: float) -> str:

@@ -8,8 +8,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from dray.config.recipe import Recipe
+from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.planning.choice import Choice
 
 _Identity = Literal["node", "nodes", "name", "cpus", "image"]
 # Which variable tells a node who it is and what it has, by who started it.
@@ -27,7 +29,7 @@ SLURM: dict[_Identity, str] = {
     "cpus": "SLURM_CPUS_ON_NODE",
     "image": "DRAY_IMAGE_ID",
 }
-IDENTITY = {"slurm": SLURM, "local": _LOCAL, "hosts": _LOCAL}
+_IDENTITY = {"slurm": SLURM, "local": _LOCAL, "hosts": _LOCAL}
 # What to type where the scheduler gave no GPU, or none was asked for before there is a job.
 _MORE_GPUS = {
     "slurm": "add --gpus-per-node=N (some sites want --gres=gpu:N) to sbatch",
@@ -70,12 +72,44 @@ def port_of(run: str) -> int:
     return _FIRST_PORT + int(hashlib.sha256(run.encode()).hexdigest()[:6], 16) % _PORTS
 
 
-def ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
+def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, str]]:
+    """Who takes part, and the reasons by name."""
+    hosts = facts.hosts()
+    ranks, chosen_port = _ranks_per_node(recipe, facts), _port(recipe, facts)
+    asked = (
+        "the scheduler gave them" if len(hosts) == recipe.nodes else f"given, though the recipe asks for {recipe.nodes}"
+    )
+    interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
+    masks = f"{' '.join(site.cores)}: site {site.name}, where a job has whole nodes"
+    reasons = {
+        "nodes": f"{len(hosts)}: {asked}",
+        "ranks_per_node": f"{ranks.value}: {ranks.why}",
+        "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
+        "port": f"{chosen_port.value or 'any'}: {chosen_port.why}",
+        "cores": masks if site.cores else "each node divides its own",
+    }
+    world = World(
+        nodes=tuple(Node(name=host, address=facts.address or host) for host in hosts),
+        ranks_per_node=ranks.value,
+        size=len(hosts) * ranks.value,
+        master=facts.address or hosts[0],
+        port=chosen_port.value,
+        interfaces=site.interfaces,
+        rendezvous_timeout_s=recipe.rendezvous_timeout_s,
+        cores=site.cores,
+        one_machine=facts.scheduler == "local",
+        shared_folder=facts.scheduler != "hosts",
+        identity=_IDENTITY[facts.scheduler],
+    )
+    return world, reasons
+
+
+def _ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
     if facts.gpus_per_node and facts.scheduler == "hosts":
-        return facts.gpus_per_node, f"{facts.gpus_per_node}: the hostfile's slots"
+        return Choice(facts.gpus_per_node, "the hostfile's slots")
     if facts.gpus_per_node:
         idle = ", which stay idle: image = cpu" if recipe.image == "cpu" else ""
-        return facts.gpus_per_node, f"{facts.gpus_per_node}: one for each GPU that the scheduler gave{idle}"
+        return Choice(facts.gpus_per_node, f"one for each GPU that the scheduler gave{idle}")
     if recipe.image != "cpu":
         raise ConfigError(
             f"a {recipe.image} run needs GPUs, and the scheduler gave none",
@@ -84,13 +118,13 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> tuple[int, str]:
             fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
         )
     if recipe.ranks_per_node:
-        return recipe.ranks_per_node, f"{recipe.ranks_per_node}: the recipe says so, and no GPUs were given"
-    return 1, "1: neither GPUs nor ranks_per_node were given"
+        return Choice(recipe.ranks_per_node, "the recipe says so, and no GPUs were given")
+    return Choice(1, "neither GPUs nor ranks_per_node were given")
 
 
-def port(recipe: Recipe, facts: Facts) -> tuple[int, str]:
+def _port(recipe: Recipe, facts: Facts) -> Choice[int]:
     if recipe.port:
-        return recipe.port, f"{recipe.port}: the recipe says so"
+        return Choice(recipe.port, "the recipe says so")
     if facts.port:
-        return facts.port, f"{facts.port}: from the run's name, since machines of a hostfile share no folder"
-    return 0, "a free one, which the first node binds and tells the others in rendezvous.json"
+        return Choice(facts.port, "from the run's name, since machines of a hostfile share no folder")
+    return Choice(0, "a free one, which the first node binds and tells the others in rendezvous.json")

@@ -14,7 +14,7 @@ from dray.contract import run_folder as names
 from dray.engines.base import Container, Mount, Shell
 from dray.planning import environment
 from dray.planning.binds import Bind
-from dray.planning.plan import Plan
+from dray.planning.schema import Plan
 
 _DEVICES = """\
 # The fabric's devices, where this node has them.

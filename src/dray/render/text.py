@@ -6,7 +6,7 @@ import shlex
 
 from dray import engines
 from dray.engines.base import Shell
-from dray.planning.plan import Plan
+from dray.planning.schema import Plan
 from dray.render.node import start_argv
 
 
@@ -61,6 +61,11 @@ def text(plan: Plan) -> str:
         ("on each node", [("", " ".join(a if isinstance(a, Shell) else shlex.quote(a) for a in start_argv(plan)))]),
         ("which starts", [("in", plan.where), ("", shlex.join([*plan.launcher, *plan.command]))]),
     ]
+    if "memory" in plan.reasons:
+        estimate, *lines = plan.reasons["memory"].splitlines()
+        rows.append((f"memory: {estimate}", [("", line) for line in lines]))
+    if plan.findings:
+        rows.append(("findings", [("", line) for finding in plan.findings for line in finding.line().splitlines()]))
     return "\n".join(_section(title, entries) for title, entries in rows)
 
 

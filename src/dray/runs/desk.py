@@ -13,7 +13,7 @@ from dray.config.recipe import Command, Preflight, Recipe
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
 from dray.facts import Engine
-from dray.planning.plan import Plan
+from dray.planning.schema import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
 from dray.runs.paths import new_id, newest_attempt

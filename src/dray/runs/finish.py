@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from dray.contract.files import write_atomic
+from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
+from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 
@@ -47,9 +48,15 @@ class Result(BaseModel):
     sample: str | None = None
     preflight: str | None = None
     cause: Cause | None = None
+    reason: str | None = None
+    """What stopped it."""
+    at: str | None = None
+    """When it was stopped."""
+    checkpoint: str | None = None
+    """The newest checkpoint of a run that was stopped or failed."""
 
 
-def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
+def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
     plan = read(paths)
     status = "stopped" if stopped else "failed" if code else "done"
@@ -59,10 +66,13 @@ def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
         run=plan.run,
         status=status,
         exit_code=cause.code if cause else code,
-        finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        finished=utc(),
         world_size=plan.world.size,
         hosts=[node.name for node in plan.world.nodes],
         cause=cause,
+        reason=stopped.reason if stopped else None,
+        at=stopped.at if stopped else None,
+        checkpoint=_newest_checkpoint(plan, paths) if status != "done" else None,
         preflight=_preflight(paths),
         **_figures(paths.metrics),
     )
@@ -70,6 +80,13 @@ def finish(paths: RunPaths, *, code: int, stopped: bool = False) -> Result:
         _tidy(paths)
     write_atomic(paths.result, result.model_dump_json(indent=1) + "\n")
     return result
+
+
+def _newest_checkpoint(plan: Plan, paths: RunPaths) -> str | None:
+    """A checkpoint gets its name when it is complete."""
+    folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
+    steps = [int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit()]
+    return str(folder / f"step-{max(steps)}") if steps else None
 
 
 def _preflight(paths: RunPaths) -> str | None:
@@ -141,9 +158,18 @@ def summary(result: Result, paths: RunPaths) -> str:
         return "\n".join([head, *sample, f"run folder: {paths.run}"])
     cause = result.cause
     if cause is None:
-        return f"stopped after {result.steps or 0} steps\nrun folder: {paths.run}"
+        return "\n".join([*_stopped(result, paths), f"run folder: {paths.run}"])
     who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
     lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
     lines += [f"  | {line}" for line in cause.last_lines[-12:]]
     lines += [f"  log: {cause.log}"] if cause.log else []
     return "\n".join([*lines, f"run folder: {paths.run}", f"exit code: {result.exit_code}"])
+
+
+def _stopped(result: Result, paths: RunPaths) -> list[str]:
+    """What stopped it, how far it was, and what there is to resume from."""
+    reached = f"after step {result.steps}" if result.steps else "before the first step was logged"
+    lines = [f"stopped by {result.reason} at {result.at}, {reached}"]
+    if result.checkpoint:
+        return [*lines, f"  checkpoint: {result.checkpoint}", f"  resume:     the same command with --run={paths.run}"]
+    return [*lines, "  checkpoint: none; checkpoint.every in the recipe makes some"]

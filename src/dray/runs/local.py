@@ -10,14 +10,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dray import engines, process
-from dray.config import checkout, sites
+from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.containers import network as containers
 from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
 from dray.images import store
 from dray.planning.environment import scratch
-from dray.planning.plan import Plan
+from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
 
 _GRACE = 10.0  # seconds that the other nodes get to end by themselves once one has failed
@@ -38,9 +38,9 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         site=site,
         home=os.environ.get("HOME", ""),
         hf_home=hf_home(),
-        variables=sites.path_variables(site),
         uid=os.getuid(),
         gid=os.getgid(),
+        shell=dict(os.environ),
     )
 
 

@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from dray import process
+from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError
+from dray.planning.schema import Plan
 from dray.runs.paths import make_run_folder
 
 
-def sbatch(
-    *,
-    script: Path,
-    options: Sequence[str],
-    folder: Path,
-    image: Path,
-    site: str,
-    words: Sequence[str],
-    command: Sequence[str],
-) -> list[str]:
-    """The whole command. What was decided here goes along as words: some sites export no environment to jobs."""
-    log = str(folder).replace("%", "%%") + "/job-%j.log"
-    decided = [f"--run={folder}", f"--image={image}", f"--site={site}"]
-    said = [*words, *(["--", *command] if command else [])]
-    return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *said]
+def check(options: Sequence[str]) -> None:
+    """Refuse options of sbatch that the plan must know of, or that are no options."""
+    for option in options:
+        if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
+            raise ConfigError(
+                "the plan would not know of this option of sbatch",
+                found=f"--sbatch {option}",
+                fix="give --nodes and --gpus-per-node to dray submit itself; a cluster that wants --gres=gpu:N has "
+                'gpu_option = "gres" in its site file (docs/launch.md)',
+            )
+        if " " in option and not option.partition(" ")[0].count("="):
+            raise ConfigError(
+                "an option of sbatch is one word", found=f"--sbatch={option!r}", fix="--sbatch=--time=08:00:00"
+            )
 
 
-def options(recipe: Recipe, site: Site, gpus: int) -> list[str]:
+def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[str]:
     """What `dray submit` adds to sbatch; a later option of the user's wins over these."""
     asked = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}"}
-    options = [f"--job-name={recipe.name}", f"--nodes={recipe.nodes}", "--ntasks-per-node=1", *site.sbatch]
-    return [*options, asked[site.gpu_option]] if gpus else options
+    return [
+        f"--job-name={recipe.name}",
+        f"--nodes={recipe.nodes}",
+        "--ntasks-per-node=1",
+        *site.sbatch,
+        *([asked[site.gpu_option]] if gpus else []),
+        *([f"--nodes={nodes}"] if nodes else []),
+    ]
 
 
-def require_account(site: Site, options: Sequence[str]) -> None:
-    """Where a cluster wants to know who pays, it refuses the job in words of its own, or lets it wait for ever."""
-    given = [*site.sbatch, *options]
-    if not site.account or any(option.startswith(("-A", "--account")) for option in given):
-        return
-    if not os.environ.get("SBATCH_ACCOUNT"):
-        raise ConfigError(
-            "this cluster wants to know which project pays",
-            where=f"site {site.name}",
-            wanted=f"an account such as {site.account}",
-            found="no --account, and SBATCH_ACCOUNT is not set",
-            fix=f"dray submit --sbatch --account={site.account}, or export SBATCH_ACCOUNT",
-        )
+def site_word(site: Site) -> str:
+    """The site as the job is told of it: some sites export no environment to jobs."""
+    return "" if site.name == sites.GENERIC else sites.portable(site.name)
+
+
+def sbatch(
+    plan: Plan,
+    *,
+    options: Sequence[str],
+    image: Path,
+    site: str,
+    gpu_memory: float | None,
+    recipe: Sequence[str],
+    command: Sequence[str],
+) -> list[str]:
+    """The whole command. What was decided at the login node goes along in it."""
+    script = checkout.root() / "slurm" / ("multinode.sh" if len(plan.world.nodes) > 1 else "singlenode.sh")
+    log = plan.run_folder.replace("%", "%%") + "/job-%j.log"
+    decided = [f"--run={plan.run_folder}", f"--image={image}", f"--site={site}"]
+    decided += [f"--gpu-memory={gpu_memory:g}"] if gpu_memory is not None else []
+    job = [*recipe, *(["--", *command] if command else [])]
+    return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *job]
 
 
 def submit(argv: Sequence[str], folder: Path) -> str:

@@ -15,7 +15,10 @@ from dray.config.recipe import Recipe
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
-from dray.planning.plan import Plan, plan
+from dray.fitness import lint
+from dray.planning.plan import plan
+from dray.planning.schema import Plan
+from dray.runs import lookup
 from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job
 
 
@@ -68,12 +71,21 @@ def _read(path: Path) -> str:
         raise ConfigError("a file that the recipe names cannot be read", where=path, found=error) from error
 
 
-def decide(recipe: Recipe, facts: Facts, paths: RunPaths) -> Plan:
-    """The plan of this recipe on these facts, for the site that the facts name."""
-    site, why = sites.choose(facts)
-    return plan(
-        recipe, site, facts, run_folder=PurePosixPath(paths.run), attempt=paths.attempt, dray=__version__, site_why=why
-    )
+def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
+    """The site that the facts name, and the facts with the job's values of the variables in its paths."""
+    choice = sites.choose(facts)
+    if facts.shell:
+        facts = facts.model_copy(update={"variables": sites.path_variables(choice.site, facts.shell)})
+    return facts, choice
+
+
+def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) -> Plan:
+    """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
+    made = plan(
+        recipe, choice.site, facts, lookup.files(recipe, facts), run_folder=PurePosixPath(paths.run),
+        attempt=paths.attempt, dray=__version__, site_why=choice.reason,
+    )  # fmt: skip
+    return made.model_copy(update={"findings": (*made.findings, *lint.warnings(made, facts.shell))})
 
 
 def write(
@@ -84,7 +96,14 @@ def write(
     With the id of a run this is its next attempt, whether it has one yet or not; else it is a new run, unless Slurm has
     requeued the job that began it. Nodes that share no folder are given their `secret`, others a new one.
     """
-    decided, paths = _begin(recipe, facts, runs, run or _requeued(recipe, facts, runs))
+    return begin(recipe, *at_site(facts), runs=runs, run=run, secret=secret)
+
+
+def begin(
+    recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = ""
+) -> tuple[Plan, RunPaths]:
+    """The same, at a site that is chosen already."""
+    decided, paths = _begin(recipe, facts, choice, runs, run or _requeued(recipe, facts, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     for name, text in decided.files.items():
@@ -96,12 +115,13 @@ def write(
     return decided, paths
 
 
-def _begin(recipe: Recipe, facts: Facts, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:
+def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:
     name = unnumbered = run or new_id(recipe.name, job=facts.job)
     number = 1
     while True:
         paths = next_attempt(runs / name)
-        decided = decide(recipe, facts, paths)
+        decided = decide(recipe, facts, choice, paths)
+        decided.refuse()
         try:
             paths.create(new=run is None)
         except FileExistsError:  # two steps of one job may begin in the same second

@@ -1,0 +1,19 @@
+"""What the batch script must know better before a job can be planned: it reads no TOML, so it guesses."""
+
+from __future__ import annotations
+
+from dray import engines
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.facts import Facts
+
+
+def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
+    """A line `key=value` that slurm/lib.sh starts over with; empty where all is known."""
+    if site.engine and site.engine != facts.engine:
+        return f"engine={site.engine}"
+    if facts.image_variant not in ("", recipe.image) and not facts.image_given:
+        return f"image={recipe.image}"
+    if recipe.image_digest and not facts.image_digest and engines.get(facts.engine).image == "file":
+        return "image_digest="  # to be computed there
+    return ""

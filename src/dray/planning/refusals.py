@@ -1,0 +1,90 @@
+"""Why a run that could be planned must not start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dray import engines
+from dray.config.image import ACCELERATORS
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
+from dray.facts import Facts
+
+
+def find(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
+    """Every refusal that needs no estimate."""
+    yield from _account(site, facts)
+    yield from _variant(recipe, site, facts)
+    yield from _digest(recipe, facts)
+    yield from _checkpoints(recipe, facts)
+
+
+def _refusal(problem: str, *, wanted: str, found: str, fix: str, where: str = "") -> Finding:
+    return Finding(problem, where=where, wanted=wanted, found=found, fix=fix, code=exit_codes.CONFIG)
+
+
+def _account(site: Site, facts: Facts) -> Iterator[Finding]:
+    """Without one such a cluster refuses the job in words of its own, or lets it wait for ever."""
+    if site.account and facts.login and not facts.account:
+        yield _refusal(
+            "this site requires --account",
+            where=f"site {site.name}",
+            wanted=f"an account such as {site.account}",
+            found="no --account, and SBATCH_ACCOUNT is not set",
+            fix=f"dray submit --sbatch=--account={site.account}, or export SBATCH_ACCOUNT",
+        )
+
+
+def _variant(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
+    accelerator, given = ACCELERATORS[recipe.image], ACCELERATORS[site.image or recipe.image]
+    if accelerator not in ("cpu", given):
+        yield _refusal(
+            f"the {recipe.image} image is not for this site's GPUs",
+            where=f"site {site.name}: {site.about}",
+            wanted=f"image={site.image}",
+            found=f"image={recipe.image}",
+            fix=f"set image={site.image}, or name another site",
+        )
+    if facts.image_variant not in ("", recipe.image):
+        yield _refusal(
+            "the image is of another variant than the recipe's",
+            where=facts.image,
+            wanted=recipe.image,
+            found=facts.image_variant,
+            fix=f"set image={facts.image_variant}, or start the {recipe.image} image: unset DRAY_IMAGE, or set it to "
+            "that image's file",
+        )
+
+
+def _digest(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    if not recipe.image_digest:
+        return
+    if engines.get(facts.engine).image != "file":
+        yield _refusal(
+            "image_digest pins a SIF, which only Apptainer starts",
+            wanted=recipe.image_digest,
+            found=f"engine {facts.engine}",
+            fix="sbatch, dray submit or --engine apptainer; to try the recipe with this engine: image_digest=",
+        )
+    elif facts.image_digest not in ("", recipe.image_digest):
+        yield _refusal(
+            "the image is not the recipe's",
+            where=facts.image,
+            wanted=f"{recipe.image_digest} (the recipe's image_digest)",
+            found=facts.image_digest,
+            fix=f"copy that image to {facts.image}, or set image_digest={facts.image_digest}",
+        )
+
+
+def _checkpoints(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+    """Each rank writes its part, and the first gives the checkpoint its name: all must see the folder."""
+    if facts.scheduler == "hosts" and facts.nodes > 1 and recipe.checkpoint.every and not recipe.checkpoint.folder:
+        yield _refusal(
+            "hostfile runs need a shared checkpoint.folder",
+            where="recipe [checkpoint]",
+            wanted="checkpoint.folder on a disk that all machines see",
+            found="checkpoint.every without it: each machine has a run folder of its own",
+            fix="checkpoint.folder=/a/shared/folder, or checkpoint.every=[] to keep the last model alone",
+        )

@@ -1,0 +1,75 @@
+"""The plan as data. The runner, the checks and the trainer read it as plan.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+
+from dray.config.recipe import Preflight, Recipe
+from dray.config.site import Fabric
+from dray.config.training import Batch
+from dray.contract import findings
+from dray.facts import Engine
+from dray.planning.binds import Bind
+from dray.planning.environment import Variable
+from dray.planning.world import SLURM, World
+
+
+def _as_object(finding: findings.Finding) -> dict[str, Any]:
+    return {name: value for name, value in finding._asdict().items() if value not in ("", None)}
+
+
+Finding = Annotated[
+    findings.Finding,
+    BeforeValidator(lambda found: findings.Finding(**found) if isinstance(found, dict) else found),
+    PlainSerializer(_as_object),
+]
+
+
+class Plan(BaseModel):
+    """One attempt at a run, ready to be rendered and started."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    dray: str
+    run: str
+    run_folder: str
+    attempt: int
+    folder: str
+    """Of this attempt; the checkpoints of all of them are in the run's."""
+    engine: Engine
+    image: str
+    image_sha256: str
+    stage: str
+    variant: str
+    site: str
+    sbatch: tuple[str, ...]
+    fabric: Fabric
+    preflight: Preflight | None
+    user: str
+    world: World
+    batch: Batch | None
+    launcher: tuple[str, ...]
+    command: tuple[str, ...]
+    where: str
+    files: dict[str, str]
+    env: tuple[Variable, ...]
+    pass_env: tuple[str, ...]
+    left_outside: tuple[str, ...]
+    binds: tuple[Bind, ...]
+    reasons: dict[str, str]
+    findings: tuple[Finding, ...] = ()
+    recipe: Recipe
+
+    @property
+    def by_slurm(self) -> bool:
+        """Whether Slurm starts the nodes."""
+        return self.world.identity == SLURM
+
+    def refuse(self) -> None:
+        """Raise the first finding for which the run must not start."""
+        for finding in self.findings:
+            if finding.code:
+                raise findings.error(finding)

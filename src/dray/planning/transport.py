@@ -1,0 +1,26 @@
+"""The network between the nodes: whose libraries drive it, and whether the preflight proves it."""
+
+from __future__ import annotations
+
+from dray.config.recipe import Preflight, Recipe
+from dray.config.site import Fabric, Site
+from dray.engines.base import Engine
+from dray.facts import Facts
+from dray.planning.choice import Choice
+
+
+def fabric(site: Site, engine: Engine) -> Choice[Fabric]:
+    """The site's, where the engine can put the host's libraries in; else the image must have all that it needs."""
+    why = " ".join(site.why.get("fabric", f"site {site.name}").split())
+    if site.fabric.strategy == "host" and not engine.host_libraries:
+        without = {"strategy": "none", "libraries": (), "plugin": ""}
+        return Choice(site.fabric.model_copy(update=without), why)
+    return Choice(site.fabric, why)
+
+
+def preflight(recipe: Recipe, facts: Facts) -> Choice[Preflight | None]:
+    """Nodes that are one machine have no network between them to prove."""
+    several = facts.nodes > 1 and facts.scheduler != "local"
+    if {"always": True, "never": False, "several": several}[recipe.preflight.when]:
+        return Choice(recipe.preflight, f"all ranks, within {recipe.preflight.within} s after the rendezvous")
+    return Choice(None, f"none (preflight.when is {recipe.preflight.when})")

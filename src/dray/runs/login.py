@@ -1,0 +1,49 @@
+"""Facts for a job that is not there yet: a Slurm cluster that gives what is asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from dray.config import checkout, sites
+from dray.config.recipe import Recipe
+from dray.facts import Facts
+from dray.fitness import host
+from dray.images import store
+from dray.runs import local, write
+
+ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
+_ACCOUNT = ("--account=", "-A")
+
+
+def facts(
+    recipe: Recipe, nodes: int | None, gpus: int, site: str, *, options: Sequence[str], gpu_memory: float | None
+) -> tuple[Facts, sites.Choice]:
+    """What this login node can know, and the site."""
+    count = nodes or recipe.nodes
+    image = store.job_file(checkout.root(), recipe.image)
+    seen = Facts(
+        scheduler="slurm",
+        nodelist=f"node[1-{count}]" if count > 1 else "node1",
+        nodes=count,
+        engine="apptainer",
+        image=str(image),
+        image_given="DRAY_IMAGE" in os.environ,
+        image_variant=store.variant(image),
+        site=site,
+        cluster=host.cluster_name(),
+        login=socket.gethostname(),
+        options=tuple(options),
+        gpu_memory_gb=gpu_memory,
+        hf_home=local.hf_home(),
+        shell=dict(os.environ),
+    )
+    seen, choice = write.at_site(seen)
+    given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
+    found = {
+        "gpus_per_node": gpus or (0 if recipe.image == "cpu" else choice.site.gpus_per_node),
+        "engine": choice.site.engine or "apptainer",
+        "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
+    }
+    return seen.model_copy(update=found), choice

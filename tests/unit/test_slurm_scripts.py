@@ -1,0 +1,316 @@
+"""The batch scripts' own bash, with stand-ins for Slurm and for Apptainer, which starts this Python as the image."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dray.runs import stop
+from helpers import ROOT
+
+APPTAINER = """#!/bin/bash
+while [[ "$1" != *.sif ]]; do
+  [[ "$1" != --pwd ]] || cd "$2" || exit
+  shift
+done
+image="$1"
+shift 2 # and python3
+export DRAY_HOME="$APPTAINERENV_DRAY_HOME" DRAY_SITES="$APPTAINERENV_DRAY_SITES"
+echo "$(basename "$image") $2 $3" >>"$SEEN"
+exec "$PYTHON" -c '
+import runpy, sys
+sys.prefix, _, sys.argv = sys.argv[1] + ".d", sys.argv.pop(2), sys.argv[2:]
+runpy.run_module("dray", run_name="__main__", alter_sys=True)
+' "$image" "$@"
+"""
+
+
+class Job:
+    """A job of Slurm's as its batch script sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.runs, self.seen = folder / "my dray", folder / "runs", folder / "seen"
+        for name in ("slurm", "recipes", "containers"):
+            (self.home / name).parent.mkdir(exist_ok=True)
+            (self.home / name).symlink_to(ROOT / name)
+        (self.home / "src").symlink_to(ROOT / "src")
+        (self.home / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
+        for variant in ("cpu", "cuda", "rocm"):
+            image = self.home / "build" / f"dray-{variant}.sif"
+            Path(f"{image}.d").mkdir(parents=True)
+            Path(f"{image}.d", "image.json").write_text(json.dumps({"variant": variant}))
+            image.write_text(variant)
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        self.tool("apptainer", APPTAINER)
+        self.env = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(folder), "DRAY_HOME": str(self.home),
+            "PYTHON": sys.executable, "SEEN": str(self.seen), "DRAY_RUNS": str(self.runs), "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
+        }  # fmt: skip
+
+    def tool(self, name: str, script: str) -> None:
+        (self.bin / name).write_text(script)
+        (self.bin / name).chmod(0o755)
+
+    def argv(self, *words: str | Path, plan_only: bool = True) -> list[str | Path]:
+        only = (
+            'lib::start() { printf "%s\\n" "engine $engine" "image $image" "attempt $attempt"; };' if plan_only else ""
+        )
+        script = f'set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; {only} lib::main "$@"'
+        return ["bash", "-c", script, "job", *words]
+
+    def plan(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Up to the moment at which the nodes would start."""
+        return subprocess.run(
+            self.argv(*words), env={**self.env, **env}, cwd=self.home, capture_output=True, text=True, check=False
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def digest(variant: str) -> str:
+    return f"sha256:{hashlib.sha256(variant.encode()).hexdigest()}"
+
+
+SEEDS = 10
+KEYS = ("{0} = {1}", "  {0}={1} # {0} = 'cpu'", "{0}\t=\t{1}", '"{0}" = {1}', " '{0}' = {1}")
+VALUES = ('"{}"', "'{}'", '"""{}"""', "'''{}'''", '"\\u{:04x}{}"')
+TINY = ("[tiny]\n{}", "[ tiny ]\n  {}", '["tiny"]\n{}', "tiny = {{ {} }}", "tiny.{}")
+
+
+def spelled(chance: random.Random, key: str, value: str) -> str:
+    style = chance.choice(VALUES)
+    text = style.format(ord(value[0]), value[1:]) if style.startswith('"\\u') else style.format(value)
+    return chance.choice(KEYS).format(key, text)
+
+
+def recipe(seed: int) -> str:
+    """A recipe in one of the many spellings of TOML."""
+    chance = random.Random(seed)
+    variant, tiny = chance.choice(("cpu", "cuda", "rocm")), chance.choice(("cpu", "cuda", "rocm"))
+    scale, pinned = chance.choice(("tiny", "whole")), chance.choice(("cpu", "cuda", "rocm"))
+    inner = spelled(chance, "image", tiny).strip().partition(" # ")[0]
+    table = chance.choice(TINY).format(inner)
+    head = [spelled(chance, "image", variant), 'name = "x"', spelled(chance, "scale", scale)]
+    head += [spelled(chance, "image_digest", digest(pinned))] if chance.random() < 0.7 else []
+    head += ["# image = 'cuda'", 'about = """\nimage = "rocm"\n"""']
+    chance.shuffle(head)
+    command = "[command]\nargv = ['true']"
+    inline = [table] if not table.startswith("[") else []
+    return "\n".join([*inline, *head, command, *([] if inline else [table])]) + "\n"
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_job_decides_as_toml_says(job: Job, tmp_path: Path, seed: int) -> None:
+    """The image and whether its digest is the one that is pinned, on bare sbatch."""
+    text = recipe(seed)
+    (tmp_path / "mine.toml").write_text(text)
+    said = tomllib.loads(text)
+    wanted = said["tiny"]["image"] if said["scale"] == "tiny" else said["image"]
+    ended = job.plan(tmp_path / "mine.toml", SLURM_GPUS_ON_NODE="2")
+    if said.get("image_digest", digest(wanted)) == digest(wanted):
+        assert ended.returncode == 0, ended.stderr
+        assert f"image {job.home}/build/dray-{wanted}.sif\n" in ended.stdout
+    else:
+        assert ended.returncode == 78, ended.stdout
+        assert f"dray: the image is not the recipe's\n  where:  {job.home}/build/dray-{wanted}.sif\n" in ended.stderr
+        assert not list(job.runs.iterdir())
+
+
+def test_all_spellings_are_tried() -> None:
+    """By some seed; a spelling that TOML would not take is none."""
+    texts = [recipe(seed) for seed in range(SEEDS)]
+    assert {tomllib.loads(text)["scale"] for text in texts} == {"tiny", "whole"}
+    for part in ('"image', "'image", "image\t", "tiny = {", "[ tiny ]", "\\u", '"""', "image_digest"):
+        assert any(part in text for text in texts), part
+
+
+class TestCorrections:
+    """Bash guesses; the planner in the image knows."""
+
+    def test_the_right_guess_costs_one_start(self, job: Job) -> None:
+        ended = job.plan("recipes/smoke-cpu.toml")
+        assert ended.returncode == 0, ended.stderr
+        assert job.seen.read_text() == "dray-cpu.sif dray plan\n"
+
+    def test_a_digest_is_computed_where_one_is_pinned(self, job: Job) -> None:
+        ended = job.plan("recipes/smoke-cpu.toml", f"image_digest={digest('cpu')}")
+        assert ended.returncode == 0, ended.stderr
+        assert job.seen.read_text() == "dray-cpu.sif dray plan\n" * 2
+
+    def test_another_variant_on_the_command_line(self, job: Job) -> None:
+        ended = job.plan("recipes/smoke-cpu.toml", "image=rocm", SLURM_GPUS_ON_NODE="2")
+        assert f"image {job.home}/build/dray-rocm.sif\n" in ended.stdout, ended.stderr
+        assert job.seen.read_text() == "dray-rocm.sif dray plan\n"
+
+    def test_an_image_that_the_user_names_is_not_exchanged(self, job: Job) -> None:
+        named = job.home / "build" / "dray-rocm.sif"
+        ended = job.plan("recipes/smoke-cpu.toml", DRAY_IMAGE=str(named))
+        assert ended.returncode == 78
+        assert ended.stderr.startswith(
+            "dray: the image is of another variant than the recipe's\n"
+            f"  where:  {named}\n  wanted: cpu\n  found:  rocm\n"
+        )
+
+    def test_an_image_that_is_not_built(self, job: Job) -> None:
+        (job.home / "build" / "dray-cpu.sif").unlink()
+        ended = job.plan("recipes/smoke-cpu.toml")
+        assert ended.returncode == 78
+        assert f"wanted: {job.home}/build/dray-cpu.sif (the recipe's image is cpu)\n" in ended.stderr
+        shutil.rmtree(job.home / "build")
+        assert job.plan("recipes/smoke-cpu.toml").returncode == 78
+
+    @pytest.mark.parametrize("line", ['engine = "pyxis"', "  'engine'\t= '''pyxis'''"])
+    def test_a_site_s_engine(self, job: Job, tmp_path: Path, line: str) -> None:
+        """Whatever is on the nodes beside it."""
+        job.tool("srun", '#!/bin/bash\nwhile [[ "$1" != python3 ]]; do shift; done\nexec "$PYTHON" "${@:2}"\n')
+        site = tmp_path / "mine.toml"
+        site.write_text(f'name = "mine"\nabout = "x"\n{line}\n')
+        ended = job.plan(f"--site={site}", "recipes/smoke-cpu.toml")
+        assert "engine pyxis\n" in ended.stdout, ended.stderr
+
+    def test_pyxis_is_found_where_nothing_else_is(self, job: Job) -> None:
+        (job.bin / "apptainer").unlink()
+        job.tool("srun", "#!/bin/bash\necho --container-image\n")
+        path = f"{job.bin}:/usr/bin:/bin"
+        script = 'source "$DRAY_HOME/slurm/lib.sh"; lib::engine'
+        for expected in ("pyxis\n", ""):
+            ended = subprocess.run(
+                ["bash", "-c", script], env={**job.env, "PATH": path}, capture_output=True, text=True, check=False
+            )
+            assert (ended.stdout, ended.returncode) == (expected, 0 if expected else 69)
+            job.tool("srun", "#!/bin/bash\n")
+
+
+class TestTheSame:
+    """Bare sbatch refuses and warns as `dray plan` and `dray submit` do."""
+
+    HUGE = ("image=cuda", "model.config.n_layer=48", "model.config.n_embd=8192", "model.config.n_head=64")
+
+    def test_a_model_that_cannot_fit(self, job: Job, tmp_path: Path) -> None:
+        site = tmp_path / "small.toml"
+        site.write_text('name = "small"\nabout = "x"\nimage = "cuda"\ngpu_memory_gb = 16\n')
+        gpus = {"SLURM_GPUS_ON_NODE": "4"}
+        job_ended = job.plan(f"--site={site}", "recipes/smoke-cpu.toml", *self.HUGE, **gpus)
+        assert job_ended.returncode == 78
+        assert "dray: the model does not fit: 38,6" in job_ended.stderr
+        argv = [sys.executable, "-m", "dray", "plan", "recipes/smoke-cpu.toml", *self.HUGE, "--site", site]
+        planned = subprocess.run(
+            [*argv, "--nodes", "1", "--gpus-per-node", "4"],
+            cwd=ROOT, env={**job.env, "DRAY_HOME": str(ROOT)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        refusal = job_ended.stderr[job_ended.stderr.index("dray: the model does not fit") :]
+        assert planned.stderr.endswith(refusal)
+        allowed = job.plan(f"--site={site}", "--gpu-memory=0", "recipes/smoke-cpu.toml", *self.HUGE, **gpus)
+        assert allowed.returncode == 0, allowed.stderr
+
+    def test_what_is_not_downloaded_and_a_variable_that_nothing_reads(self, job: Job, tmp_path: Path) -> None:
+        (tmp_path / "hf").mkdir()
+        ended = job.plan("recipes/gpt2-wikitext-ddp.toml", "scale=whole", "image=cpu", HF_HOME=str(tmp_path / "hf"),
+                         NCCL_DEBGU="INFO", MY_TOKEN="hush")  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        assert "dray: note: the job is offline, and needs what is not downloaded\n" in ended.stderr
+        assert "dray: warning: NCCL_DEBGU=(set)\n" in ended.stderr
+        (run,) = job.runs.iterdir()
+        written = "".join(path.read_text() for path in (run / "attempt-1").iterdir() if path.is_file())
+        assert "hush" not in written
+
+    def test_the_site_s_variables_come_from_the_job(self, job: Job, tmp_path: Path) -> None:
+        (tmp_path / "scratch").mkdir()
+        site = tmp_path / "mine.toml"
+        site.write_text(
+            'name = "mine"\nabout = "x"\nbinds = [{ path = """$SCRATCH/data""", why = "data" }, '
+            '{ path = "$GONE/x", why = "x", required = false }]\n'
+        )
+        ended = job.plan(f"--site={site}", "recipes/smoke-cpu.toml", SCRATCH=str(tmp_path / "scratch"))
+        assert ended.returncode == 0, ended.stderr
+        attempt = Path(ended.stdout.split("attempt ")[1].strip())
+        assert f"node::bind {tmp_path}/scratch/data ro\n" in (attempt / "node.sh").read_text()
+        facts = (attempt / "facts.txt").read_text()
+        assert [line for line in facts.splitlines() if line.startswith(("variable.", "shell."))] == [
+            f"variable.SCRATCH={tmp_path}/scratch"
+        ]
+
+
+class TestStopped:
+    """scancel, the time limit and their like."""
+
+    LINE = "JobId=17 JobState={} Reason={} Dependency=(null) PreemptTime={} EndTime=x"
+
+    @pytest.mark.parametrize(
+        ("job", "end", "reason"),
+        [
+            (("COMPLETING", "TimeLimit", "None"), "", "the time limit"),
+            (("TIMEOUT", "None", "None"), "", "the time limit"),
+            (("COMPLETING", "None", "None"), "1000", "the time limit"),
+            (("COMPLETING", "None", "None"), "9000", "scancel"),
+            (("CANCELLED", "None", "None"), "", "scancel"),
+            (("COMPLETING", "None", "2026-11-22T21:00:00"), "9000", "preemption"),
+            (("COMPLETING", "NodeDown", "None"), "9000", "a node failure"),
+            (("RUNNING", "None", "None"), "9000", "a signal"),
+        ],
+    )
+    def test_what_slurm_tells(self, job: tuple[str, str, str], end: str, reason: str) -> None:
+        text = f"at=1000 end={end}\n{self.LINE.format(*job)}\n"
+        assert stop.parse(text, now=0) == stop.Stop(reason, "1970-01-01T00:16:40Z")
+
+    def test_a_controller_that_does_not_answer(self) -> None:
+        assert stop.parse("at= end=\n", now=1000).reason == "a signal"
+
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_a_job_that_is_cancelled(self, job: Job, tmp_path: Path, *, kept: bool) -> None:
+        """By the real lib.sh: what Slurm said, when, how far it was, and what there is to resume from."""
+        checkpoints = tmp_path / "kept"
+        (checkpoints / "step-40").mkdir(parents=True)
+        (checkpoints / "step-9").mkdir()
+        (checkpoints / "step-50.part-x").mkdir()
+        step = json.dumps({"event": "step", "step": 47, "loss": 1.0})
+        job.tool("srun", f"#!/bin/bash\necho '{step}' >metrics.jsonl\ntouch started\nexec sleep 30\n")
+        job.tool("scontrol", f"#!/bin/bash\necho '{self.LINE.format('COMPLETING', 'TimeLimit', 'None')}'\n")
+        words = ["checkpoint.every=10", f"checkpoint.folder={checkpoints}"] if kept else []
+        started = subprocess.Popen(
+            job.argv("recipes/smoke-cpu.toml", *words, plan_only=False), env=job.env, cwd=job.home, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not list(job.runs.glob("*/attempt-1/started")):
+            assert started.poll() is None, started.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(started.pid, signal.SIGTERM)
+        out, err = started.communicate(timeout=60)
+        (run,) = job.runs.iterdir()
+        result = json.loads((run / "attempt-1" / "result.json").read_text())
+        newest = f"{checkpoints}/step-40" if kept else None
+        assert (result["status"], result["reason"], result["steps"]) == ("stopped", "the time limit", 47), err
+        assert result["checkpoint"] == newest
+        lines = out.splitlines()[-4:] if kept else out.splitlines()[-3:]
+        assert lines[0] == f"stopped by the time limit at {result['at']}, after step 47"
+        assert lines[1:] == (
+            [f"  checkpoint: {newest}", f"  resume:     the same command with --run={run}", f"run folder: {run}"]
+            if kept
+            else ["  checkpoint: none; checkpoint.every in the recipe makes some", f"run folder: {run}"]
+        )
+
+
+def test_no_bash_reads_toml() -> None:
+    scripts = itertools.chain(ROOT.glob("slurm/*.sh"), ROOT.glob("src/dray/render/bash/*.sh"))
+    for script in scripts:
+        for line in script.read_text().splitlines():
+            assert not (".toml" in line and ("sed" in line or "grep" in line or "awk" in line)), (script, line)
