@@ -90,8 +90,8 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
 def stoppable() -> Iterator[None]:
     """Handle SIGTERM and a closed terminal (except under nohup) as Ctrl-C: the `finally` blocks run."""
 
-    def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
     caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in caught}

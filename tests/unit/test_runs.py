@@ -118,6 +118,12 @@ class TestAttempts:
         other = json.loads(write(recipe(root), FACTS, runs=tmp_path, run="n")[1].plan.read_text())
         assert digest(plans[0]) == digest(plans[1]) != digest(other)
 
+    def test_a_plan_of_another_version_is_not_read(self, root: Path, tmp_path: Path) -> None:
+        paths = begun(root, tmp_path)
+        paths.plan.write_text(paths.plan.read_text().replace('"version": 1', '"version": 0', 1))
+        with pytest.raises(ConfigError, match="this run was planned by another version of dray"):
+            finish(paths, code=0)
+
     def test_the_attempt_before_is_no_cause(self, root: Path, tmp_path: Path) -> None:
         paths = begun(root, tmp_path)
         record(paths, "rank-3", 10.0)

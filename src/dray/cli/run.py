@@ -74,8 +74,8 @@ def run(
     with Progress(plan, paths) as progress:
         try:
             code, stopped = local.run(plan, paths, watch=progress.update, only=only), None
-        except KeyboardInterrupt:  # all that was started is gone by now
-            code, stopped = 130, Stop("Ctrl-C", utc())
+        except KeyboardInterrupt as stop:  # all that was started is gone by now
+            code, stopped = 130, Stop(str(stop) or "Ctrl-C", utc())
     result = finish(paths, code=code, stopped=stopped)
     print(summary(result, paths))
     raise typer.Exit(result.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -140,5 +141,15 @@ def _requeued(recipe: Recipe, facts: Facts, runs: Path) -> str | None:
 
 
 def read(paths: RunPaths) -> Plan:
-    """The plan of an attempt."""
-    return Plan.model_validate_json(paths.plan.read_text(encoding="utf-8"))
+    """The plan of an attempt, where this version of dray reads it."""
+    text = paths.plan.read_text(encoding="utf-8")
+    found, version = json.loads(text).get("version"), Plan.model_fields["version"].default
+    if found != version:
+        raise ConfigError(
+            "this run was planned by another version of dray",
+            where=paths.plan,
+            wanted=f"plan version {version}",
+            found=f"plan version {found}",
+            fix=f"use that version of dray, or begin an attempt with this one: dray run RECIPE --run={paths.run}",
+        )
+    return Plan.model_validate_json(text)
