@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,17 @@ def test_the_builder_container_needs_the_standard_library_only() -> None:
     code = f"import sys; sys.path.insert(0, {str(SRC.parent)!r}); import dray.images.rootfs.__main__"
     ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_no_modules_import_each_other() -> None:
+    """Also not inside functions: who imports whom has no circle."""
+    names = {".".join(("dray", *path.relative_to(SRC).with_suffix("").parts)): path for path in modules()}
+    # `from dray.config import model` names a module, `from dray.config.model import load` something in one.
+    graph = {
+        name: {found if found in names else found.rpartition(".")[0] for found in imports(path)} & set(names)
+        for name, path in names.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as circle:
+        pytest.fail(" imports ".join(circle.args[1]))
