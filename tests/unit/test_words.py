@@ -70,12 +70,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("src/dray/fitness/environment.toml", "UCX_MAX_"): "UCX's own name",
     ("docs/glossary.md", "| "): "the table of what we do not say",
 }
-# What is not rewritten yet.
-PENDING = (
-    "docs/errors.md", "src/dray/cli/__init__.py", "src/dray/planning/*",
-    *(f"src/dray/cli/{name}.py" for name in ("env", "options", "plan", "run", "submit")),
-    *(f"src/dray/runs/{name}.py" for name in ("finish", "hosts", "submit")),
-)  # fmt: skip
 
 
 def names() -> list[str]:
@@ -115,11 +109,7 @@ def names_of(source: str) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 0), name.strip("_")
 
 
-def pending(name: str) -> bool:
-    return any(fnmatch.fnmatch(name, where) for where in PENDING)
-
-
-@pytest.mark.parametrize("name", [name for name in names() if not pending(name)])
+@pytest.mark.parametrize("name", names())
 def test_no_retired_word(name: str) -> None:
     path = ROOT / name
     found = findings(name, path.read_text(encoding="utf-8")) + findings(name, path.stem.replace("-", " "))

@@ -46,11 +46,11 @@ def _register(named: str | None) -> None:
 
 def main() -> None:
     """Run one verb. What a user can act on is printed without a traceback, with the contract's exit code."""
-    words = sys.argv[1:]
-    _register(words[0] if words else None)
-    cut = words.index("--") if words[:1] and words[0] in _START and "--" in words else len(words)
+    argv = sys.argv[1:]
+    _register(argv[0] if argv else None)
+    cut = argv.index("--") if argv[:1] and argv[0] in _START and "--" in argv else len(argv)
     try:
-        app(words[:cut], obj=words[cut + 1 :])
+        app(argv[:cut], obj=argv[cut + 1 :])
     except DrayError as error:
         print(f"dray: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import GpusPerNode, Launcher, Nodes, Site, Words, chosen
+from dray.cli.options import Arguments, GpusPerNode, Launcher, Nodes, Site, chosen
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.fitness import lint
@@ -29,7 +29,7 @@ def _group() -> None:
 @app.command()
 def check(
     context: typer.Context,
-    words: Words = None,
+    arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
@@ -38,8 +38,8 @@ def check(
 ) -> None:
     """Print what will hurt, hang or do nothing among the variables of a run; 78 where something is wrong."""
     root = checkout.root()
-    said = words or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
-    settings = chosen(said, launcher, context).recipe()
+    given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
+    settings = chosen(given, launcher, context).recipe()
     facts, choice = login.facts(settings, nodes, gpus_per_node, site, options=(), gpu_memory=None)
     plan = write.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
     found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, settings.image)))

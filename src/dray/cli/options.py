@@ -17,7 +17,7 @@ from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
 from dray.runs import write
 
-Words = Annotated[
+Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
@@ -35,9 +35,9 @@ def found(path: Path) -> Path:
     with suppress(OSError):  # a name that no file can have, which reading it says
         if not path.exists():
             ours = checkout.root()
-            there = (ours / path, ours / "recipes" / f"{path}.toml")
+            candidates = (ours / path, ours / "recipes" / f"{path}.toml")
             name = len(path.parts) == 1 and path.suffix != ".toml"
-            return next((file for file in there if file.is_file()), there[1] if name else path)
+            return next((file for file in candidates if file.is_file()), candidates[1] if name else path)
     return path
 
 
@@ -64,7 +64,7 @@ Site = Annotated[
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is to run, as the user said it."""
+    """What is to run, as the user asked for it."""
 
     path: Path | None
     overrides: tuple[str, ...]
@@ -75,9 +75,9 @@ class Chosen:
         return write.read_recipe(self.path, self.overrides, self.command)
 
 
-def chosen(words: list[str] | None, launcher: str, context: typer.Context) -> Chosen:
+def chosen(arguments: list[str] | None, launcher: str, context: typer.Context) -> Chosen:
     """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
-    command, rest = tuple(context.obj or ()), [*(words or [])]
+    command, rest = tuple(context.obj or ()), [*(arguments or [])]
     path = found(Path(rest.pop(0))) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
     if path and command:
         raise ConfigError(

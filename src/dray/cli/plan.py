@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from dray import facts, render
-from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, Words, chosen, report
+from dray.cli.options import Arguments, GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, chosen, report
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
 from dray.contract.findings import ConfigError
@@ -22,7 +22,7 @@ from dray.runs.paths import RunPaths, default_runs, new_id
 
 def plan(
     context: typer.Context,
-    words: Words = None,
+    arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
@@ -43,7 +43,7 @@ def plan(
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
     """Print exactly what would run, and who set what. Starts nothing."""
-    recipe = chosen(words, launcher, context).recipe()
+    recipe = chosen(arguments, launcher, context).recipe()
     if facts_file and (nodes or gpus_per_node or sbatch):
         raise ConfigError(
             "the facts already say which nodes and GPUs there are",

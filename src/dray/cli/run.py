@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dray import engines
-from dray.cli.options import Engine, GpusPerNode, Launcher, Nodes, Runs, Site, Words, chosen, report
+from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Runs, Site, chosen, report
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
@@ -20,7 +20,7 @@ from dray.runs.stop import Stop, utc
 
 def run(
     context: typer.Context,
-    words: Words = None,
+    arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
@@ -42,7 +42,7 @@ def run(
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
 ) -> None:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
-    asked = chosen(words, launcher, context)
+    asked = chosen(arguments, launcher, context)
     settings = asked.recipe()
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
@@ -54,10 +54,10 @@ def run(
         machines = hosts.read(hostfile)
         name = run_id or machines.run_id(settings)
         if show:
-            program, *said = sys.argv[: sys.argv.index("--") if asked.command else None]
+            program, *typed = sys.argv[: sys.argv.index("--") if asked.command else None]
             dray = [sys.executable, "-m", "dray"] if program.endswith(".py") else [program]
             named = [] if run_id else ["--run", name]
-            again = [*dray, *(word for word in said if word != "--print"), *named]
+            again = [*dray, *(word for word in typed if word != "--print"), *named]
             print(machines.commands(again, asked.command), end="")
             return
         only: int | None = machines.here(node)

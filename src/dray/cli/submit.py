@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dray import render
-from dray.cli.options import GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, Words, chosen, report
+from dray.cli.options import Arguments, GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, chosen, report
 from dray.config import checkout
 from dray.images import store
 from dray.runs import login, write
@@ -20,7 +20,7 @@ from dray.runs.paths import RunPaths, default_runs, new_id
 
 def submit(
     context: typer.Context,
-    words: Words = None,
+    arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 0,
@@ -34,7 +34,7 @@ def submit(
     queue.check(sbatch or [])
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
-    asked = chosen(words, launcher, context)
+    asked = chosen(arguments, launcher, context)
     recipe = asked.recipe()
     facts, choice = login.facts(recipe, nodes, gpus_per_node, site, options=sbatch or (), gpu_memory=gpu_memory)
     run = (runs or default_runs()).absolute() / new_id(recipe.name)

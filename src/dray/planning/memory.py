@@ -69,12 +69,12 @@ class Estimate:
                 yield f"{sum(parts.values()) / _GB:.1f} GB {name}: {shown}"
 
 
-def shape(said: Mapping[str, Any]) -> Shape | None:
+def shape(raw: Mapping[str, Any]) -> Shape | None:
     """From what config.json says; None where the model is of a kind that is not understood."""
-    of_text = said.get("text_config")  # of a model that also sees or hears
-    said = {**said, **of_text} if isinstance(of_text, dict) else said
-    kind = said.get("model_type", "")
-    known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in said.items() if value is not None}}
+    of_text = raw.get("text_config")  # of a model that also sees or hears
+    raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
+    kind = raw.get("model_type", "")
+    known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
 
     def one(*names: str, other: int = 0) -> int:
         return next((int(known[name]) for name in names if name in known), other)
@@ -197,9 +197,9 @@ def _fitting(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int, m
         found = estimate(changed, model, ranks=ranks, ranks_per_node=ranks_per_node)
         if found.on_gpu <= most:
             file = recipe.train and recipe.train.deepspeed and "train.strategy" in change
-            words = [
+            settings = [
                 *(["train.deepspeed="] if file else []),
                 *(f"{key}={str(value).lower()}" for key, value in change.items() if value),
             ]
-            return f"with {' '.join(words)}: {next(found.lines())}"
+            return f"with {' '.join(settings)}: {next(found.lines())}"
     return ""

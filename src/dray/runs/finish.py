@@ -92,12 +92,12 @@ def _newest_checkpoint(plan: Plan, paths: RunPaths) -> str | None:
 def _preflight(paths: RunPaths) -> str | None:
     """What the nodes proved before the launch, in a line."""
     try:
-        said = json.loads(paths.preflight_report.read_text(encoding="utf-8"))
+        report = json.loads(paths.preflight_report.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # there was none, or the disk was full
         return None
-    transports = " and ".join(sorted({rank["transport"] for rank in said["ranks"]}))
-    best = max((row["bus_gb_s"] for row in said["sweep"]), default=0.0)
-    return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(said['seconds'].values()):.1f} s"
+    transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
+    best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
+    return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s"
 
 
 def _tidy(paths: RunPaths) -> None:

@@ -37,21 +37,21 @@ class Hosts:
                     "there is no such node", where=self.file, wanted=f"0 to {len(self.names) - 1}", found=number
                 )
             return number
-        mine = [number for number, name in enumerate(self.names) if _is_here(name)]
-        if len(mine) != 1:
+        own = [number for number, name in enumerate(self.names) if _is_here(name)]
+        if len(own) != 1:
             raise ConfigError(
-                "several lines are this machine" if mine else "no line is this machine",
+                "several lines are this machine" if own else "no line is this machine",
                 where=self.file,
                 wanted="one line with this machine's name or with one of its addresses",
-                found=", ".join(self.names[one] for one in mine) if mine else f"{socket.gethostname()} is not there",
+                found=", ".join(self.names[one] for one in own) if own else f"{socket.gethostname()} is not there",
                 fix="say which it is: --node 0 for the first line, --node 1 for the second ...",
             )
-        return mine[0]
+        return own[0]
 
     def run_id(self, recipe: Recipe) -> str:
         """The same on every machine without asking any other: of the same recipe and file."""
-        said = f"{self.names} {self.slots} {recipe.model_dump_json()}"
-        return f"{recipe.name}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+        text = f"{self.names} {self.slots} {recipe.model_dump_json()}"
+        return f"{recipe.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def facts(self, recipe: Recipe, *, run: str, engine: Engine, image: str, gpus_per_node: int, site: str) -> Facts:
         """What these machines are to the plan; it must be the same on each of them."""
@@ -118,17 +118,17 @@ def read(path: Path) -> Hosts:
     names: list[str] = []
     slots: set[int | None] = set()
     for number, raw in enumerate(text.splitlines(), start=1):
-        words = raw.partition("#")[0].split()
-        if not words:
+        fields = raw.partition("#")[0].split()
+        if not fields:
             continue
-        count = words[1].removeprefix("slots=") if words[1:] else ""
-        if len(words) > 2 or (words[1:] and not (words[1].startswith("slots=") and count.isdigit() and int(count))):
+        count = fields[1].removeprefix("slots=") if fields[1:] else ""
+        if len(fields) > 2 or (fields[1:] and not (fields[1].startswith("slots=") and count.isdigit() and int(count))):
             raise ConfigError(
                 "a line of the hostfile is not understood", where=f"{path}:{number}", wanted=_FORM, found=raw.strip()
             )
-        if words[0] in names:
-            raise ConfigError("a machine is in the hostfile twice", where=f"{path}:{number}", found=words[0])
-        names.append(words[0])
+        if fields[0] in names:
+            raise ConfigError("a machine is in the hostfile twice", where=f"{path}:{number}", found=fields[0])
+        names.append(fields[0])
         slots.add(int(count) if count else None)
     if not names:
         raise ConfigError("the hostfile names no machine", where=path, wanted=_FORM)
