@@ -204,6 +204,24 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, har
     assert again.losses() == first.losses()[2:]
 
 
+def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
+    argv = ("train.steps=3", "checkpoint.every=[[0, 2]]")
+    first = run(2, *argv).end()
+    again = run(2, *argv)
+    newest = again.folder / "checkpoints/step-2"
+    shutil.copytree(first.folder / "checkpoints/step-2", newest)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    assert again.end(code=78).log().read_text().splitlines()[-5:] == [
+        "the checkpoint was written by another version of dray",
+        f"  where:  {newest}/manifest.json",
+        "  wanted: checkpoint version 1",
+        f"  found:  checkpoint version 2, written by dray {manifest['dray']}",
+        "  fix:    resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, and "
+        "another checkpoint.folder",
+    ]
+
+
 def test_killed_at_any_moment_it_goes_on_from_the_newest_whole_one(run: BEGUN) -> None:
     """A checkpoint after each step, and SIGKILL to all at random moments: what is found is always whole."""
     other = run(2, "train.steps=100000", "checkpoint.every=[[0, 1]]", "checkpoint.keep=2")

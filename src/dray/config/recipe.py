@@ -53,6 +53,8 @@ class Recipe(Spec):
     """One training run."""
 
     layer = "scale"
+    version: Literal[1] = 1
+    """The version of these keys. A recipe of another one is refused; CHANGELOG.md has what changed."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     """Short name: small letters, digits, `.`, `_` and `-`. The run's folder carries it."""
     about: str = ""

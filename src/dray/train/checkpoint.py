@@ -31,6 +31,7 @@ from dray.train.errors import say
 from dray.train.strategies.base import State, Strategy
 
 _MANIFEST = "manifest.json"
+_VERSION = 1  # of the manifest, and of what the files beside it hold
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
@@ -105,8 +106,8 @@ class Checkpoints:
         own_files += [part / ".metadata"] if self.rank == 0 else []
         files = _gathered({path.name: _sealed(path) for path in own_files})
         if self.rank == 0:
-            manifest = {"step": step, "updates": updates, **self.made_by, "world_size": self.world, "order": self.order}
-            manifest["files"] = files
+            manifest = {"version": _VERSION, "step": step, "updates": updates, **self.made_by, "world_size": self.world}
+            manifest |= {"order": self.order, "files": files}
             with (part / _MANIFEST).open("w", encoding="utf-8") as file:
                 json.dump(manifest, file, indent=1)
                 file.flush()
@@ -129,6 +130,7 @@ class Checkpoints:
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
+            _require_version(path, manifest)
             self._check_order(path, manifest["order"])
             owns = [json.loads(own.read_text(encoding="utf-8")) for own in sorted(path.glob("rank-*.json"))]
             if self.strategy.scaler and owns[0]["scaler"]:
@@ -194,6 +196,18 @@ def _manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         return {"trouble": f"its manifest cannot be read ({error})"}
     return found if "files" in found else {"trouble": "its manifest names no files"}
+
+
+def _require_version(path: Path, manifest: dict[str, Any]) -> None:
+    if manifest.get("version") != _VERSION:
+        raise ConfigError(
+            "the checkpoint was written by another version of dray",
+            where=path / _MANIFEST,
+            wanted=f"checkpoint version {_VERSION}",
+            found=f"checkpoint version {manifest.get('version')}, written by dray {manifest.get('dray')}",
+            fix="resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, and "
+            "another checkpoint.folder",
+        )
 
 
 def troubles(path: Path) -> list[str]:
