@@ -39,6 +39,7 @@ def submit(
     facts, choice = login.facts(recipe, nodes, gpus_per_node, site, options=sbatch or (), gpu_memory=gpu_memory)
     run = (runs or default_runs()).absolute() / new_id(recipe.name)
     plan = write.decide(recipe, facts, choice, RunPaths(run))
+    plan.refuse()  # before the image, which may take long to build
     image = store.required(checkout.root(), recipe.image, recipe.image_digest).absolute()
     report(plan)
     argv = queue.sbatch(
