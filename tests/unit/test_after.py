@@ -74,7 +74,7 @@ def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
     assert [line.split(" loss")[0] for line in ended.stdout.splitlines()] == [
         "evaluation", "evaluation words", "evaluation mine",
     ]  # fmt: skip
-    wrong = dray("eval", runs["ended"].folder, "evaluate.mine.txt=x")
+    wrong = dray("eval", runs["ended"].folder, "evaluate.mine.datset=x")
     assert (wrong.returncode, "unknown key: did you mean" in wrong.stderr) == (78, True)
     lost = dray("eval", runs["ended"].folder, "evaluate.mine.dataset=/not/there.txt")
     assert (lost.returncode, "the dataset does not exist" in lost.stdout + lost.stderr) == (78, True)

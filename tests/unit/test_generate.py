@@ -61,7 +61,7 @@ def test_the_prompt_comes_first_and_then_as_many_tokens(runs) -> None:
         ("causal", ("o" * 40,), 78, "fix:    a shorter prompt"),
         ("causal", ("one", "--tokens", "0"), 2, "greater than or equal to 1"),
         ("causal", ("one", "--temperature", "-1"), 2, "Invalid value for '--temperature'"),
-        ("masked", ("one",), 78, "this model does not write"),
+        ("masked", ("one",), 78, "this model does not generate text"),
         ("unfinished", ("one",), 78, "the run has no final model"),
         ("none", ("one",), 78, "this is not a run folder"),
     ],
