@@ -217,8 +217,8 @@ def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
         f"  where:  {newest}/manifest.json",
         "  wanted: checkpoint version 1",
         f"  found:  checkpoint version 2, written by dray {manifest['dray']}",
-        "  fix:    resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, and "
-        "another checkpoint.folder",
+        "  fix:    resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, "
+        "and another checkpoint.folder",
     ]
 
 
