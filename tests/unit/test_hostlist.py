@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import process_time
 
 import pytest
 from ClusterShell.NodeSet import NodeSet
@@ -153,11 +153,11 @@ def test_the_limit_itself_is_allowed() -> None:
 
 @pytest.mark.parametrize("text", ["n[00001-10000]", "r[001-100]n[1-100]", ",".join(f"n{i}" for i in range(10_000))])
 def test_ten_thousand_hosts_take_less_than_20_ms(text: str) -> None:
-    """The best of several, since what is measured is the code and not the machine's other work."""
+    """CPU time, and the best of several: the code is measured, and not the other work of the machine."""
     best = float("inf")
     for _ in range(20):
-        start = perf_counter()
+        start = process_time()
         hosts = expand(text)
-        best = min(best, perf_counter() - start)
+        best = min(best, process_time() - start)
     assert len(hosts) == 10_000
     assert best < 0.020
