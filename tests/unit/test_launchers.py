@@ -38,7 +38,7 @@ def test_the_whole_command(name: str) -> None:
 def test_a_launcher_that_is_not_there_is_refused_and_the_others_are_named() -> None:
     with pytest.raises(ConfigError) as refused:
         launchers.of("torchrum")
-    assert refused.value.details == {"wanted": "one of torchrun, accelerate, deepspeed, python", "found": "torchrum"}
+    assert refused.value.details == {"wanted": f"one of {', '.join(get_args(Launcher))}", "found": "torchrum"}
 
 
 def test_a_recipe_may_name_every_launcher() -> None:
@@ -157,6 +157,7 @@ class TestWords:
             (("nodes=two", "--", "t.py"), "the command's recipe has 1 error"),
             (("--launcher", "mpirun", "--", "t.py"), "the command's recipe has 1 error"),
             (("gone.toml",), "recipe gone.toml does not exist"),
+            (("t.py", "nodes=2"), "a program was given in the place of a recipe"),
         ],
     )
     def test_what_cannot_be(self, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

@@ -89,7 +89,7 @@ def test_who_parts_what_holds_less_of_it() -> None:
     for stage, each in {1: (2, 4, 1.5), 2: (2, 0.5, 1.5), 3: (0.25, 0.5, 1.5)}.items():
         assert tuple(stages[stage][part] / count for part in ("weights", "gradients", "optimizer")) == each
     away = gpu("train.strategy=zero3", "train.offload=all")
-    assert set(away) == {"layers at work", "activations", "the rest"}
+    assert set(away) == {"gathered layers", "activations", "the rest"}
     assert gpu("batch.per_device=1")["activations"] == pytest.approx(gpu()["activations"] / 8)
     assert gpu("train.activation_checkpointing=true")["activations"] < gpu()["activations"] / 4
     assert gpu("lora.rank=8")["optimizer"] < gpu()["optimizer"] / 100
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
         "  found:  122.6 GB on each GPU: weights 26.63, their 16-bit copies 13.32, gradients 26.63, optimizer 53.27, "
         "activations 1.23, the rest 1.50",
     ]
-    fix = "  fix:    with train.strategy=zero3 train.offload=optimizer: 4.8 GB on each GPU: weights 1.66, layers"
+    fix = "  fix:    with train.strategy=zero3 train.offload=optimizer: 4.8 GB on each GPU: weights 1.66, gathered"
     assert refusal[3].startswith(fix)
     queued = dray("submit", *plain[1:], "train.strategy=ddp", "--sbatch=-Amine", HF_HOME=str(home))
     assert (queued.returncode, "the model does not fit" in queued.stderr) == (78, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,13 @@ class Chosen:
 def chosen(arguments: list[str] | None, launcher: str, context: typer.Context) -> Chosen:
     """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
     command, rest = tuple(context.obj or ()), [*(arguments or [])]
+    if rest and not command and Path(rest[0]).suffix in (".py", ".sh"):
+        raise ConfigError(
+            "a program was given in the place of a recipe",
+            wanted="a recipe, such as recipes/smoke-cpu.toml, or -- and a command",
+            found=rest[0],
+            fix=f"put -- before it: {shlex.join([*rest[1:], '--', rest[0]])}",
+        )
     path = found(Path(rest.pop(0))) if rest and ("=" not in rest[0] or Path(rest[0]).is_file()) else None
     if path and command:
         raise ConfigError(

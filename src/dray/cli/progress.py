@@ -32,7 +32,8 @@ class Progress:
         )
         steps = plan.recipe.train.steps if plan.recipe.train else None
         self._task = self._bar.add_task("starting", total=steps, figures="")
-        self._say(f"{plan.recipe.name}: {plan.world.size} ranks on {len(plan.world.nodes)} nodes ({plan.engine})")
+        where = f"{_counted(plan.world.size, 'rank')} on {_counted(len(plan.world.nodes), 'node')}"
+        self._say(f"{plan.recipe.name}: {where} ({plan.engine})")
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -73,3 +74,7 @@ class Progress:
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'s' if number != 1 else ''}"

@@ -29,13 +29,13 @@ class Preflight(Spec):
     """What the nodes prove to one another before the launch."""
 
     when: Literal["several", "always", "never"] = "several"
-    """On several nodes, on one too, or not at all."""
+    """several: in runs of several nodes; always: on one node too."""
     within: Count = 60
-    """Seconds that all collectives together may take, once all ranks are there (rendezvous_timeout_s)."""
+    """Seconds that all collectives together may take, after the rendezvous."""
     megabytes: Count = 64
     """The largest message of the bandwidth sweep."""
     free_gb: Annotated[float, Field(ge=0)] = 1.0
-    """Room that /tmp and the run's folder must have on each node."""
+    """Free space that /tmp and the run folder must have on each node."""
     shared_memory_gb: Annotated[float, Field(ge=0)] = 0.5
     """Size that /dev/shm must have."""
 
@@ -56,13 +56,13 @@ class Recipe(Spec):
     version: Literal[1] = 1
     """The version of these keys. A recipe of another one is refused; CHANGELOG.md has what changed."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
-    """Short name: small letters, digits, `.`, `_` and `-`. The run's folder carries it."""
+    """Short name: small letters, digits, `.`, `_` and `-`. It is part of the run folder's name."""
     about: str = ""
     """One line that says what it is for."""
     scale: Literal["whole", "tiny"] = "whole"
-    """tiny: as [tiny] says, to walk the same way in a minute, with a small model and a text that is at hand."""
+    """tiny: with the settings in [tiny], a run of a minute with a small model and a small dataset."""
     tiny: dict[str, Any] = {}
-    """What is other at that scale: any keys of a recipe."""
+    """Settings of scale = tiny: any keys of a recipe."""
     image: Variant = "cpu"
     """The image's variant."""
     image_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
@@ -70,21 +70,21 @@ class Recipe(Spec):
     launcher: Launcher = "torchrun"
     """What starts the ranks in the container."""
     nodes: Count = 1
-    """Nodes to ask for. What the scheduler really gave wins."""
+    """Nodes to request. If the scheduler gives another number, dray uses that."""
     ranks_per_node: Count | None = None
-    """Ranks on a node where no GPUs are given. With GPUs there is one rank for each."""
+    """Ranks on a node without GPUs. With GPUs there is one rank for each."""
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    """Port of the first node, for the rendezvous and torch's store. Left out: a free one."""
+    """Port of the first node, for the rendezvous and torch's store. Default: a free one."""
     rendezvous_timeout_s: Count = 120
-    """Seconds in which all nodes must have met before the launch is given up."""
+    """Seconds in which all nodes must join the rendezvous; then the run ends."""
     env: dict[Annotated[str, Field(pattern=_VARIABLE)], str] = {}
-    """Environment of every rank. Wins over the site's and over dray's own."""
+    """Environment of every rank. It overrides the site's and dray's own."""
     pass_env: tuple[Annotated[str, Field(pattern=_VARIABLE)], ...] = ()
-    """Variables that ranks get with the value that they have where the job was submitted, such as HF_TOKEN."""
+    """Variables of the submitting shell that ranks get, such as HF_TOKEN."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often torchrun starts all ranks again after one has died."""
+    """How often torchrun restarts all ranks after one has failed."""
     accelerate: str | None = None
-    """A configuration file of accelerate's, in the place of dray's own. A relative path starts beside the recipe."""
+    """accelerate's configuration file, instead of dray's. A relative path starts at the recipe's folder."""
     preflight: Preflight = Preflight()
     command: Command | None = None
     batch: Batch | None = None

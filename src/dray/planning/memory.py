@@ -115,7 +115,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     optimizer = (12 if zero else 2 * moves) * moved / (ranks if stage >= 1 else 1)
     parts = {
         "weights": weights,
-        "their 16-bit copies" if half == 2 and not zero and stage < 3 else "layers at work": half * whole,
+        "their 16-bit copies" if half == 2 and not zero and stage < 3 else "gathered layers": half * whole,
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": _activations(recipe, model, ranks, half),

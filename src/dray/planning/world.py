@@ -127,4 +127,4 @@ def _port(recipe: Recipe, facts: Facts) -> Choice[int]:
         return Choice(recipe.port, "the recipe says so")
     if facts.port:
         return Choice(facts.port, "from the run's name, since machines of a hostfile share no folder")
-    return Choice(0, "a free one, which the first node binds and tells the others in rendezvous.json")
+    return Choice(0, "a free one, which the first node chooses and writes to rendezvous.json")

@@ -76,14 +76,14 @@ def _named(name: str, address: str) -> str:
 def _fabric(plan: Plan) -> list[tuple[str, str]]:
     fabric = plan.fabric
     whose = {"host": "the host's libraries", "image": "the image's libraries", "none": "nothing is put in"}
-    proof = " or ".join(fabric.transport) or "anything"
+    proof = " or ".join(fabric.transport) or "any transport"
     return [
         ("kind", f"{fabric.kind}, {whose[fabric.strategy]}: {' '.join(plan.reasons['fabric'].split())}"),
         *(("library", pattern) for pattern in fabric.libraries),
         *([("plugin", fabric.plugin)] if fabric.plugin else []),
         (
-            "proof",
-            f"ranks of several nodes must use {proof}"
+            "check",
+            f"the preflight requires {proof} between nodes"
             + (f", at {fabric.min_bus_bandwidth_gb_s} GB/s or more" if fabric.min_bus_bandwidth_gb_s else ""),
         ),
     ]

@@ -18,7 +18,7 @@ from dray.runs import local
 
 _SECRET_LENGTH = 32
 _NEW_SECRET = "(umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > ~/.dray-secret)"  # noqa: S105  a line to type
-_FORM = "a machine a line: its name or address as the others reach it, then slots=N for its ranks where they differ"
+_FORM = "one line for each machine: its name or address, and slots=N for N ranks on it, as in `box1 slots=8`"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def read(path: Path) -> Hosts:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the hostfile cannot be read", where=path, wanted=_FORM, found=error) from error
+        raise ConfigError(
+            "the hostfile cannot be read", where=path, wanted=_FORM, found=getattr(error, "strerror", None) or error
+        ) from error
     names: list[str] = []
     slots: set[int | None] = set()
     for number, raw in enumerate(text.splitlines(), start=1):
