@@ -8,7 +8,8 @@ import signal
 import sys
 
 # By file, since -m would look for dray where -S and -E have forbidden it. What Python itself has comes first.
-sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+if __name__ == "__main__":
+    sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
 from dray.contract import cores, exit_codes, run_folder  # noqa: E402
 from dray.runner import children  # noqa: E402

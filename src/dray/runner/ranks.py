@@ -7,7 +7,8 @@ import os
 import sys
 
 # As in rank.py.
-sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+if __name__ == "__main__":
+    sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
 from dray.runner import children  # noqa: E402
 
