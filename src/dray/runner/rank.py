@@ -11,8 +11,8 @@ import sys
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
-from dray.contract import cores, exit_codes, run_folder  # noqa: E402
-from dray.runner import children  # noqa: E402
+from dray.contract import cores, exit_codes, run_folder
+from dray.runner import children
 
 _GRACE = 10.0  # seconds from the launcher's death to the rank's
 

@@ -10,7 +10,7 @@ import sys
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
-from dray.runner import children  # noqa: E402
+from dray.runner import children
 
 _GRACE = 10.0  # seconds from asking the other ranks to end to ending them
 
