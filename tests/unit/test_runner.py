@@ -559,6 +559,6 @@ def test_the_runner_loads_nothing_that_is_slow_to_load() -> None:
 
 
 def test_a_rank_supervisor_loads_almost_nothing() -> None:
-    loaded = f"import sys; sys.path.insert(0, {str(RANK.parent)!r}); import rank; print(*sys.modules)"
+    loaded = f"import sys; sys.path.insert(0, {str(RANK.parents[2])!r}); import dray.runner.rank; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-S", "-E", "-c", loaded], capture_output=True, text=True, check=True)
     assert not {"json", "socket", "re"} & set(ended.stdout.split())
