@@ -42,20 +42,28 @@ def run(
     command = [str(argument) for argument in argv]
     pipe = None if show else subprocess.PIPE
     try:
-        ended = subprocess.run(  # noqa: S603  a list, never a shell
-            command,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-            stdin=None if show else subprocess.DEVNULL,  # a shown program may ask for a passphrase
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        with (
+            _interrupts_wait() as begun,
+            subprocess.Popen(  # noqa: S603  a list, never a shell
+                command,
+                cwd=cwd,
+                env={**os.environ, **(env or {})},
+                stdin=None if show else subprocess.DEVNULL,  # a shown program may ask for a passphrase
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                errors="replace",
+            ) as running,
+        ):
+            try:
+                begun()
+                out, err = running.communicate()
+            except BaseException:
+                running.kill()
+                raise
     except FileNotFoundError as missing:
         raise UnfitError(f"{command[0]} is not installed", where=f"PATH={os.environ.get('PATH', '')}") from missing
-    done = Done(argv=tuple(command), code=ended.returncode, out=ended.stdout or "", err=ended.stderr or "")
+    done = Done(argv=tuple(command), code=running.returncode, out=out or "", err=err or "")
     if check and done.code != 0:
         raise DrayError(
             f"{command[0]} failed with exit code {done.code}",
@@ -67,17 +75,21 @@ def run(
 
 def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> int:
     """Run to the end, with each line of both streams passed to `on_line`; return the exit code."""
-    with subprocess.Popen(  # noqa: S603  a list, never a shell
-        [str(argument) for argument in argv],
-        env={**os.environ, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as running:
+    with (
+        _interrupts_wait() as begun,
+        subprocess.Popen(  # noqa: S603  a list, never a shell
+            [str(argument) for argument in argv],
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as running,
+    ):
         try:
+            begun()
             for line in running.stdout or ():
                 on_line(line.rstrip("\n"))
         except BaseException:
@@ -86,11 +98,41 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
     return running.returncode
 
 
+class _Interrupts:
+    """Whether a signal must wait, and which one does."""
+
+    wait = False
+    pending = 0
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[Callable[[], None]]:
+    """Hold a signal back until the caller says that its command has begun.
+
+    An interrupt in the middle of Popen would leave a child that nobody waits for, and its pipes open.
+    """
+
+    def begun() -> None:
+        _Interrupts.wait, number = False, _Interrupts.pending
+        _Interrupts.pending = 0
+        if number:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+
+    _Interrupts.wait = True
+    try:
+        yield begun
+    finally:
+        begun()
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Handle SIGTERM and a closed terminal (except under nohup) as Ctrl-C: the `finally` blocks run."""
 
     def interrupt(number: int, _frame: object) -> None:
+        if _Interrupts.wait:
+            _Interrupts.pending = number
+            return
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
