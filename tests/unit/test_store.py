@@ -7,12 +7,19 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
 from dray.planning import launchers
+from dray.tcp_store.handler import StoreRendezvous
 from nodes import Start
 
 pytestmark = pytest.mark.torch
@@ -76,6 +83,27 @@ def test_ranks_that_torchrun_starts_again_keep_their_numbers(plan, start: Start,
     assert [(one["rank"], one["node"], one["sum"]) for one in seen] == [(0, 0, 4), (1, 0, 4), (2, 1, 4), (3, 1, 4)]
     assert str(told["port"]) not in {one["port"] for one in seen}  # a store of their own
     assert {tuple(one["listening"]) for one in seen} == {("7f000001",)}
+
+
+def test_an_agent_whose_ranks_are_well_follows_another(monkeypatch) -> None:
+    """The second node's ranks have failed; the first node's agent must see it while its own still run."""
+    shared = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parameters = RendezvousParameters("dray", "", "run", 2, 2, restarts=1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(shared.port))
+    agents = []
+    for node in ("0", "1"):
+        monkeypatch.setenv("GROUP_RANK", node)
+        agents.append(StoreRendezvous(parameters))
+    with ThreadPoolExecutor() as nodes:
+        list(nodes.map(lambda agent: agent.next_rendezvous(), agents))
+        again = nodes.submit(agents[1].next_rendezvous)
+        deadline = time.monotonic() + 20
+        while not agents[0].num_nodes_waiting():
+            assert time.monotonic() < deadline
+        first, second = agents[0].next_rendezvous(), again.result(20)
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.bootstrap_store_info.master_port == second.bootstrap_store_info.master_port != shared.port
 
 
 def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: Start, tmp_path: Path) -> None:

@@ -49,12 +49,13 @@ class StoreRendezvous(RendezvousHandler):
         """Wait until all agents have come to this start of the ranks."""
         agents = PrefixStore(f"dray/{self._round}", self._store)
         self._round += 1
+        arrived = agents.add("arrived", 1)  # before anything that waits: the other agents follow when they see it
         port = self._port
         if self._round > 1:
             if self._node == 0:
                 agents.set("port", str(self._serve()))
             port = int(agents.get("port"))
-        if agents.add("arrived", 1) == self._nodes:
+        if arrived == self._nodes:
             agents.set("all", "")
         agents.wait(["all"], _TIMEOUT)
         return RendezvousInfo(agents, self._node, self._nodes, RendezvousStoreInfo(self._address, port))
