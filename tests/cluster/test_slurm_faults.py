@@ -46,7 +46,7 @@ def test_a_place_that_the_nodes_lack(sbatch) -> None:
     assert ended.code == 69
     cause = ended.result()["cause"]
     assert (cause["node"] in ("n1", "n2"), cause["rank"]) == (True, None)
-    assert cause["why"] == "/no/such/text.txt is not there\n  wanted: recipe data.train: the text to train on"
+    assert cause["why"] == "/no/such/text.txt is not there\n  wanted: recipe data.train: the training dataset"
 
 
 def test_a_busy_port_is_try_again(sbatch, cluster) -> None:
@@ -109,7 +109,8 @@ def test_a_cancelled_job_still_says_how_it_ended(sbatch, cluster) -> None:
 
 def new(cluster, before: set[Path], name: str) -> list[Path]:
     """This file of runs that were not there before."""
-    return [path / name for path in set((cluster.shared / "runs").iterdir()) - before if (path / name).exists()]
+    attempts = [path / "attempt-1" for path in set((cluster.shared / "runs").iterdir()) - before]
+    return [path / name for path in attempts if (path / name).exists()]
 
 
 def until(happened: Callable[[], bool], seconds: float = 60) -> None:

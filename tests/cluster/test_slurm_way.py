@@ -40,6 +40,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
                 "node.sh",
                 "plan.json",
                 "preflight/report.json",
+                "rendezvous.json",
                 "result.json",
                 "secret",
                 *(f"logs/node-{node}.log" for node in range(2)),

@@ -143,7 +143,11 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(run, folder: Path) -> None:
     ("words", "model", "said"),
     [
         (SEED, GPT, "there is nothing to make analog in this model"),
-        (('analog.exclude=["bert.nothing"]',), BERT, "analog.exclude names layers that are not linear layers of the model"),
+        (
+            ('analog.exclude=["bert.nothing"]',),
+            BERT,
+            "analog.exclude names layers that are not linear layers of the model",
+        ),
     ],
 )
 def test_what_cannot_be_analog(run, words, model, said: str) -> None:
