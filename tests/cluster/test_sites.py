@@ -118,7 +118,7 @@ def test_what_one_node_alone_lacks(sbatch, site, cluster, what: str) -> None:
             "bind": ["/tmp/only here is not there", "  wanted: site mine: data"],
             "plugin": [
                 "/tmp/only here/librccl-net*.so is not there",
-                "  wanted: a part of the fabric (site mine); without it ranks would fall back to TCP and say nothing",
+                "  wanted: a part of the fabric (site mine); without it ranks would fall back to TCP without a warning",
             ],
         }[what]
     )
@@ -148,7 +148,7 @@ def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, clus
 
     def on_n2() -> list[dict[str, object]]:
         files = [
-            file for run in set((cluster.shared / "runs").iterdir()) - before for file in run.glob("preflight/*.json")
+            file for run in set((cluster.shared / "runs").iterdir()) - before for file in run.glob("attempt-*/preflight/*.json")
         ]
         ranks = [json.loads(file.read_text()) for file in files]
         return [rank for rank in ranks if rank["node"] == "n2"]
