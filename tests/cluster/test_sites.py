@@ -147,9 +147,8 @@ def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, clus
     before = set((cluster.shared / "runs").iterdir())
 
     def on_n2() -> list[dict[str, object]]:
-        files = [
-            file for run in set((cluster.shared / "runs").iterdir()) - before for file in run.glob("attempt-*/preflight/*.json")
-        ]
+        begun = set((cluster.shared / "runs").iterdir()) - before
+        files = [file for run in begun for file in run.glob("attempt-1/preflight/*.json")]
         ranks = [json.loads(file.read_text()) for file in files]
         return [rank for rank in ranks if rank["node"] == "n2"]
 
