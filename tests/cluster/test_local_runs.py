@@ -79,10 +79,10 @@ def test_the_demo_shows_plain_lines_when_nobody_watches(demo) -> None:
 def test_a_site_file_holds_here_too(root: Path, tmp_path: Path) -> None:
     site = tmp_path / "my site.toml"
     site.write_text('name = "mine"\nabout = "a"\nenv = [{ name = "WHERE", value = "a \'place\'", why = "w" }]\n')
-    words = ["run", "--site", site, "--runs", tmp_path / "runs", "launcher=python", "--", "sh", "-c", "echo $WHERE"]
-    ended = subprocess.run([*DRAY, *words], cwd=root, capture_output=True, text=True, check=False)
+    options = ["run", "--site", site, "--runs", tmp_path / "runs", "launcher=python", "--", "sh", "-c", "echo $WHERE"]
+    ended = subprocess.run([*DRAY, *options], cwd=root, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    (log,) = (tmp_path / "runs").glob("*/logs/rank-0.log")
+    (log,) = (tmp_path / "runs").glob("*/attempt-1/logs/rank-0.log")
     assert log.read_text() == "a 'place'\n"
 
 
