@@ -39,10 +39,10 @@ def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     """The file with the `key=value` overrides on top. Everything that is wrong is in one ConfigError."""
     kind = model.__name__.lower()
     written = _parse(_read(path, kind), path, kind)
-    return check(model, _layered(model, written, overrides), overrides, what=f"{kind} {path}")
+    return validate(model, _layered(model, written, overrides), overrides, what=f"{kind} {path}")
 
 
-def check(model: type[S], written: Table, overrides: Sequence[str] = (), *, what: str) -> S:
+def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, what: str) -> S:
     """The table with the overrides on top, as `load` does it."""
     data = written
     typed: list[tuple[Keys, str]] = []

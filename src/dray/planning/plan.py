@@ -75,7 +75,7 @@ def plan(
         },
         recipe=recipe,
     )  # fmt: skip
-    found = (*refusals.find(recipe, site, facts), *too_large, *advice.find(made, site, facts, files))
+    found = (*refusals.find(recipe, site, facts, engine), *too_large, *advice.find(made, site, facts, files))
     return made.model_copy(update={"findings": found})
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
+from dray.engines.base import Engine
 from dray.facts import Facts
 
 
-def find(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
+def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[Finding]:
     """Every refusal that needs no estimate."""
     yield from _account(site, facts)
     yield from _variant(recipe, site, facts)
-    yield from _digest(recipe, facts)
+    yield from _digest(recipe, facts, engine)
     yield from _checkpoints(recipe, facts)
 
 
@@ -58,14 +58,14 @@ def _variant(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _digest(recipe: Recipe, facts: Facts) -> Iterator[Finding]:
+def _digest(recipe: Recipe, facts: Facts, engine: Engine) -> Iterator[Finding]:
     if not recipe.image_digest:
         return
-    if engines.get(facts.engine).image != "file":
+    if engine.image != "file":
         yield _refusal(
             "image_digest pins a SIF, which only Apptainer starts",
             wanted=recipe.image_digest,
-            found=f"engine {facts.engine}",
+            found=f"engine {engine.name}",
             fix="sbatch, dray submit or --engine apptainer; to try the recipe with this engine: image_digest=",
         )
     elif facts.image_digest not in ("", recipe.image_digest):

@@ -11,7 +11,7 @@ from typing import Any
 
 from dray import __version__, render
 from dray.config import deepspeed, sites
-from dray.config.model import check, load
+from dray.config.model import load, validate
 from dray.config.recipe import Recipe
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
@@ -30,7 +30,9 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     """
     if path is None:
         name = re.sub("[^a-z0-9._-]", "-", PurePosixPath(command[0]).stem.lower()).lstrip("._-")[:63] or "run"
-        recipe = check(Recipe, {"name": name, "command": {"argv": [*command]}}, overrides, what="the command's recipe")
+        recipe = validate(
+            Recipe, {"name": name, "command": {"argv": [*command]}}, overrides, what="the command's recipe"
+        )
     else:
         recipe = load(Recipe, path, overrides)
     beside = path.absolute().parent if path else Path.cwd()
@@ -46,7 +48,7 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
 def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """A run's own recipe with the command line's overrides, whose relative paths start where we stand."""
     table = recipe.model_dump(exclude_unset=True)
-    return _placed(check(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
+    return _placed(validate(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
 
 
 def _placed(recipe: Recipe, beside: Path) -> Recipe:
