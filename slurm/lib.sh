@@ -120,7 +120,7 @@ lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the
     ${recipe:+"$recipe"} "$@" "${command[@]}" || code=$?
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
-    lib::die 78 "the image cannot plan: dray is not in it, or it does not start" "where:  $image on node $(</proc/sys/kernel/hostname)" \
+    lib::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
       "found:  exit code $code" "fix:    build it with dray (make image-cpu), or point DRAY_IMAGE at such an image"
   fi
   return "$code"

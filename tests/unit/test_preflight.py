@@ -19,7 +19,7 @@ from dray.checks import transport
 from dray.contract.findings import DrayError, Finding, UnfitError
 from dray.runner import preflight
 
-WANTED = {"within": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001}
+WANTED = {"timeout_s": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001}
 NODES = [{"name": "n1", "address": "127.0.0.1"}, {"name": "n2", "address": "127.0.0.1"}]
 
 
@@ -120,7 +120,7 @@ def test_a_node_that_answers_wrong_data_is_named(tmp_path: Path, port: int) -> N
 def test_a_rank_that_stops_is_named_at_the_deadline(tmp_path: Path, port: int) -> None:
     """SIGSTOP: it can say nothing more, not even where it stands; and the others must not wait for ever."""
     folder = tmp_path / "run"
-    made(folder, port, rendezvous_timeout_s=9, within=4)
+    made(folder, port, rendezvous_timeout_s=9, timeout_s=4)
     began = time.monotonic()
     nodes = [start(folder, 0), start(folder, 1)]
     file = folder / "preflight/rank-1.json"
@@ -218,7 +218,7 @@ class TestWhoIsToBlame:
 
     def test_nobody_where_all_hang_alike(self) -> None:
         assert self.blame(self.ranks(*["all-reduce"] * 4), last=False) == (
-            "no rank got through all-reduce in 60 s", "", None,
+            "all-reduce did not end within 60 s on any rank", "", None,
         )  # fmt: skip
 
     def test_who_was_killed_and_not_who_noticed(self) -> None:

@@ -38,7 +38,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         rank=rank.number,
         world_size=rank.size,
     )
-    rank.deadline(rank.plan["preflight"]["within"])
+    rank.deadline(rank.plan["preflight"]["timeout_s"])
     rank.phase("all-reduce")
     total, wanted = torch.full((1,), rank.number, dtype=torch.int64, device=device), sum(range(rank.size))
     dist.all_reduce(total)

@@ -30,7 +30,7 @@ class Preflight(Spec):
 
     when: Literal["several", "always", "never"] = "several"
     """several: in runs of several nodes; always: on one node too."""
-    within: Count = 60
+    timeout_s: Count = 60
     """Seconds that all collectives together may take, after the rendezvous."""
     megabytes: Count = 64
     """The largest message of the bandwidth sweep."""

@@ -98,7 +98,7 @@ class Model(Spec):
     config: dict[str, Scalar | list[Any] | dict[str, Any]] = {}
     """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
     tokenizer: str = ""
-    """A tokenizer, said like a name. Left out: the named model's own, or one token a byte."""
+    """A tokenizer, named as `name` is. Left out: the named model's own, or one token a byte."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     """Which of transformers' attention functions; auto is sdpa, or eager where a model has no other."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
@@ -122,17 +122,17 @@ class Train(Spec):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises; it reaches its peak with the last of them."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "polynomial", "cosine_with_restarts"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """How the learning rate changes after the warm-up."""
     lr_power: Annotated[float, Field(gt=0)] = 1.0
     """The polynomial's power; 1 is linear."""
     lr_cycles: Count = 1
-    """How many cosines cosine_with_restarts has."""
+    """How many times cosine_with_restarts falls."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """How slowly AdamW's two averages forget."""
+    """Decay rates of AdamW's running averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """What keeps AdamW from dividing by zero."""
+    """Added to the denominator of AdamW's update, for numerical stability."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -149,20 +149,21 @@ class Train(Spec):
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
     offload: Literal["", "optimizer", "all"] = ""
-    """What the host's memory holds in place of the GPU's, with zero1 to zero3; all is the weights, too (zero3)."""
+    """What zero1 to zero3 keep in the host's memory instead of the GPU's: the optimizer, or with zero3 also the weights
+    (all)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
     activation_checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept."""
     deepspeed: str | None = None
-    """A DeepSpeed JSON file; it decides the strategy. What it says `auto` for, the recipe decides; where both speak,
-    they must agree. A relative path starts beside the recipe."""
+    """A DeepSpeed JSON file; it decides the strategy. The recipe fills in each `auto`; a value in both must be
+    the same. A relative path starts beside the recipe."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two evaluations; 0 is after training alone."""
     attention_stats: bool = False
     """Whether the smallest and the largest attention score of each layer are logged."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Where metrics also go; offline, unless these programs' own variables say otherwise."""
+    """Trackers that get the metrics too; offline, unless their own environment variables say otherwise."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Train:
@@ -225,15 +226,15 @@ class Checkpoint(Spec):
     """What a run keeps, so that another may resume."""
 
     every: Every = ()
-    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50 for ever. A
-    number alone is for ever. Left out: none before the end."""
+    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50. A number
+    alone holds to the end. Left out: none before the end."""
     at_start: bool = False
-    """Whether there is one of step 0, too. It is removed as others are, once there are `keep` newer ones."""
+    """Whether a checkpoint of step 0 is kept too. It is removed as others are, once there are `keep` newer ones."""
     keep: Count = 2
-    """How many of the newest to keep."""
+    """How many of the newest checkpoints to keep."""
     folder: str = ""
-    """Where they are; else in the run folder. With one, the same command, requeued or typed again, resumes where the
-    last was interrupted. A relative path starts at the recipe's own folder."""
+    """Where checkpoints are kept; else in the run folder. With a folder, the same command, requeued or typed again,
+    resumes where the last one stopped. A relative path starts at the recipe's own folder."""
 
     @field_validator("every", mode="before", json_schema_input_type=Count | Every)
     @classmethod

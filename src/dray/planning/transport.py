@@ -22,5 +22,5 @@ def preflight(recipe: Recipe, facts: Facts) -> Choice[Preflight | None]:
     """Nodes that are one machine have no network between them to prove."""
     several = facts.nodes > 1 and facts.scheduler != "local"
     if {"always": True, "never": False, "several": several}[recipe.preflight.when]:
-        return Choice(recipe.preflight, f"all ranks, within {recipe.preflight.within} s after the rendezvous")
+        return Choice(recipe.preflight, f"all ranks, within {recipe.preflight.timeout_s} s after the rendezvous")
     return Choice(None, f"none (preflight.when is {recipe.preflight.when})")

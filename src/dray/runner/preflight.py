@@ -69,7 +69,7 @@ def _ranks(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: 
         env = {**environ, **number, "WORLD_SIZE": str(world["size"])}
         ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=log)
     os.close(log)
-    return _wait(ranks, time.monotonic() + world["rendezvous_timeout_s"] + plan["preflight"]["within"] + _GRACE)
+    return _wait(ranks, time.monotonic() + world["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"] + _GRACE)
 
 
 def _wait(ranks: children.Children, deadline: float) -> dict[int, int]:
@@ -171,17 +171,17 @@ def _hung(
     if not guilty:
         nodes = " ".join(sorted({rank["node"] for rank in ranks.values()}))
         return UnfitError(
-            f"no rank got through {furthest['phase']} in {limit['limit']} s",
-            wanted="collectives that end (preflight.within)",
+            f"{furthest['phase']} did not end within {limit['limit']} s on any rank",
+            wanted="collectives that end (preflight.timeout_s)",
             found=f"all ranks hang in it, on {nodes}",
-            fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL report",
+            fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL reported",
         )
     known = ranks.get(guilty[0], {"rank": guilty[0], "node": _node(plan, guilty[0]), "phase": "its start"})
     return UnfitError(
         ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
         + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
         + f" did not answer in {limit['limit']} s",
-        wanted="all ranks together in rendezvous_timeout_s seconds, and through the collectives in preflight.within",
+        wanted="all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s",
         found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
         fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
         node=_node(plan, guilty[0]),
