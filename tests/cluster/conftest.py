@@ -130,15 +130,15 @@ def short() -> tuple[str, ...]:
     return SHORT
 
 
-def losses(ended: Ended) -> list[float]:
-    """Of each step of four ranks, and of the first evaluation."""
+def losses(ended: Ended, ranks: int = 4) -> list[float]:
+    """Of each step of that many ranks on two nodes, and of the first evaluation."""
     assert ended.code == 0, ended.output
-    assert ended.metrics("start")[0]["hosts"] == ["n1", "n1", "n2", "n2"]
+    assert ended.metrics("start")[0]["hosts"] == [*["n1"] * (ranks // 2), *["n2"] * (ranks // 2)]
     return [step["loss"] for step in ended.metrics("step")] + [ended.metrics("eval")[0]["loss"]]
 
 
 @pytest.fixture(scope="session")
-def losses_of() -> Callable[[Ended], list[float]]:
+def losses_of() -> Callable[..., list[float]]:
     return losses
 
 

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.cluster
 
 QUICK = "preflight.when=never"
-SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1", QUICK)
+SHORT = ("ranks_per_node=1", "train.steps=4", "train.warmup_steps=0", "train.log_every=1", QUICK)
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -26,9 +26,7 @@ def test_every_launcher_trains_the_same(sbatch, plain, losses_of, short, launche
 
 def test_one_rank_alone_is_a_world_too_for_accelerate(sbatch) -> None:
     """Its own way to start one process would leave out the variables that tell a rank who it is."""
-    ended = sbatch(
-        "--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=accelerate", "ranks_per_node=1", *SHORT
-    )
+    ended = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=accelerate", *SHORT)
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["world_size"] == 1
 

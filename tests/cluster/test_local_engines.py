@@ -48,7 +48,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: dict[str, str]) -> None:
     found = {}
     for engine in ("docker", "podman"):
-        words = ("--engine", engine, "checkpoint.every=4", *SHORT)
+        words = ("--engine", engine, "ranks_per_node=1", "checkpoint.every=4", *SHORT)
         ended = subprocess.run(
             [sys.executable, "-m", "dray", "run", "recipes/smoke-cpu.toml", *words],
             cwd=root, env={**podman, "DRAY_RUNS": str(tmp_path / engine)}, capture_output=True, text=True, check=False,

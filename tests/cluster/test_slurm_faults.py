@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", "preflight.when=never")
+RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", "ranks_per_node=1", "preflight.when=never")
 
 
 def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
@@ -21,7 +21,7 @@ def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
     result = ended.result()
     assert (result["status"], result["exit_code"]) == ("failed", 78)
     cause = result["cause"]
-    assert (cause["node"] in ("n1", "n2"), cause["rank"] in range(4)) == (True, True)
+    assert (cause["node"] in ("n1", "n2"), cause["rank"] in range(2)) == (True, True)
     assert (cause["code"], cause["why"]) == (78, "exit code 78")
     assert cause["last_lines"][-4:] == [
         "a gpt2 configuration has no 'n_layers'",
@@ -69,9 +69,9 @@ def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, cluster) -> Non
 
 
 def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
-    ended = sbatch(*RECIPE, "batch.global_size=10")
+    ended = sbatch(*RECIPE, "batch.global_size=9")
     assert ended.code == 78
-    assert "dray: global batch 10 is not divisible by 4 ranks" in ended.output
+    assert "dray: global batch 9 is not divisible by 2 ranks" in ended.output
 
 
 def test_no_recipe_and_no_such_recipe(sbatch) -> None:
@@ -90,8 +90,7 @@ def test_a_killed_rank_is_named_with_its_signal(sbatch, cluster) -> None:
         ended = job.result()
     assert ended.code == 137
     cause = ended.result()["cause"]
-    assert (cause["node"], cause["why"]) == ("n2", "killed by SIGKILL")
-    assert cause["rank"] in (2, 3)
+    assert (cause["node"], cause["rank"], cause["why"]) == ("n2", 1, "killed by SIGKILL")
 
 
 def test_a_cancelled_job_still_says_how_it_ended(sbatch, cluster) -> None:

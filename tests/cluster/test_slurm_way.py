@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
-SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1", "preflight.when=never")
+SHORT = ("ranks_per_node=1", "train.steps=4", "train.warmup_steps=0", "train.log_every=1", "preflight.when=never")
 
 
 def test_the_smoke_recipe_trains_on_two_nodes(full_run) -> None:
@@ -60,8 +60,8 @@ def test_one_node_by_sbatchs_option_learns_the_same(sbatch, full_run) -> None:
     alone = sbatch("--nodes=1", "slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     assert alone.code == 0, alone.output
     (start,) = alone.metrics("start")
-    assert (start["world_size"], start["hosts"]) == (2, ["n1", "n1"])
-    # Half the ranks, twice the accumulation, the same samples: the same first loss.
+    assert (start["world_size"], start["hosts"]) == (1, ["n1"])
+    # A quarter of the ranks, four times the accumulation, the same samples: the same first loss.
     first, first_of_two = (run.metrics("step")[0]["loss"] for run in (alone, full_run))
     assert first == pytest.approx(first_of_two, abs=1e-4)
 
@@ -74,7 +74,7 @@ def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, cl
     (checkout / "build").mkdir()
     os.link(sif, checkout / "build" / sif.name)
     script = "/shared/my work/slurm/multinode.sh"
-    ended = sbatch("--gpus-per-node=1", script, "recipes/smoke-cpu.toml", *SHORT, workdir="/tmp")
+    ended = sbatch("--gpus-per-node=1", script, "recipes/smoke-cpu.toml", *SHORT, "ranks_per_node=2", workdir="/tmp")
     assert ended.code == 0, ended.output
     assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]  # as many ranks as GPUs were asked for
     assert '"image": "/shared/my work/build/dray-cpu.sif"' in (ended.attempt / "plan.json").read_text()

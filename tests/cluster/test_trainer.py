@@ -21,8 +21,10 @@ pytestmark = pytest.mark.cluster
     ],
 )
 def test_every_strategy_is_the_same_training(sbatch, plain, losses_of, short, launcher: str, words) -> None:
-    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"launcher={launcher}", *short, *words)
-    assert losses_of(ended) == pytest.approx(plain, rel=2e-5)
+    """A rank on each node: what they shard goes over the network."""
+    options = (f"launcher={launcher}", "ranks_per_node=1", *short, *words)
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *options)
+    assert losses_of(ended, ranks=2) == pytest.approx(plain, rel=2e-5)
 
 
 def test_the_same_command_goes_on_where_it_was_cut_off(sbatch, plain, short, cluster) -> None:
