@@ -1,7 +1,7 @@
 """Ranks without their start: imports what a rank imports, once, and then becomes as many ranks as it is told.
 
-A line of JSON comes in for each run (the plan, a log and an environment for each rank), a line with the process ids
-goes out, and one with the exit codes once all of them have ended.
+A line of JSON comes in for each run (what it is, its file, a log and an environment for each rank), a line with the
+process ids goes out, and one with the exit codes and the largest peak of memory once all of them have ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 answers = os.fdopen(os.dup(1), "w")  # DeepSpeed speaks on stdout as it is imported
 os.dup2(2, 1)
 
@@ -21,6 +21,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
 
 from dray.train import __main__ as train  # noqa: E402
 from dray.train import errors  # noqa: E402
+from dray.train.outputs import __main__ as outputs  # noqa: E402
 
 try:
     from dray.train.strategies import zero  # noqa: F401
@@ -28,7 +29,10 @@ except ImportError:
     print("no deepspeed here", file=sys.stderr)
 
 
-def become(plan: str, log: str, env: dict[str, str]) -> None:
+MAINS = {"plan": train.main, "job": outputs.main}
+
+
+def become(kind: str, file: str, log: str, env: dict[str, str]) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -36,23 +40,25 @@ def become(plan: str, log: str, env: dict[str, str]) -> None:
     torch.set_num_threads(1)
     if size := int(env.get("FILE_SIZE", 0)):  # as a quota does it
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    errors.guarded(train.main, plan)
+    errors.guarded(MAINS[kind], file)
 
 
 for line in sys.stdin:
-    said = json.loads(line)
+    run = json.loads(line)
     pids = []
-    for rank in said["ranks"]:
+    for rank in run["ranks"]:
         pid = os.fork()
         if pid == 0:
-            become(said["plan"], rank["log"], rank["env"])
+            become(run["kind"], run["file"], rank["log"], rank["env"])
         pids.append(pid)
     print(json.dumps(pids), file=answers, flush=True)
     codes = {}
+    peak = 0
     while len(codes) < len(pids):
-        pid, status = os.wait()
+        pid, status, used = os.wait4(-1, 0)
+        peak = max(peak, used.ru_maxrss * 1024)
         codes[pid] = os.waitstatus_to_exitcode(status)
-        if codes[pid]:  # as the keeper of a node does
+        if codes[pid]:  # as the runner of a node does
             for other in set(pids) - set(codes):
                 os.kill(other, 9)
-    print(json.dumps([codes[pid] for pid in pids]), file=answers, flush=True)
+    print(json.dumps({"codes": [codes[pid] for pid in pids], "peak": peak}), file=answers, flush=True)

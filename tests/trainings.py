@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from dray.contract import jobs
 from dray.runs import local, write
 from helpers import ROOT
 
@@ -27,13 +29,25 @@ class Forks:
 
     def __init__(self, argv: Sequence[str] = (sys.executable, str(ROOT / "tests/forks.py"))) -> None:
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.peak = 0
 
-    def say(self, said: dict) -> list[int]:
-        print(json.dumps(said), file=self.process.stdin, flush=True)
+    def say(self, run: dict) -> list[int]:
+        print(json.dumps(run), file=self.process.stdin, flush=True)
         return self.hear()
 
-    def hear(self) -> list[int]:
+    def hear(self) -> Any:
         return json.loads(self.process.stdout.readline())
+
+    def job(self, job: jobs.Job, folder: Path) -> tuple[int, str]:
+        """What a verb starts in the image, such as an export: its exit code, and all that it printed."""
+        folder.mkdir(exist_ok=True)
+        file, log = folder / "job.json", folder / "job.log"
+        file.write_text(json.dumps(jobs.to_json(job)))
+        log.unlink(missing_ok=True)
+        self.say({"kind": "job", "file": str(file), "ranks": [{"env": {}, "log": str(log)}]})
+        ended = self.hear()
+        self.peak = ended["peak"]
+        return ended["codes"][0], log.read_text()
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -80,8 +94,8 @@ class Run:
             {"env": {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "log": str(self.log(rank))}
             for rank in range(self.ranks)
         ]
-        yield self.forks.say({"plan": str(self.paths.plan), "ranks": ranks})
-        self.codes = self.forks.hear()
+        yield self.forks.say({"kind": "plan", "file": str(self.paths.plan), "ranks": ranks})
+        self.codes = self.forks.hear()["codes"]
 
     def end(self, code: int = 0, **extra: str) -> Run:
         """Run to the end, which is to be with this exit code (of the first rank that did not end well)."""

@@ -21,6 +21,7 @@ from helpers import ROOT
 DRAY = ["env", "--default-signal", sys.executable, "-m", "dray"]
 RECIPE = "recipes/smoke-cpu.toml"
 SHORT = ("train.steps=4", "train.warmup_steps=0", "train.log_every=1")
+ALONE = ("nodes=1", "ranks_per_node=1")
 
 
 def run(root: Path, runs: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -138,11 +139,15 @@ def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, ()), (signal.SIGHUP, (*ALONE, "launcher=python"))])
+def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: signal.Signals, ranks) -> None:
     runs = tmp_path / "runs"
     started = subprocess.Popen(
-        [*DRAY, "run", RECIPE, "--runs", runs], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*DRAY, "run", RECIPE, *ranks, "--runs", runs],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert started.stdout
     for line in started.stdout:
@@ -162,7 +167,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
 
 @pytest.mark.torch
 def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_path: Path) -> None:
-    ended, folder = run(root, tmp_path / "runs", *SHORT, "model.config.n_layers=3")
+    ended, folder = run(root, tmp_path / "runs", *ALONE, *SHORT, "model.config.n_layers=3")
     assert ended.returncode == 78
     result = json.loads((folder / "attempt-1" / "result.json").read_text())
     assert (result["status"], result["cause"]["why"], result["cause"]["code"]) == ("failed", "exit code 78", 78)
@@ -171,7 +176,7 @@ def test_a_failing_rank_ends_the_run_with_its_code_and_cause(root: Path, tmp_pat
 
 @pytest.mark.torch
 def test_a_loss_that_is_no_number_fails_the_run(root: Path, tmp_path: Path) -> None:
-    ended, folder = run(root, tmp_path / "runs", *SHORT, "train.lr=1e18")
+    ended, folder = run(root, tmp_path / "runs", *ALONE, *SHORT, "train.lr=1e18")
     assert ended.returncode == 1
     cause = json.loads((folder / "attempt-1" / "result.json").read_text())["cause"]
     assert cause["last_lines"][-4] == "the loss is not finite any more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from dray.contract import jobs  # noqa: E402
 from helpers import ROOT  # noqa: E402
 from hubs import Repositories, serving  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
@@ -31,9 +33,16 @@ def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
-    folder, forks = tmp_path_factory.mktemp("my runs"), Forks()
-    yield {
+def forks() -> Iterator[Forks]:
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, forks: Forks) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("my runs")
+    return {
         "ended": Run(forks, folder / "ended", 2, *WORDS, "checkpoint.every=10", "train.strategy=fsdp").end(),
         "other": Run(forks, folder / "other", 1, steps="steps=2").end(),
         "streamed": Run(
@@ -47,7 +56,6 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
         ).end(),
         "unfinished": Run(forks, folder / "unfinished", 1),
     }
-    forks.close()
 
 
 def test_a_model_scores_again_what_it_did_when_it_ended(runs) -> None:
@@ -103,31 +111,26 @@ def test_a_checkpoint_becomes_the_model_that_it_is_of(runs, tmp_path: Path) -> N
     assert len(AutoTokenizer.from_pretrained(parts)) == 257
 
 
-def test_it_takes_the_memory_of_one_file(tmp_path: Path) -> None:
-    forks = Forks()
+def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     wide = (
-        "model.config.n_layer=4",
+        "model.config.n_layer=2",
         "model.config.n_embd=1024",
         "model.config.n_head=4",
         "model.config.n_positions=32",
     )
     run = Run(forks, tmp_path / "run", 1, "checkpoint.every=2", "train.lr=1e-5", model=wide, steps="steps=2")
     run.end()
-    forks.close()
     weights = (run.folder / "checkpoints" / "final" / "model.safetensors").stat().st_size
-    assert weights > 200e6
+    assert weights > 100e6
 
-    def peak(gigabytes: str) -> int:
-        code = "import json, re, sys; from pathlib import Path; from dray.contract.jobs import Export\n"
-        code += "from dray.train.outputs import export; p, t, g, plan = sys.argv[2:]\n"
-        code += "export.run(Export(p, t, 'fp32', float(g), json.loads(Path(plan).read_text())))\n"
-        # Not getrusage's, which has also what the process was before it became this program.
-        code += "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
-        checkpoint, plan = run.folder / "checkpoints" / "step-2", run.paths.plan
-        argv = [sys.executable, "-c", code, "x", checkpoint, tmp_path / gigabytes, gigabytes, plan]
-        return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1024
+    def peak(gigabytes: float) -> int:
+        checkpoint, plan = run.folder / "checkpoints" / "step-2", json.loads(run.paths.plan.read_text())
+        job = jobs.Export(str(checkpoint), str(tmp_path / f"{gigabytes}"), "fp32", gigabytes, plan)
+        code, output = forks.job(job, tmp_path / "job")
+        assert code == 0, output
+        return forks.peak
 
-    assert peak("0.025") < peak("4") - 0.6 * weights
+    assert peak(0.025) < peak(4.0) - 0.6 * weights
 
 
 @pytest.mark.parametrize(
@@ -145,15 +148,17 @@ def test_what_cannot_be_exported(runs, tmp_path: Path, run: str, words: tuple[st
     assert (ended.returncode, said in ended.stderr) == (78, True), ended.stderr
 
 
-def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path) -> None:
-    file = next((runs["ended"].folder / "checkpoints" / "step-10").glob("*.distcp"))
+def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path, forks: Forks) -> None:
+    run, made = runs["ended"], tmp_path / "model"
+    checkpoint, plan = run.folder / "checkpoints" / "step-10", json.loads(run.paths.plan.read_text())
+    file = next(checkpoint.glob("*.distcp"))
     kept = file.read_bytes()
     for damage, said in ((kept[:-1] + b"x", "is not what was written"), (None, "No such file or directory")):
         file.unlink()
         if damage:
             file.write_bytes(damage)
-        ended = dray("export", runs["ended"].folder, "--step", "10", "--to", tmp_path / "model")
-        assert (ended.returncode, said in ended.stdout, (tmp_path / "model").exists()) == (1, True, False)
+        code, output = forks.job(jobs.Export(str(checkpoint), str(made), "fp32", 4.0, plan), tmp_path / "job")
+        assert (code, said in output, made.exists()) == (1, True, False), output
         file.write_bytes(kept)
 
 

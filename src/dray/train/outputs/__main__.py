@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
-
-from transformers.utils import logging
 
 from dray.contract import jobs
 from dray.train.errors import guarded
 
 
 def main(path: str) -> None:
-    """Import what the job needs, and no more."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Import what the job needs, and no more: a push needs no torch."""
+    # Read by these libraries as they are imported.
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     job = jobs.of_json(json.loads(Path(path).read_text(encoding="utf-8")))
     import_module(f"dray.train.outputs.{type(job).__name__.lower()}").run(job)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-from huggingface_hub.utils.tqdm import disable_progress_bars
-
 from dray.contract.jobs import Prefetch
 from dray.train.data import hub
 
@@ -14,7 +12,6 @@ _SPLITS = ("train", "validation", "test")
 
 def run(job: Prefetch) -> None:
     """Each thing once, with its size."""
-    disable_progress_bars()  # a log is no terminal
     names = [(f"data.{split}", job.data[split], split) for split in _SPLITS]
     names += [(f"evaluate.{name}.dataset", one["dataset"], "test") for name, one in job.evaluate.items()]
     for key, name, split in names:

@@ -7,7 +7,6 @@ import os
 from httpx2 import TransportError
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from dray.contract.exit_codes import CONFIG, FAILED
 from dray.contract.findings import ConfigError, DrayError
@@ -16,7 +15,6 @@ from dray.contract.jobs import Push
 
 def run(job: Push) -> None:
     """Print its address."""
-    disable_progress_bars()  # a log is no terminal
     if not os.environ.get("HF_TOKEN"):
         raise ConfigError(
             "the hub takes no model without a token",
