@@ -57,24 +57,30 @@ class Forks:
 
 def in_image(folder: Path) -> Forks:
     """The same in a container of the CPU image, for what is there alone; `folder` is seen at its own place."""
-    tests = str(ROOT / "tests")
-    seen = ["-v", f"{tests}:{tests}:ro", "-v", f"{folder}:{folder}", "--ipc", "host", "--network", "none"]
-    return Forks(["docker", "run", "--rm", "-i", "--init", *seen, "dray:cpu", "python3", f"{tests}/forks.py"])
+    given = [f"{ROOT}/{name}:{ROOT}/{name}:ro" for name in ("tests", "recipes")]
+    binds = [word for bind in (*given, f"{folder}:{folder}") for word in ("-v", bind)]
+    options = [*binds, "--ipc", "host", "--network", "none"]
+    return Forks(["docker", "run", "--rm", "-i", "--init", *options, "dray:cpu", "python3", f"{ROOT}/tests/forks.py"])
 
 
 class Run:
-    """A run of one node on this machine; `words` are said as to `dray run`."""
+    """A run of one node on this machine, of tests/tiny.toml or another recipe, with `overrides`."""
 
     def __init__(
-        self, forks: Forks, folder: Path, ranks: int, *words: str, model: Sequence[str] = GPT, steps: str = "steps=20"
+        self,
+        forks: Forks,
+        folder: Path,
+        ranks: int,
+        *overrides: str,
+        model: Sequence[str] = GPT,
+        steps: str = "steps=20",
+        recipe: Path | None = None,
     ) -> None:
         self.forks, self.folder = forks, folder
-        said = [
-            f"ranks_per_node={ranks}",
-            f"batch.per_device={8 // ranks}",
-            f"data.cache_dir={folder.parent}/tokens",
-        ]
-        chosen = write.read_recipe(ROOT / "tests" / "tiny.toml", [*said, f"train.{steps}", *model, *words])
+        given = [f"ranks_per_node={ranks}", f"data.cache_dir={folder.parent}/tokens"]
+        if recipe is None:
+            given += [f"batch.per_device={8 // ranks}", f"train.{steps}", *model]
+        chosen = write.read_recipe(recipe or ROOT / "tests" / "tiny.toml", [*given, *overrides])
         facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
         self.plan, self.paths = write.write(chosen, facts, runs=folder.parent, run=folder.name)
         self.ranks = ranks
