@@ -56,11 +56,14 @@ def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: di
         assert ended.returncode == 0, ended.stdout + ended.stderr
         (folder,) = (tmp_path / engine).iterdir()
         found[engine] = losses(folder)
-        for words, said in (
-            (("generate", folder, "one: the", "--tokens", "4"), "one: the"),
-            (("eval", folder, f"evaluate.mine.dataset={root}/recipes/tiny/validation.jsonl"), "evaluation mine loss"),
-            (("export", folder, "--to", tmp_path / engine / "made" / "model"), f"{tmp_path}/{engine}/made/model: "),
-        ):
+        mine = f"evaluate.mine.dataset={root}/recipes/tiny/validation.jsonl"
+        for words, said in {
+            "docker": [
+                (("generate", folder, "one: the", "--tokens", "4"), "one: the"),
+                (("eval", folder, mine), "evaluation mine loss"),
+            ],
+            "podman": [(("export", folder, "--to", tmp_path / "made" / "model"), f"{tmp_path}/made/model: ")],
+        }[engine]:
             after = subprocess.run(
                 [sys.executable, "-m", "dray", *words, "--engine", engine],
                 cwd=root, env=podman, capture_output=True, text=True, check=False,
