@@ -93,8 +93,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Markers are the table's keys."""
     for marker in NEEDS:
         config.addinivalue_line("markers", f"{marker}: runs only where this part is there")
+    config.addinivalue_line("markers", "slow: in slow.txt; .ci/run leaves it out")
     if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
         _measure_subprocesses(measured)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of slow.txt, which has no other."""
+    slow = [line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if not line.startswith("#")]
+    by_id = {item.nodeid: item for item in items}
+    files = {item.nodeid.partition("::")[0] for item in items}
+    for name in slow:
+        if name in by_id:
+            by_id[name].add_marker("slow")
+        elif name.partition("::")[0] in files and not any("::" in word for word in config.args):
+            raise pytest.UsageError(f"tests/slow.txt names no test: {name}")
 
 
 def _measure_subprocesses(config: str) -> None:

@@ -109,8 +109,9 @@ def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> Non
 @pytest.mark.torch
 @pytest.mark.cluster
 def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
-    on_slurm = [step["loss"] for step in full_run.metrics("step")]
-    assert on_slurm == pytest.approx([step["loss"] for step in steps(demo[1])], rel=1e-3)
+    # The rate still rises in these steps, whatever number of them there is to be.
+    on_slurm, bare = ([step["loss"] for step in of[:3]] for of in (full_run.metrics("step"), steps(demo[1])))
+    assert on_slurm == pytest.approx(bare, rel=1e-3)
 
 
 @pytest.mark.docker_image

@@ -18,13 +18,13 @@ def test_the_smoke_recipe_trains_on_two_nodes(full_run) -> None:
     (start,) = full_run.metrics("start")
     assert (start["world_size"], start["hosts"]) == (4, ["n1", "n1", "n2", "n2"])
     steps = full_run.metrics("step")
-    assert [step["step"] for step in steps] == [1, *range(10, 201, 10)]
+    assert [step["step"] for step in steps] == [1, *range(10, 61, 10)]
     assert steps[0]["loss"] > 5.4  # a model that knows nothing: ln(257) is 5.55
-    assert steps[-1]["loss"] < 0.6
+    assert steps[-1]["loss"] < 2
     result = full_run.result()
     assert (result["status"], result["exit_code"], result["cause"]) == ("done", 0, None)
-    assert (result["world_size"], result["hosts"], result["steps"]) == (4, ["n1", "n2"], 200)
-    assert result["perplexity"] < 1.5
+    assert (result["world_size"], result["hosts"], result["steps"]) == (4, ["n1", "n2"], 60)
+    assert result["perplexity"] < 7
 
 
 def test_the_run_folder_is_complete(full_run) -> None:
@@ -52,7 +52,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
 
 
 def test_rank_0_is_seen_in_the_jobs_own_output(full_run) -> None:
-    assert "\nstep 200/200  loss 0." in full_run.output
+    assert "\nstep 60/60  loss 1." in full_run.output
     assert full_run.output.splitlines()[-1] == f"run folder: /shared/runs/{full_run.folder.name}"
 
 
@@ -92,4 +92,4 @@ def test_runs_go_beside_the_submission_when_nothing_else_is_said(sbatch, cluster
 
 
 def test_the_saved_model_loads_and_writes(full_run) -> None:
-    assert full_run.result()["sample"].startswith("two: the guard watches the ")
+    assert full_run.result()["sample"].startswith("two: the guard ")
