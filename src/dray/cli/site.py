@@ -101,7 +101,7 @@ def new(
     if show_only:
         print(content, end="")
         return
-    model.check(Site, tomllib.loads(content), what="the site file")  # before every verb reads it
+    model.validate(Site, tomllib.loads(content), what="the site file")  # before every verb reads it
     try:
         path = site_file.write(sites.user_folder(), name, content)
     except OSError as error:
