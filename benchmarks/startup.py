@@ -1,6 +1,6 @@
 """How long two checkouts take to start, side by side: the command line, a plan, a node's start, the first step.
 
-    .venv/bin/python benchmarks/startup.py OTHER_CHECKOUT [ROUNDS]
+    .venv/bin/python benchmarks/startup.py OTHER_CHECKOUT [ROUNDS [ROUNDS_OF_FIRST_STEP]]
 
 Both checkouts need their own .venv with the training stack. They run in turn, and who is first changes each round, so
 that a machine that slows down slows both. A ratio is the median of the rounds' own; above 1 this checkout is slower.
@@ -23,12 +23,12 @@ STEP = ("train.steps=1", "train.warmup_steps=0", "model.config.n_layer=1")
 def main() -> None:
     """One table."""
     checkouts = {"other": Path(sys.argv[1]).resolve(), "this": Path(__file__).resolve().parents[1]}
-    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 20
+    rounds, rounds_of_step = ([*map(int, sys.argv[2:4])] + [20] * 2)[:2]
     measures = {"dray --help": _help, "dray plan": _plan, "one node to its command": _node, "first step": _step}
-    print(f"{'':<24} {'other':>8} {'this':>8}   ratio, median of {rounds} (lowest to highest)")
+    print(f"{'':<24} {'other':>8} {'this':>8}   ratio, median of the rounds (lowest to highest)")
     for name, measure in measures.items():
         seconds: dict[str, list[float]] = {"other": [], "this": []}
-        for number in range(rounds + 1):
+        for number in range((rounds_of_step if measure is _step else rounds) + 1):
             for which in sorted(checkouts, reverse=bool(number % 2)):
                 taken = measure(checkouts[which])
                 if number:  # the first round fills caches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,10 +62,10 @@ def test_a_recipe_is_a_job(sbatch, submit, name: str, how: str) -> None:
     else:
         ended, _ = submit(*options, "--nodes", "2", "--sbatch=--export=NONE")
     assert ended.code == 0, ended.output
-    plan, result = (json.loads((ended.attempt / name).read_text()) for name in ("plan.json", "result.json"))
+    plan, result = Plan.model_validate_json((ended.attempt / "plan.json").read_text()), ended.result()
     assert (result["run"], result["status"], result["hosts"]) == (ended.folder.name, "done", ["n1", "n2"])
-    assert plan["run"] == ended.folder.name
+    assert plan.run == ended.folder.name
     assert result["sample"]
     runs = "/shared/runs" if how == "sbatch" else ended.folder.parent
     assert f"run folder: {runs}/{ended.folder.name}\n" in ended.output
-    check(name, Plan.model_validate(plan), ended.metrics, ended.folder / "checkpoints" / "final")
+    check(name, plan, ended.metrics, ended.folder / "checkpoints" / "final")
