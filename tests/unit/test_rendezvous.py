@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -16,7 +17,10 @@ from typing import Any
 
 import pytest
 
-from dray.runner import address, channel
+from dray.contract.findings import UnfitError
+from dray.runner import __main__ as runner
+from dray.runner import address, channel, host, introduction
+from dray.runner import rendezvous as meeting
 from nodes import Start, ended, free_port, rendezvous
 
 SLEEP = ["sh", "-c", "exec sleep 60"]
@@ -137,12 +141,32 @@ def test_two_runs_that_start_at_once_on_the_same_nodes(plan: dict[str, Any], sta
 def test_a_node_of_another_run_is_turned_away_and_harms_nobody(plan, start: Start, tmp_path: Path) -> None:
     """Two hostfile runs with the same fixed port."""
     plan["world"] |= {"port": free_port(), "shared_folder": False, "rendezvous_timeout_s": 8}
-    ours = start(0, 2, "node1")
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
     theirs = start(1, 2, "node2", other(plan, tmp_path / "other", "another secret"))
-    time.sleep(2)
+    with socket.create_server(("127.0.0.1", plan["world"]["port"])) as first:
+        line, _ = first.accept()  # it knocks, and will again and again
+        line.close()
+    ours = start(0, 2, "node1")
     assert [ended(start(1, 2, "node2"))[0], ended(ours)[0]] == [0, 0]
     code, said = ended(theirs)
     assert (code, said.splitlines()[0]) == (69, "node 1 (node2) could not reach the first node in 8 s")
+
+
+def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: Start, tmp_path: Path) -> None:
+    """Though its own time is over before the first node's, which came later."""
+    plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
+    plan["world"]["rendezvous_timeout_s"] = 4
+    with address.listen(plan["world"]) as listener:
+        meeting.publish(plan, listener)
+        early = start(1, 3, "node2")
+        select.select([listener], [], [])
+        time.sleep(0.5)
+        own = introduction.introduction(plan, 0, runner.digest(plan))
+        with pytest.raises(UnfitError, match="1 of 3 nodes did not come in 4 s") as missing:
+            host.gather(plan, own, b"5ec2e7", listener)
+    code, said = ended(early)
+    assert (code, f"  found:  {missing.value.finding.problem}" in said) == (69, True), said
+    assert not (tmp_path / "failures").exists()
 
 
 def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, start: Start, tmp_path: Path) -> None:

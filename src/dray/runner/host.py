@@ -28,6 +28,8 @@ def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener
         except OSError:  # it is gone, which is seen next
             continue
     if refusal:
+        for guest in door.told:
+            guest.close()
         raise refusal
     return door.guests
 
