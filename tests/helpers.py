@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -10,8 +11,9 @@ GOLDEN = ROOT / "tests" / "golden"
 
 
 def golden(name: str | Path, text: str) -> None:
-    """Compare with a file of tests/golden, or any other; DRAY_GOLDEN=write writes it."""
+    """Compare with a file of tests/golden, or any other; DRAY_GOLDEN=write writes it. No file has what is random."""
     path = GOLDEN / name
+    text = re.sub(r"/tmp/dray-\d+-[0-9a-f]{32}", "/tmp/dray-UID-RANDOM", text)
     if os.environ.get("DRAY_GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")

@@ -23,13 +23,15 @@ export APPTAINERENV_PYTHONUNBUFFERED=1
 # dray: tokenizers' threads and forked data workers deadlock
 export APPTAINERENV_TOKENIZERS_PARALLELISM=false
 # dray: compile caches race on a shared disk
-export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
+export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 # dray: compile caches race on a shared disk
-export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
+export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
 # dray: compile caches race on a shared disk
-export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-r1/triton
+export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-7-r/triton
+# dray: Triton's other folders, which are in the home by default
+export APPTAINERENV_TRITON_HOME=/tmp/dray-7-r
 
-scratch=/tmp/dray-r1
+scratch=/tmp/dray-7-r
 # Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
 # shellcheck disable=SC2154
 

@@ -21,11 +21,13 @@ export PYTHONUNBUFFERED=1
 # dray: tokenizers' threads and forked data workers deadlock
 export TOKENIZERS_PARALLELISM=false
 # dray: compile caches race on a shared disk
-export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
+export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 # dray: compile caches race on a shared disk
-export TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
+export TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
 # dray: compile caches race on a shared disk
-export TRITON_CACHE_DIR=/tmp/dray-r1/triton
+export TRITON_CACHE_DIR=/tmp/dray-7-r/triton
+# dray: Triton's other folders, which are in the home by default
+export TRITON_HOME=/tmp/dray-7-r
 
 cd '/shared/my work/runs/r1/attempt-1'
 

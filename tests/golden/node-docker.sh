@@ -19,11 +19,13 @@ export PYTHONUNBUFFERED=1
 # dray: tokenizers' threads and forked data workers deadlock
 export TOKENIZERS_PARALLELISM=false
 # dray: compile caches race on a shared disk
-export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-r1/inductor
+export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 # dray: compile caches race on a shared disk
-export TORCH_EXTENSIONS_DIR=/tmp/dray-r1/extensions
+export TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
 # dray: compile caches race on a shared disk
-export TRITON_CACHE_DIR=/tmp/dray-r1/triton
+export TRITON_CACHE_DIR=/tmp/dray-7-r/triton
+# dray: Triton's other folders, which are in the home by default
+export TRITON_HOME=/tmp/dray-7-r
 
 number=DRAY_NODE name=DRAY_NODE_NAME read_only=readonly
 # What a node must have, and what the container sees of it. node.sh contains this file, after the data that it reads:
@@ -105,6 +107,7 @@ exec docker \
   --env=TORCHINDUCTOR_CACHE_DIR \
   --env=TORCH_EXTENSIONS_DIR \
   --env=TRITON_CACHE_DIR \
+  --env=TRITON_HOME \
   --env=DRAY_NODE \
   --env=DRAY_NODES \
   --env=DRAY_NODE_NAME \

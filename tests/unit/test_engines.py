@@ -31,7 +31,7 @@ def made(root: Path, folder: Path, *, site: Site, **facts: object) -> Plan:
     said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "uid": 1000, "gid": 1000}
     seen = Facts.model_validate({**said, **facts})
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), dray="0")
+    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), scratch="/tmp/dray-7-r", dray="0")
 
 
 class TestStage:
@@ -167,7 +167,7 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
         "\nnode::start python3 \\\n  -m \\\n  dray.runner \\\n"
     )
     assert "apptainer" not in script
-    assert "\nexport TRITON_CACHE_DIR=/tmp/dray-r1/triton\n" in script
+    assert "\nexport TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
     odd = site.model_copy(update={"binds": (SiteBind(path="/a:b", why=""),)})
     with pytest.raises(ConfigError, match="Pyxis cannot mount a path with , or :"):
         render.srun_options(made(root, Path("/r"), site=odd, engine="pyxis", image="/i.sqsh"))
@@ -189,7 +189,7 @@ def test_an_engine_is_one_class_and_a_line_in_the_registry(root: Path, monkeypat
     script = render.node_script(made(root, Path("/r"), site=Site(name="s", about=""), engine="shifter", image="/i.img"))
     assert "node::need /i.img 'the image' " in script
     assert "read_only=locked\n" in script
-    assert "\nexport SHIFTER_TRITON_CACHE_DIR=/tmp/dray-r/triton\n" in script
+    assert "\nexport SHIFTER_TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
     assert 'node::start shifter \\\n  --image=/i.img \\\n  "${mounts[@]}" \\\n  python3 \\\n' in script
 
 

@@ -49,7 +49,7 @@ def made(
 ) -> Plan:
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
     seen = Facts.model_validate({**FACTS, **facts})
-    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), dray="0.0.0")
+    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), scratch="/tmp/dray-7-r", dray="0.0.0")
 
 
 def test_plan_json(root: Path) -> None:

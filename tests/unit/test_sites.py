@@ -166,7 +166,7 @@ class TestBinds:
     def binds(self, root: Path, **facts: object) -> list[tuple[str, str, bool]]:
         seen = Facts.model_validate({**SEEN, **facts})
         recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-        made = plan(recipe, self.SITE, seen, run_folder=PurePosixPath("/r"), dray="0")
+        made = plan(recipe, self.SITE, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
         return [(bind.path, bind.source, bind.required) for bind in made.binds[1:]]
 
     def test_the_jobs_variables_are_filled_in(self, root: Path) -> None:
@@ -187,7 +187,7 @@ class TestBinds:
         seen = Facts.model_validate({**SEEN, "variables": {"SCRATCH": scratch}, "home": "/home/me"})
         recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
         with pytest.raises(ConfigError, match="would bring your home into the container"):
-            plan(recipe, site, seen, run_folder=PurePosixPath("/r"), dray="0")
+            plan(recipe, site, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
 
     def test_on_a_login_node_they_stay_as_they_are(self, root: Path) -> None:
         assert [path for path, *_ in self.binds(root, login="uan01")] == ["$SCRATCH/data", "/work/$USER"]
@@ -202,7 +202,7 @@ def test_variables_for_one_node_or_for_several(root: Path) -> None:
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     for nodelist, nodes, value in (("n1", 1, "Socket"), ("n[1-2]", 2, "AWS Libfabric")):
         seen = Facts.model_validate({**SEEN, "nodelist": nodelist, "nodes": nodes})
-        made = plan(recipe, site, seen, run_folder=PurePosixPath("/r"), dray="0")
+        made = plan(recipe, site, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
         assert {variable.name: variable.value for variable in made.env}["NCCL_NET"] == value
 
 
@@ -210,7 +210,7 @@ def test_the_images_own_plugin_is_named_to_nccl(root: Path) -> None:
     fabric = Fabric(kind="slingshot", strategy="image", plugin="/opt/ofi/lib/librccl-net.so", transport=("cxi",))
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     site = Site(name="s", about="", fabric=fabric)
-    made = plan(recipe, site, Facts.model_validate(SEEN), run_folder=PurePosixPath("/r"), dray="0")
+    made = plan(recipe, site, Facts.model_validate(SEEN), run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
     (variable,) = [variable for variable in made.env if variable.name == "NCCL_NET_PLUGIN"]
     assert (variable.value, variable.source) == ("/opt/ofi/lib/librccl-net.so", "site s")
     assert "librccl-net.so is not there" not in render.node_script(made)

@@ -28,18 +28,13 @@ class Variable(BaseModel):
     beats: tuple[str, ...] = ()
 
 
-def scratch(run_id: str) -> str:
-    """A node's own folder for caches that break on shared disks; gone when the node has ended."""
-    return f"/tmp/dray-{run_id}"  # noqa: S108
-
-
-def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_id: str) -> tuple[Variable, ...]:
+def resolve(recipe: Recipe, site: Site, facts: Facts, *, scratch: str) -> tuple[Variable, ...]:
     """All variables by name. The recipe beats the site, the site beats dray; what was beaten is kept in `beats`.
 
     What pass_env names has the job's value, and is not decided here.
     """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, facts, run_id), _sites(site, facts), _recipes(recipe)):
+    for layer in (_ours(recipe, facts, scratch), _sites(site, facts), _recipes(recipe)):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
@@ -55,23 +50,23 @@ def passed(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*recipe.pass_env, *visible)))
 
 
-def _ours(recipe: Recipe, facts: Facts, run_id: str) -> Iterator[Variable]:
+def _ours(recipe: Recipe, facts: Facts, scratch: str) -> Iterator[Variable]:
     def ours(name: str, value: str, why: str) -> Variable:
         return Variable(name=name, value=value, source="dray", why=why)
 
-    local = scratch(run_id)
     yield ours("HF_HUB_OFFLINE", "1", "offline, a missing name costs 48 s of retries; compute nodes are offline")
     yield ours("PYTHONNOUSERSITE", "1", "packages in ~/.local must not beat the image's")
     yield ours("PYTHONUNBUFFERED", "1", "a rank's last lines must be in its log when it dies")
     yield ours("TOKENIZERS_PARALLELISM", "false", "tokenizers' threads and forked data workers deadlock")
-    yield ours("TORCHINDUCTOR_CACHE_DIR", f"{local}/inductor", "compile caches race on a shared disk")
-    yield ours("TORCH_EXTENSIONS_DIR", f"{local}/extensions", "compile caches race on a shared disk")
-    yield ours("TRITON_CACHE_DIR", f"{local}/triton", "compile caches race on a shared disk")
+    yield ours("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor", "compile caches race on a shared disk")
+    yield ours("TORCH_EXTENSIONS_DIR", f"{scratch}/extensions", "compile caches race on a shared disk")
+    yield ours("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk")
+    yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
     if facts.hf_home:
         yield ours("HF_HOME", facts.hf_home, "the job's own; models and datasets are shared by all nodes")
     if recipe.image == "rocm":
         for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
-            yield ours(name, f"{local}/miopen", "MIOpen's SQLite locks fail on a shared disk")
+            yield ours(name, f"{scratch}/miopen", "MIOpen's SQLite locks fail on a shared disk")
     if facts.address is not None and facts.address.startswith("127."):
         yield ours("GLOO_SOCKET_IFNAME", "lo", "all nodes are on loopback; this machine's name may not resolve")
     if recipe.image == "cpu":

@@ -20,6 +20,7 @@ def plan(
     files: Files | None = None,
     *,
     run_folder: PurePosixPath,
+    scratch: str,
     attempt: int = 1,
     dray: str,
     site_why: str = "given",
@@ -30,7 +31,7 @@ def plan(
     shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
     fabric, preflight = transport.fabric(site, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe, ranks, site, facts, files)
-    variables, passed = environment.resolve(recipe, site, facts, run_id=run_folder.name), environment.passed(recipe)
+    variables, passed = environment.resolve(recipe, site, facts, scratch=scratch), environment.passed(recipe)
     python = engine.python(facts.image)
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
@@ -44,6 +45,7 @@ def plan(
         run_folder=str(run_folder),
         attempt=attempt,
         folder=str(folder),
+        scratch=scratch,
         engine=facts.engine,
         image=facts.image,
         image_sha256=facts.image_sha256,

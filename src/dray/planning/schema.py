@@ -39,6 +39,9 @@ class Plan(BaseModel):
     attempt: int
     folder: str
     """Of this attempt; the checkpoints of all of them are in the run's."""
+    scratch: str
+    """A node's own folder for temporary files and compiled code; gone when the node has ended. Nobody can guess its
+    name, and it is this user's alone."""
     engine: Engine
     image: str
     image_sha256: str

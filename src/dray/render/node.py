@@ -12,7 +12,6 @@ from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract import run_folder as names
 from dray.engines.base import Container, Mount, Shell
-from dray.planning import environment
 from dray.planning.binds import Bind
 from dray.planning.schema import Plan
 
@@ -35,7 +34,7 @@ def node_script(plan: Plan) -> str:
         "set -euo pipefail",
         _unset() if engine.env_prefix else "",
         *_lines(_exports(plan, engine.env_prefix)),
-        f"scratch={_quoted(environment.scratch(plan.run))}\n{_file('start')}" if waits else "",
+        f"scratch={_quoted(plan.scratch)}\n{_file('start')}" if waits else "",
         *_lines(_places(plan) if engine.script_mounts else []),
         *_lines(_identify(plan, engine.identify(plan.image))),
         *_lines(_handed_in(plan, engine.env_prefix) if engine.env_prefix else []),

@@ -14,7 +14,7 @@ from typing import Any
 from dray.contract import files, run_folder
 from dray.contract.cores import render
 from dray.contract.findings import DrayError, Finding
-from dray.runner import children, control, cores, node, record, rendezvous
+from dray.runner import children, control, cores, node, record, rendezvous, scratch
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -26,10 +26,11 @@ def main(path: str) -> int:
         plan = json.load(file)
     world = plan["world"]
     number = os.environ.get(world["identity"]["node"], "unknown")
-    links = None
+    links = lock = None
     try:
         me = node.index(world, os.environ)
         node.require(plan)
+        lock = scratch.take(plan["scratch"])
         channels, store, listener = rendezvous.meet(plan, me, digest(plan))
         supervised = children.Children()
         links = control.Control(world, me, supervised, channels)
@@ -47,6 +48,8 @@ def main(path: str) -> int:
     finally:
         if links:
             links.close()
+        if lock is not None:
+            os.close(lock)
 
 
 def launch(
@@ -60,6 +63,7 @@ def launch(
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world = plan["world"]
     environ = {
+        "TMPDIR": plan["scratch"],  # where nobody has set another: torchrun and torch leave files there
         **os.environ,
         **placed(world, os.environ),
         # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
@@ -122,8 +126,10 @@ def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
 def digest(plan: Mapping[str, Any]) -> str:
     """What all nodes must agree on; each machine without a shared disk has its own user and counts its own attempts."""
     same = {key: value for key, value in plan.items() if key not in ("user", "attempt")}
-    folder = json.dumps(plan["folder"])[1:-1]
-    return hashlib.sha256(json.dumps(same, sort_keys=True).replace(folder, "").encode()).hexdigest()
+    text = json.dumps(same, sort_keys=True)
+    for own in (plan["folder"], plan["scratch"]):
+        text = text.replace(json.dumps(own)[1:-1], "")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def argv(plan: Mapping[str, Any], me: int, address: str, port: int) -> list[str]:

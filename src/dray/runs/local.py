@@ -16,7 +16,6 @@ from dray.containers import network as containers
 from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
 from dray.images import store
-from dray.planning.environment import scratch
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
 
@@ -63,7 +62,7 @@ def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | N
     numbers = range(len(plan.world.nodes)) if only is None else [only]
     with ExitStack() as stack:
         stack.enter_context(process.stoppable())
-        stack.callback(shutil.rmtree, scratch(plan.run), ignore_errors=True)
+        stack.callback(shutil.rmtree, plan.scratch, ignore_errors=True)
         if engines.get(plan.engine).private_network:
             private = network(plan.run) if plan.world.one_machine else None
             label = f"{LABEL}={plan.run}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) 
     """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
     made = plan(
         recipe, choice.site, facts, lookup.files(recipe, facts), run_folder=PurePosixPath(paths.run),
+        scratch=f"/tmp/dray-{os.getuid()}-{secrets.token_hex(16)}",  # noqa: S108
         attempt=paths.attempt, dray=__version__, site_why=choice.reason,
     )  # fmt: skip
     return made.model_copy(update={"findings": (*made.findings, *lint.warnings(made, facts.shell))})

@@ -1,0 +1,73 @@
+"""A node's own folder of an attempt: private, held as long as somebody uses it, and cleared when nobody does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+
+from dray.contract.findings import UnfitError
+
+_LOCK = "lock"
+
+
+def take(folder: str) -> int:
+    """Make it, or join another node of this machine in it. It is held while the returned file is open."""
+    _clear_left_over(*os.path.split(folder))
+    while True:
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            pass  # another node of this machine made it, or a stranger
+        except OSError as error:
+            problem = "the node's own folder cannot be made"
+            raise UnfitError(problem, where=folder, found=error.strerror or str(error)) from error
+        if not _ours(folder):
+            raise UnfitError(
+                "the node's own folder is somebody else's",
+                where=folder,
+                wanted=f"a folder of user {os.geteuid()} that no other user may read",
+                found=_seen(folder),
+                fix="start the run again: it gets another folder",
+            )
+        lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if os.fstat(lock).st_nlink:
+            return lock
+        os.close(lock)  # cleared just before it was held
+
+
+def _clear_left_over(parent: str, own: str) -> None:
+    """Remove what runs of this user left whose runner was killed: nobody holds the lock in it any more."""
+    for name in os.listdir(parent):
+        folder = f"{parent}/{name}"
+        if name == own or not name.startswith(f"dray-{os.geteuid()}-") or not _ours(folder):
+            continue
+        try:
+            lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # made a moment ago
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        else:
+            import shutil  # noqa: PLC0415  3 ms, for what is rarely there
+
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _ours(folder: str) -> bool:
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _seen(folder: str) -> str:
+    found = os.lstat(folder)
+    kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
+    return f"{kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
