@@ -146,7 +146,7 @@ def _meet(scratch: Path, count: int) -> None:
     (folder / "logs").mkdir(parents=True)
     (folder / "secret").write_text("secret")
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": None}
-    path.write_text(json.dumps({"folder": str(folder), "attempt": 1, **launch, "world": world}))
+    path.write_text(json.dumps({"folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world}))
     source = str(checkout.root() / "src")
     begun = time.perf_counter()
     started = [

@@ -39,6 +39,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "secret").write_text("5ec2e7\n")
     return {
         "folder": str(tmp_path),
+        "scratch": str(tmp_path / "own"),
         "attempt": 1,
         "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
         "command": ["train", "{node_rank}"],

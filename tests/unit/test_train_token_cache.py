@@ -89,12 +89,57 @@ def test_what_a_killed_process_left_goes_and_what_one_writes_stays(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.part-new"]
 
 
-def test_a_file_that_lost_its_end_is_not_trusted(tmp_path: Path) -> None:
+def cut(folder: Path) -> None:
+    os.truncate(folder / "ids", 1000)
+
+
+def flip(folder: Path) -> None:
+    with (folder / "ids").open("r+b") as file:
+        file.write(b"z")
+
+
+def plant(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"kind": "uint16", "sha256": {"ids": "0", "starts": "0"}}')
+
+
+def lose(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def garble(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b"[\xff")
+
+
+@pytest.mark.parametrize("damage", [cut, flip, plant, lose, garble])
+def test_other_bytes_than_were_written_are_not_trained_on(tmp_path: Path, damage) -> None:
     made(tmp_path)
-    (ids,) = tmp_path.glob("*/ids")
-    os.truncate(ids, 1000)
-    with pytest.raises(DrayError, match="tokens in the cache are incomplete"):
+    (folder,) = tmp_path.iterdir()
+    damage(folder)
+    with pytest.raises(DrayError, match="tokens in the cache are damaged") as refused:
         made(tmp_path)
+    assert refused.value.finding.fix == f"rm -r '{folder}'"
+
+
+@pytest.mark.parametrize("which", ["cache", "tokens"])
+@pytest.mark.parametrize("how", ["mode", "owner", "link"])
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, which: str, how: str) -> None:
+    cache = tmp_path / "cache"
+    made(cache)
+    assert (cache.stat().st_mode & 0o777, next(cache.iterdir()).stat().st_mode & 0o777) == (0o700, 0o700)
+    folder = cache if which == "cache" else next(cache.iterdir())
+    if how == "mode":
+        folder.chmod(0o770)
+    elif how == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("root gives a folder to another user")
+        os.chown(folder, 65534, 65534)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DrayError, match="the token cache is open to other users") as refused:
+        made(cache)
+    assert refused.value.finding.code == 78
+    assert refused.value.finding.where == str(folder)
 
 
 def test_another_maker_may_be_ready_earlier(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def make_run_folder(run: Path, *, new: bool = True) -> None:
     """Make the folder of a run, before it has an attempt."""
     try:
         run.parent.mkdir(parents=True, exist_ok=True)
-        run.mkdir(exist_ok=not new)
+        run.mkdir(mode=0o700, exist_ok=not new)
     except OSError as error:
         if isinstance(error, FileExistsError) and run.is_dir():
             raise

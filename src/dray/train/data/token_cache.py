@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dray.contract import exit_codes, findings
+from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.train.collectives import all_gather_json
 from dray.train.errors import say
@@ -31,7 +33,9 @@ LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""
 IDS = LAST - 1
 
-_VERSION = 2
+_VERSION = 3
+_MANIFEST = "manifest.json"
+_FILES = ("ids", "starts")
 _BATCH = 1024
 _ABANDONED = 3600  # seconds without a write
 
@@ -77,12 +81,14 @@ def cached(
 ) -> Tokens:
     """The tokens of that fingerprint, made now if they are not there; `marked` ones end where LAST is.
 
-    The first rank of each node makes them and the others wait, whether the disk has locks or not.
+    The first rank of each node makes or checks them and the others wait, whether the disk has locks or not.
     """
     folder, failed = cache / name, None
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not folder.is_dir():
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
-            _fill(folder, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
+            if not folder.is_dir():
+                _fill(folder, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
+            _check(folder)
         except DrayError as error:
             failed = error.finding._asdict()
         except Exception as error:
@@ -105,7 +111,8 @@ def _fill(
 ) -> None:
     """Write into a folder of its own, then rename it. Another node or run may do the same, with the same bytes."""
     cache = folder.parent
-    cache.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private(cache)
     _remove_left_over(folder)
     part = folder.with_name(f"{folder.name}.part-{secrets.token_hex(8)}")
     try:
@@ -144,7 +151,7 @@ def _make(
     vocabulary: int,
     marked: bool,
 ) -> None:
-    part.mkdir()
+    part.mkdir(mode=0o700)
     kind = np.uint16 if vocabulary <= 1 << 16 and not marked else np.uint32
     total, began, shown = 0, time.monotonic(), time.monotonic()
     with (part / "ids").open("wb") as file_of_ids, (part / "starts").open("wb") as starts:
@@ -170,7 +177,42 @@ def _make(
         for file in (file_of_ids, starts):
             file.flush()
             os.fsync(file.fileno())
-    (part / "kind").write_text(np.dtype(kind).name, encoding="ascii")
+    sums = {name: _sha256(part / name) for name in _FILES}
+    write_atomic(part / _MANIFEST, json.dumps({"kind": np.dtype(kind).name, "sha256": sums}), mode=0o600)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def private(folder: Path) -> None:
+    """Refuse a folder that another user has made, or may write in: who plants tokens decides what is learnt."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
+        raise ConfigError(
+            "the token cache is open to other users",
+            where=folder,
+            wanted=f"a folder of user {os.geteuid()} in which no other may write",
+            found=f"{kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}",
+            fix=f"chmod 700 '{folder}' where it is yours; else set data.cache_dir to a folder that is",
+        )
+
+
+def _check(folder: Path) -> None:
+    """That these tokens are this user's, and every byte is as it was written."""
+    for one in (folder.parent, folder):
+        private(one)
+    try:
+        wanted = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        found = {name: _sha256(folder / name) for name in _FILES}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        wanted, found = "its manifest and two files", f"{type(error).__name__}: {error}"
+    if found != wanted:
+        raise DrayError(
+            "tokens in the cache are damaged", where=folder, wanted=wanted, found=found, fix=f"rm -r '{folder}'"
+        )
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -180,15 +222,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _open(folder: Path) -> Tokens:
-    kind = np.dtype((folder / "kind").read_text(encoding="ascii"))
+    kind = np.dtype(json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["kind"])
     starts = np.fromfile(folder / "starts", dtype=np.uint64)
     size = (folder / "ids").stat().st_size
     ids: NDArray[np.integer] = np.memmap(folder / "ids", dtype=kind, mode="r") if size else np.zeros(0, kind)
-    if len(ids) != int(starts[-1]):
-        raise DrayError(
-            "tokens in the cache are incomplete",
-            wanted=f"{int(starts[-1])} tokens in {folder}",
-            found=f"{len(ids)}",
-            fix=f"rm -r '{folder}'",
-        )
     return Tokens(ids, starts)
