@@ -119,7 +119,7 @@ def _plan() -> None:
         seconds = []
         for _ in range(5):
             begun = time.perf_counter()
-            made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), scratch="/tmp/r", dray=__version__)
+            made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), scratch="/dev/shm/r", dray=__version__)
             render.node_script(made)
             made.model_dump_json(indent=1)
             seconds.append(time.perf_counter() - begun)
@@ -146,7 +146,9 @@ def _meet(scratch: Path, count: int) -> None:
     (folder / "logs").mkdir(parents=True)
     (folder / "secret").write_text("secret")
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": None}
-    path.write_text(json.dumps({"folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world}))
+    path.write_text(
+        json.dumps({"folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world})
+    )
     source = str(checkout.root() / "src")
     begun = time.perf_counter()
     started = [

@@ -72,7 +72,14 @@ def _plan(folder: str, launcher: list[str]) -> str:
         "cores": [],
         "identity": {"node": "N", "nodes": "NS", "name": "NN", "cpus": "NC", "image": "NI"},
     }
-    launch = {"folder": folder, "scratch": f"{folder}/own", "launcher": launcher, "command": ["true"], "where": folder, "preflight": None}
+    launch = {
+        "folder": folder,
+        "scratch": f"{folder}/own",
+        "launcher": launcher,
+        "command": ["true"],
+        "where": folder,
+        "preflight": None,
+    }
     plan = Path(folder) / f"plan-{launcher[0]}.json"
     plan.write_text(json.dumps({**launch, "world": world}))
     return str(plan)

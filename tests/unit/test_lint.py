@@ -26,7 +26,14 @@ def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, 
         image="/i.sif", gpus_per_node=gpus,
     )  # fmt: skip
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", overrides)
-    return plan(recipe, site or Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
+    return plan(
+        recipe,
+        site or Site(name="s", about=""),
+        facts,
+        run_folder=PurePosixPath("/r"),
+        scratch="/tmp/dray-7-r",
+        dray="0",
+    )
 
 
 def about(found: list[Finding], name: str) -> list[tuple[str, str, str]]:

@@ -112,7 +112,9 @@ def test_two_machines_without_a_scheduler() -> None:
 def test_checkpoints_of_several_machines_want_one_disk() -> None:
     seen = Facts(scheduler="hosts", nodelist="m[1-2]", nodes=2, gpus_per_node=8, engine="docker", image="dray:cuda")
     recipe = read_recipe(ROOT / "recipes" / "gpt2-micro-owt.toml")
-    made = plan(recipe, sites.find("generic"), seen, run_folder=PurePosixPath("/runs/r"), scratch="/tmp/dray-7-r", dray="0")
+    made = plan(
+        recipe, sites.find("generic"), seen, run_folder=PurePosixPath("/runs/r"), scratch="/tmp/dray-7-r", dray="0"
+    )
     with pytest.raises(ConfigError, match=r"hostfile runs need a shared checkpoint\.folder"):
         made.refuse()
 

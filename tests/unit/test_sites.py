@@ -210,7 +210,9 @@ def test_the_images_own_plugin_is_named_to_nccl(root: Path) -> None:
     fabric = Fabric(kind="slingshot", strategy="image", plugin="/opt/ofi/lib/librccl-net.so", transport=("cxi",))
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
     site = Site(name="s", about="", fabric=fabric)
-    made = plan(recipe, site, Facts.model_validate(SEEN), run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
+    made = plan(
+        recipe, site, Facts.model_validate(SEEN), run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0"
+    )
     (variable,) = [variable for variable in made.env if variable.name == "NCCL_NET_PLUGIN"]
     assert (variable.value, variable.source) == ("/opt/ofi/lib/librccl-net.so", "site s")
     assert "librccl-net.so is not there" not in render.node_script(made)
