@@ -119,7 +119,7 @@ def _plan() -> None:
         seconds = []
         for _ in range(5):
             begun = time.perf_counter()
-            made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), scratch="/dev/shm/r", dray=__version__)
+            made = plan(recipe, site, facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray=__version__)
             render.node_script(made)
             made.model_dump_json(indent=1)
             seconds.append(time.perf_counter() - begun)

@@ -47,7 +47,7 @@ def main() -> None:
 def _environment() -> None:
     recipe = write.read_recipe(checkout.root() / "recipes" / "smoke-cpu.toml")
     facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
-    made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/dev/shm/r", dray="0")
+    made = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath("/r"), scratch="/r/own", dray="0")
     names = sorted(lint.rules().names)[::3][:200]
     shell = dict.fromkeys([*names, *(f"{name}X" for name in names[:50]), *(f"OTHER_{n}" for n in range(50))], "1")
     lint.rules.cache_clear()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dray.contract import scratch
 from dray.contract.findings import UnfitError
-from dray.runner import scratch
 
 OWN = f"dray-{os.geteuid()}-"
-HOLD = "import sys; from dray.runner import scratch; scratch.take(sys.argv[1]); print('held', flush=True); input()"
+HOLD = "import sys; from dray.contract import scratch; scratch.take(sys.argv[1]); print('held', flush=True); input()"
 
 
 def held(folder: Path) -> subprocess.Popen[str]:

@@ -9,6 +9,8 @@ from dray.contract.findings import Finding
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  its size alone is read
 SCRATCH = "/tmp"  # noqa: S108  where compilers keep their caches
+TOKENS = f"{SCRATCH}/dray-tokens-"  # and the user's number: where a node keeps tokens of datasets
+OWN = f"{SCRATCH}/dray-"  # and the user's number, and what nobody can guess: a node's own folder of an attempt
 _NVIDIA = "/proc/driver/nvidia/version"
 
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import files, run_folder
+from dray.contract import files, run_folder, scratch
 from dray.contract.cores import render
 from dray.contract.findings import DrayError, Finding
-from dray.runner import children, control, cores, node, record, rendezvous, scratch
+from dray.runner import children, control, cores, node, record, rendezvous
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")

@@ -14,6 +14,7 @@ from dray import __version__, render
 from dray.config import deepspeed, sites
 from dray.config.model import load, validate
 from dray.config.recipe import Recipe
+from dray.contract import node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
@@ -87,7 +88,7 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) 
     """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
     made = plan(
         recipe, choice.site, facts, lookup.files(recipe, facts), run_folder=PurePosixPath(paths.run),
-        scratch=f"/tmp/dray-{os.getuid()}-{secrets.token_hex(16)}",  # noqa: S108
+        scratch=f"{node.OWN}{os.getuid()}-{secrets.token_hex(16)}",
         attempt=paths.attempt, dray=__version__, site_why=choice.reason,
     )  # fmt: skip
     return made.model_copy(update={"findings": (*made.findings, *lint.warnings(made, facts.shell))})

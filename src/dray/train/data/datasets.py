@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from dray.contract import node
 from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
@@ -145,7 +146,7 @@ def _of_objective(config: Config) -> tuple[Encoding, Reading]:
 
 
 def _cache(config: Config) -> Path:
-    return Path(config.data.cache_dir or f"/tmp/dray-tokens-{os.getuid()}")  # noqa: S108  a node's own, private
+    return Path(config.data.cache_dir or f"{node.TOKENS}{os.getuid()}")
 
 
 def tokenized(
@@ -186,6 +187,7 @@ def tokenized(
         end=end,
         vocabulary=len(tokenizer),
         marked=not plain,
+        dataset=f"{files[0]}{f' and {len(files) - 1} more' * (len(files) > 1)}" if files else "",
     )
 
 

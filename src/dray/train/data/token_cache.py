@@ -34,7 +34,7 @@ LABEL, LAST = 1 << 31, 1 << 30
 IDS = LAST - 1
 
 _VERSION = 3
-_MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"  # also `dray cache list` reads it; it was modified when the tokens were last used
 _FILES = ("ids", "starts")
 _BATCH = 1024
 _ABANDONED = 3600  # seconds without a write
@@ -78,8 +78,11 @@ def cached(
     end: int,
     vocabulary: int,
     marked: bool = False,
+    dataset: str = "",
 ) -> Tokens:
     """The tokens of that fingerprint, made now if they are not there; `marked` ones end where LAST is.
+
+    `dataset` is for `dray cache list`.
 
     The first rank of each node makes or checks them and the others wait, whether the disk has locks or not.
     """
@@ -87,7 +90,7 @@ def cached(
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             if not folder.is_dir():
-                _fill(folder, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
+                _fill(folder, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
             _check(folder)
         except DrayError as error:
             failed = error.finding._asdict()
@@ -102,6 +105,7 @@ def cached(
 
 def _fill(
     folder: Path,
+    dataset: str,
     documents: Callable[[], Iterable[str]],
     encode: Callable[[list[str]], list[int]],
     *,
@@ -116,7 +120,7 @@ def _fill(
     _remove_left_over(folder)
     part = folder.with_name(f"{folder.name}.part-{secrets.token_hex(8)}")
     try:
-        _make(part, documents(), encode, end=end, vocabulary=vocabulary, marked=marked)
+        _make(part, dataset, documents(), encode, end=end, vocabulary=vocabulary, marked=marked)
         part.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and folder.is_dir():
@@ -144,6 +148,7 @@ def _remove_left_over(folder: Path) -> None:
 
 def _make(
     part: Path,
+    dataset: str,
     documents: Iterable[str],
     encode: Callable[[list[str]], list[int]],
     *,
@@ -178,7 +183,9 @@ def _make(
             file.flush()
             os.fsync(file.fileno())
     sums = {name: _sha256(part / name) for name in _FILES}
-    write_atomic(part / _MANIFEST, json.dumps({"kind": np.dtype(kind).name, "sha256": sums}), mode=0o600)
+    write_atomic(
+        part / _MANIFEST, json.dumps({"kind": np.dtype(kind).name, "sha256": sums, "dataset": dataset}), mode=0o600
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -187,7 +194,7 @@ def _sha256(path: Path) -> str:
 
 
 def private(folder: Path) -> None:
-    """Refuse a folder that another user has made, or may write in: who plants tokens decides what is learnt."""
+    """Refuse a folder that another user has made, or may write in: who plants tokens decides what is learned."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
@@ -204,11 +211,15 @@ def _check(folder: Path) -> None:
     """That these tokens are this user's, and every byte is as it was written."""
     for one in (folder.parent, folder):
         private(one)
+    wanted: object = "its manifest and two files"
+    found: object
     try:
+        with suppress(OSError):  # a disk that can only be read
+            os.utime(folder / _MANIFEST)
         wanted = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
         found = {name: _sha256(folder / name) for name in _FILES}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        wanted, found = "its manifest and two files", f"{type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error}"
     if found != wanted:
         raise DrayError(
             "tokens in the cache are damaged", where=folder, wanted=wanted, found=found, fix=f"rm -r '{folder}'"

@@ -13,12 +13,12 @@ _LOCK = "lock"
 
 def take(folder: str) -> int:
     """Make it, or join another node of this machine in it. It is held while the returned file is open."""
-    _clear_left_over(*os.path.split(folder))
+    clear_left_over(*os.path.split(folder))
     while True:
         try:
             os.mkdir(folder, 0o700)
         except FileExistsError:
-            pass  # another node of this machine made it, or a stranger
+            pass  # another node of this machine made it, or another user
         except OSError as error:
             problem = "the node's own folder cannot be made"
             raise UnfitError(problem, where=folder, found=error.strerror or str(error)) from error
@@ -37,8 +37,9 @@ def take(folder: str) -> int:
         os.close(lock)  # cleared just before it was held
 
 
-def _clear_left_over(parent: str, own: str) -> None:
+def clear_left_over(parent: str, own: str = "") -> list[str]:
     """Remove what runs of this user left whose runner was killed: nobody holds the lock in it any more."""
+    removed = []
     for name in os.listdir(parent):
         folder = f"{parent}/{name}"
         if name == own or not name.startswith(f"dray-{os.geteuid()}-") or not _ours(folder):
@@ -55,8 +56,10 @@ def _clear_left_over(parent: str, own: str) -> None:
             import shutil  # noqa: PLC0415  3 ms, for what is rarely there
 
             shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
         finally:
             os.close(lock)
+    return removed
 
 
 def _ours(folder: str) -> bool:
