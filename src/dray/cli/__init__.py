@@ -8,6 +8,7 @@ import sys
 import typer
 
 from dray import __version__
+from dray.contract import secrets
 from dray.contract.findings import DrayError
 
 app = typer.Typer(
@@ -52,5 +53,5 @@ def main() -> None:
     try:
         app(argv[:cut], obj=argv[cut + 1 :])
     except DrayError as error:
-        print(f"dray: {error}", file=sys.stderr)
+        print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

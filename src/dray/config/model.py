@@ -7,14 +7,15 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from dray.config.schema import Schema
+from dray.contract import secrets
 from dray.contract.findings import ConfigError
 
 S = TypeVar("S", bound="Spec")
@@ -26,6 +27,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
+class SecretError(ValueError):
+    """What no message may show."""
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The texts in a value; a table of ours looks at its own."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for part in pair for text in _texts(part))
+    elif isinstance(value, tuple | list):
+        yield from (text for part in value for text in _texts(part))
+
+
 class Spec(BaseModel):
     """A table of a TOML file; the docstring under each field is its documentation."""
 
@@ -33,6 +48,13 @@ class Spec(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
     layer: ClassVar[str] = ""  # the key whose value names a table of the file that lies over all others
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> Self:
+        found = [name for name, value in self if any(map(secrets.is_value, _texts(value)))]
+        if found:
+            raise ValueError(f"{', '.join(found)}: this looks like a secret, and plans and run folders show it")
+        return self
 
 
 def load(model: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
@@ -51,7 +73,7 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
         key, equals, raw = override.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
         if not equals or not all(keys):
-            lines.append((override, "expected key=value, such as a.b=1 (command line)"))
+            lines.append((secrets.redacted(override), "expected key=value, such as a.b=1 (command line)"))
             continue
         if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
             lines.append((ascii(override), "expected UTF-8 text (command line)"))
@@ -119,7 +141,7 @@ def _parse(text: str, path: Path, kind: str) -> Table:
         raise ConfigError(
             problem,
             where=f"{path}:{line}:{column}",
-            found=f"{place[1]}\n{row}\n{'^':>{column}}",
+            found=f"{place[1]}\n{secrets.redacted(row)}\n{'^':>{column}}",
         ) from wrong
 
 
@@ -184,7 +206,8 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
             text, shown = f"missing: expected {schema.expected(keys)}", False
         case "value_error":
             # A validator of a whole table says itself what it looked at; the table may hold a secret.
-            text, shown = str(error["ctx"]["error"]), not isinstance(value, dict)
+            wrong = error["ctx"]["error"]
+            text, shown = str(wrong), not isinstance(value, dict) and not isinstance(wrong, SecretError)
         case _ if loc[-1:] == ("[key]",):
             pattern = error.get("ctx", {}).get("pattern")
             text = f"expected a name that matches {pattern}" if pattern else error["msg"]
@@ -198,7 +221,7 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
     if shown:
         found = json.dumps(value, ensure_ascii=False)
         label = override or f"{label} = {found if len(found) <= _SHOWN else found[:_SHOWN] + '...'}"
-    return label, f"{text} (command line)" if override else text
+    return secrets.redacted(label), f"{text} (command line)" if override else text
 
 
 def _suggest(name: str, valid: list[str], place: str) -> str:

@@ -11,14 +11,13 @@ from pydantic import Field, field_validator, model_validator
 
 from dray.config.analog import Analog
 from dray.config.image import Variant
-from dray.config.model import Spec
+from dray.config.model import SecretError, Spec
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
+from dray.contract import secrets
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 
 
-_SECRET_NAMES = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASS", "APIKEY", "KEY", "PAT", "CREDENTIALS"}
-_SECRET_VALUES = ("hf_", "sk-", "ghp_", "github_pat_")
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 _HUB = re.compile(r"hub:[^/:\s]+/[^/:\s]+(/[^/:\s]+)?(:[^/:\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
@@ -47,6 +46,17 @@ class Command(Spec):
     """The program and its arguments. A first word that ends in .py is run by the image's Python."""
     folder: str = "."
     """Where it runs; ranks may write there. A relative path starts at the recipe's own folder."""
+
+    @field_validator("argv")
+    @classmethod
+    def _shows_no_secret(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
+        if found := secrets.in_command(argv):
+            raise SecretError(
+                f"{', '.join(found)}: this looks like a secret, and `ps`, Slurm and every run folder show a command; "
+                "export it where you submit, name it in pass_env, and let the program read it there, or a shell: "
+                "bash -c 'exec python train.py --token \"$HF_TOKEN\"'"
+            )
+        return argv
 
 
 class Recipe(Spec):
@@ -186,14 +196,10 @@ class Recipe(Spec):
     @field_validator("env")
     @classmethod
     def _only_the_recipes_own(cls, env: dict[str, str]) -> dict[str, str]:
-        secrets = [
-            name
-            for name, value in env.items()
-            if _SECRET_NAMES & set(name.upper().split("_")) or value.startswith(_SECRET_VALUES)
-        ]
-        if secrets:
+        found = [name for name, value in env.items() if secrets.is_variable(name, value)]
+        if found:
             raise ValueError(
-                f"{', '.join(secrets)}: this looks like a secret, and every run folder holds its recipe; set it where "
+                f"{', '.join(found)}: this looks like a secret, and every run folder holds its recipe; set it where "
                 "you submit and name it in pass_env"
             )
         _refuse_ours(env)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from dray.config.image import Variant
 from dray.config.model import Spec
+from dray.contract import secrets
 from dray.contract.cores import parse
 
 Cores = Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
@@ -30,6 +32,13 @@ class SiteBind(Spec):
     required: bool = True
     """Whether a node without it is unfit; if false, such a node goes without it."""
 
+    @field_validator("path")
+    @classmethod
+    def _names_no_secret(cls, path: str) -> str:
+        if found := [name for name in re.findall(r"\$(\w+)", path) if secrets.is_name(name)]:
+            raise ValueError(f"${found[0]} looks like a secret, and plans show the paths of binds")
+        return path
+
 
 class SiteVariable(Spec):
     """One environment variable that this cluster needs."""
@@ -44,6 +53,12 @@ class SiteVariable(Spec):
     """Which page or script this is from."""
     nodes: Literal["any", "one", "several"] = "any"
     """Set it in all jobs, only in jobs of one node, or only in jobs of several."""
+
+    @model_validator(mode="after")
+    def _is_no_secret(self) -> SiteVariable:
+        if secrets.is_variable(self.name, self.value):
+            raise ValueError(f"{self.name} looks like a secret, and all users read a site file; name it in pass_env")
+        return self
 
 
 class Fabric(Spec):

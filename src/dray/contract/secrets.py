@@ -1,0 +1,92 @@
+"""What counts as a secret: the one place that recipes, sites, plans, reports and `dray env` ask."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+# Parts of a name, between `_`, `-` and `.`. The first ones hold nothing but secrets; the others also other things, such
+# as --pad-token, so that an option with such a name counts only where its value looks random.
+_SURE = {"PASSWORD", "PASSWD", "PASSPHRASE", "PWD", "SECRET", "SECRETS", "APIKEY", "CREDENTIAL", "CREDENTIALS"}
+_LIKELY = {"TOKEN", "KEY", "PASS", "PAT", "AUTH", "COOKIE", "WEBHOOK"}
+_ENDINGS = ("PASS", "PASSWORD", "PASSWD", "SECRET", "TOKEN", "APIKEY", "WEBHOOK")  # SSHPASS, PGPASSWORD
+# What names the place of a secret is none: AWS_SHARED_CREDENTIALS_FILE, SSH_AUTH_SOCK.
+_PLACES = {"FILE", "PATH", "DIR", "FOLDER", "SOCK", "TYPE"}
+_NOT = {"PWD", "OLDPWD"}
+_NOTHING = {"", "true", "false", "none", "null", "yes", "no", "auto"}
+_SHAPES = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\b(?:gh[opsur]_|github_pat_|glpat-|npm_|pypi-)\w{16,}|\bsk-(?=[\w-]{0,99}\d)[\w-]{16,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{30,}"
+    r"|\beyJ[\w-]{10,999}\.eyJ[\w-]{10,999}\.[\w-]*"  # a JSON web token
+    r"|\b[Aa]uthorization:\s*\w+\s+[^\s$'\"]+|\b[Bb]earer\s+[\w.~+/=-]{16,}"
+    r"|\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@'\"]*:[^\s/@$'\"][^\s/@'\"]*@"  # a URL with a password
+    r"|[?&](?:[\w-]*token|api_?key|key|sig|signature|password|X-Amz-Signature)=[^\s&$'\"]{8,}"
+    r"|https://(?:hooks\.slack\.com/\w+|(?:\w+\.)?discord(?:app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com)/[^\s'\"]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_BEGINNINGS = ("hf_", "sk-", "ghp_", "github_pat_")
+_OPTION = re.compile(r"-{0,2}[A-Za-z][\w.-]{0,60}")
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+=~:-]{20,}")
+_SHORTEST = 8  # a shorter value, such as 1 or offline, is in too many lines that are not about it
+
+
+def is_name(name: str) -> bool:
+    """Whether a variable or an option of this name holds a secret."""
+    parts = re.split("[_.-]", name.upper().strip("-"))
+    if name.upper() in _NOT or parts[-1] in _PLACES:
+        return False
+    return not (_SURE | _LIKELY).isdisjoint(parts) or parts[-1].endswith(_ENDINGS)
+
+
+def is_value(value: str) -> bool:
+    """Whether a text has a secret in it, by its shape alone."""
+    return _SHAPES.search(value) is not None
+
+
+def is_variable(name: str, value: str) -> bool:
+    """Whether a variable with this value holds a secret."""
+    return is_name(name) or is_value(value) or value.startswith(_BEGINNINGS)
+
+
+def in_command(argv: Iterable[str]) -> list[str]:
+    """The arguments that hold a secret, named without it: `--token`, or `argument 3`."""
+    found: list[str] = []
+    before = ""
+    for number, text in enumerate(argv, start=1):
+        here = []
+        for word in text.split():  # what a shell is given to run is a command too
+            name, equals, value = word.partition("=")
+            if not equals:
+                name, value = before, word
+            before = word if word.startswith("-") and not equals else ""
+            if is_value(word) or _is_option(name, value.strip("'\"")):
+                here.append(name if _OPTION.fullmatch(name) and not is_value(name) else f"argument {number}")
+        found += here or [f"argument {number}"] * is_value(text)
+    return list(dict.fromkeys(found))
+
+
+def _is_option(name: str, value: str) -> bool:
+    """Whether this is an option, or an assignment, that holds a secret: `--password hunter2`, `HF_TOKEN=...`."""
+    if not _OPTION.fullmatch(name) or not is_name(name) or value.lower() in _NOTHING or value[0] in "$/.<[{-":
+        return False
+    parts = re.split("[_.-]", name.upper().strip("-"))
+    sure = not _SURE.isdisjoint(parts) or {"API", "KEY"} <= set(parts)
+    return bool(_RANDOM.fullmatch(value)) or (sure and not (value.isdigit() and len(value) < _SHORTEST))
+
+
+def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The values that were handed in by these names, and that no log or report may show, by value.
+
+    A short value, or the path of a folder, is in too many lines that are not about it.
+    """
+    values = {name: environ[name] for name in names if name in environ}
+    shown = {name for name, value in values.items() if value.startswith("/") and not is_name(name)}
+    lines = {line: name for name, value in values.items() if name not in shown for line in (value, *value.splitlines())}
+    return {line: lines[line] for line in sorted(lines, key=len, reverse=True) if len(line) >= _SHORTEST}
+
+
+def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
+    """The text with `[HF_TOKEN]` in the place of a value that was handed in, and `[secret]` where a shape tells one."""
+    for value, name in (values or {}).items():
+        text = text.replace(value, f"[{name}]")
+    return _SHAPES.sub("[secret]", text)
