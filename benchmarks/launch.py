@@ -144,7 +144,7 @@ def _meet(scratch: Path, count: int) -> None:
     }
     folder, path = scratch / "met", scratch / "plan.json"
     (folder / "logs").mkdir(parents=True)
-    (folder / "secret").write_text("secret")
+    (folder / "secret").write_text("5ec2e7" * 8)
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": None}
     path.write_text(
         json.dumps({"folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world})

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+SECRET = "5ec2e7" * 8
+
 
 def rendezvous(plan: dict[str, Any]) -> tuple[str, int]:
     """Where the first node listens, once it has told the others."""
@@ -36,7 +38,7 @@ def free_port() -> int:
 def plan(tmp_path: Path) -> dict[str, Any]:
     """A plan for two nodes on loopback, whose launcher writes down what it was given."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "secret").write_text("5ec2e7\n")
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
     return {
         "folder": str(tmp_path),
         "scratch": str(tmp_path / "own"),

@@ -21,7 +21,7 @@ from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
 from dray.runner import address, channel, host, introduction
 from dray.runner import rendezvous as meeting
-from nodes import Start, ended, free_port, rendezvous
+from nodes import SECRET, Start, ended, free_port, rendezvous
 
 SLEEP = ["sh", "-c", "exec sleep 60"]
 
@@ -81,7 +81,7 @@ def wrong_secret(where: tuple[str, int]) -> Iterator[None]:
 
 
 def replay(where: tuple[str, int]) -> Iterator[None]:
-    seen = greeting(b"5ec2e7")
+    seen = greeting(SECRET.encode())
     with socket.create_connection(where, timeout=5) as line:
         assert len(line.recv(channel.NONCE)) == channel.NONCE
         line.sendall(seen)
@@ -125,7 +125,7 @@ def other(plan: dict[str, Any], folder: Path, secret: str) -> Path:
     plan = deepcopy(plan)
     plan["folder"] = str(folder)
     (folder / "logs").mkdir(parents=True)
-    (folder / "secret").write_text(secret)
+    (folder / "secret").write_text(secret.ljust(32, "."))
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder / "plan.json"
 
@@ -163,7 +163,7 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
         time.sleep(0.5)
         own = introduction.introduction(plan, 0, runner.digest(plan))
         with pytest.raises(UnfitError, match="1 of 3 nodes did not come in 4 s") as missing:
-            host.gather(plan, own, b"5ec2e7", listener)
+            host.gather(plan, own, SECRET.encode(), listener)
     code, said = ended(early)
     assert (code, f"  found:  {missing.value.finding.problem}" in said) == (69, True), said
     assert not (tmp_path / "failures").exists()
@@ -183,6 +183,200 @@ def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, sta
 
 def test_a_run_without_its_secret_does_not_start(plan, start: Start, tmp_path: Path) -> None:
     (tmp_path / "secret").unlink()
+    code, said = ended(start(0, 2, "node1"))
+    assert (code, said.splitlines()[0]) == (78, "the run's secret cannot be read")
+
+
+def knock(where: tuple[str, int], secret: bytes = SECRET.encode()) -> channel.Channel:
+    """A connection that has proved the secret."""
+    return channel.greet(socket.create_connection(where, timeout=30), secret, time.monotonic() + 30)
+
+
+def shown_out(line: socket.socket) -> bool:
+    """Whether the first node ends the connection."""
+    line.settimeout(30)
+    try:
+        while line.recv(channel.NONCE):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+HUGE = "9" * 4000
+RUBBISH = {
+    "no object": "[]",
+    "no fields": "{}",
+    "a list as number": '"node": [1]',
+    "a truth as number": '"node": true',
+    "a text as number": '"node": "1"',
+    "a fraction as number": '"node": 1.0',
+    "a negative number": '"node": -1',
+    "a number beyond the plan": '"node": 2',
+    "a huge number": f'"node": {HUGE}',
+    "a huge number and another plan": f'"node": {HUGE}, "plan": "another"',
+    "a number with too many digits": f'"node": {HUGE * 3}',
+    "a text as time": '"time": "now"',
+    "no number as time": '"time": NaN',
+    "infinity as time": '"time": 1e999',
+    "a time before all": '"time": -1e300',
+    "nothing as name": '"name": null',
+    "a name that is too long": f'"name": "{"x" * 300}"',
+    "a name that speaks to the terminal": '"name": "\\u001b[2J"',
+    "half a character": '"name": "\\ud800"',
+    "a table as plan": '"plan": {}',
+    "one field more": '"more": 1',
+    "depth": "[" * 60000,
+    "no JSON": '{"node": ',
+    "no text": "\udcff",
+}
+
+
+def test_a_hello_of_the_wrong_kind_neither_joins_nor_harms_the_run(plan: dict[str, Any], start: Start) -> None:
+    """From one that holds the secret, and so comes past the proof."""
+    plan["world"]["rendezvous_timeout_s"] = 120
+    first = start(0, 2, "node1")
+    where = rendezvous(plan)
+    right = json.dumps(introduction.introduction(plan, 1, runner.digest(plan)))
+    for what, rubbish in RUBBISH.items():
+        one = knock(where)
+        text = f"{right[:-1]}, {rubbish}}}" if rubbish.startswith('"') else rubbish  # the last of two values counts
+        data = text.encode(errors="surrogateescape")
+        proof = channel._proof(one._key, one._own, one._sent.to_bytes(8, "big"), data)
+        one.line.sendall(proof.hex().encode() + data + b"\n")
+        assert shown_out(one.line), what
+        one.close()
+    assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
+
+
+def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start: Start) -> None:
+    """With it, it is an error of the user's: test_another_plan_stops_all_nodes."""
+    first = start(0, 2, "node1")
+    where = rendezvous(plan)
+    other = introduction.introduction(plan, 1, "another digest")
+    with socket.create_connection(where) as line:
+        line.sendall(json.dumps(other).encode().ljust(channel.GREETING) + b"\n")
+        assert shown_out(line)
+    with socket.create_connection(where) as line:
+        nonce = channel._read(line, channel.NONCE, time.monotonic() + 30)
+        line.sendall(nonce + channel._proof(b"another secret", b"guest", nonce, nonce))
+        channel.Channel(line, b"key", host=False).send(other)
+        assert shown_out(line)
+    assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_drip_has_one_deadline_for_all_of_it(plan: dict[str, Any], start: Start, proved: bool) -> None:
+    """A byte at a time, each within any timeout of its own."""
+    plan["world"]["rendezvous_timeout_s"] = 120
+    first = start(0, 2, "node1")
+    line = knock(rendezvous(plan)).line if proved else socket.create_connection(rendezvous(plan))
+    with line:
+        line.settimeout(0.5)
+        deadline = time.monotonic() + 60
+        gone = False
+        while not gone:
+            assert time.monotonic() < deadline
+            try:
+                line.sendall(b"x")
+                gone = len(line.recv(channel.NONCE)) == 0
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                gone = True
+    assert [ended(start(1, 2, "node2"))[0], ended(first)[0]] == [0, 0]
+
+
+FINDINGS = (
+    '"why"',
+    "{}",
+    '{"problem": "p", "other": 1, "code": 1}',
+    '{"problem": [], "code": 1}',
+    '{"problem": "p", "code": "1"}',
+    '{"problem": "p", "code": true}',
+    f'{{"problem": "p", "code": {HUGE}}}',
+    '{"problem": "p", "code": 0}',
+    '{"problem": "p", "code": 1, "rank": "all"}',
+)
+
+
+@pytest.mark.parametrize("text", FINDINGS)
+def test_a_finding_of_another_kind_is_not_believed(text: str) -> None:
+    with pytest.raises(OSError, match="a finding of another kind"):
+        channel.finding(json.loads(text))
+
+
+def test_a_node_that_speaks_rubbish_is_a_lost_node(plan: dict[str, Any], start: Start) -> None:
+    launchers(plan, SLEEP, SLEEP)
+    first = start(0, 2, "node1")
+    rendezvous(plan)
+    own = introduction.introduction(plan, 1, runner.digest(plan))
+    node, _ = meeting.join(plan, own, SECRET.encode())
+    node.send({"failed": {"problem": ["rubbish"]}})
+    code, said = ended(first)
+    node.close()
+    assert (code, "Traceback" in said) == (75, False), said
+    assert "  found:  a finding of another kind" in said
+
+
+def test_an_answer_of_the_wrong_kind_is_not_believed(plan: dict[str, Any], start: Start) -> None:
+    """The run's own first node is still to come."""
+    plan["world"]["rendezvous_timeout_s"] = 60
+    with address.listen(plan["world"]) as listener:
+        meeting.publish(plan, listener)
+        second = start(1, 2, "node2")
+        for reply in ({"refused": [1]}, {"refused": {"problem": "p", "code": "x"}}, {"refused": None}, {}):
+            line, _ = listener.accept()
+            nonce = os.urandom(channel.NONCE)
+            line.sendall(nonce)
+            seen = channel._read(line, channel.GREETING, time.monotonic() + 30)
+            one = channel.answer(line, SECRET.encode(), nonce, seen)
+            assert one
+            one.receive_one(time.monotonic() + 30)
+            one.send(reply)
+            assert shown_out(line)
+            line.close()
+    (Path(plan["folder"]) / "rendezvous.json").unlink()
+    assert [ended(start(0, 2, "node1"))[0], ended(second)[0]] == [0, 0]
+
+
+TOLD = (
+    "",
+    "null",
+    "[1]",
+    "[" * 4000,
+    '{"attempt": 1}',
+    '{"attempt": 1, "port": [5], "address": "n1"}',
+    '{"attempt": 1, "port": true, "address": "n1"}',
+    '{"attempt": 1, "port": "5", "address": "n1"}',
+    '{"attempt": 1, "port": 99999999999, "address": "n1"}',
+    f'{{"attempt": 1, "port": {HUGE * 3}, "address": "n1"}}',
+    '{"attempt": 1, "port": 5, "address": ["n1"]}',
+    '{"attempt": "1", "port": 5, "address": "n1"}',
+)
+
+
+@pytest.mark.parametrize("text", TOLD)
+def test_a_file_of_the_wrong_kind_tells_nothing(plan: dict[str, Any], tmp_path: Path, text: str) -> None:
+    (tmp_path / "rendezvous.json").write_text(text)
+    assert meeting.published(plan) is None
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "..", "a\0b"])
+def test_an_address_that_cannot_be_one_is_a_missing_node(plan: dict[str, Any], start: Start, name: str) -> None:
+    plan["world"]["rendezvous_timeout_s"] = 1
+    told = {"address": name, "port": 5, "attempt": 1}
+    (Path(plan["folder"]) / "rendezvous.json").write_text(json.dumps(told))
+    code, said = ended(start(1, 2, "node2"))
+    assert (code, said.splitlines()[0]) == (69, "node 1 (node2) could not reach the first node in 1 s")
+
+
+@pytest.mark.parametrize("secret", ["", "\n", "short", "\0" * 8])
+def test_a_secret_that_anybody_could_guess_is_refused(plan, start: Start, tmp_path: Path, secret: str) -> None:
+    """A disk that was full leaves such a file."""
+    (tmp_path / "secret").write_text(secret)
     code, said = ended(start(0, 2, "node1"))
     assert (code, said.splitlines()[0]) == (78, "the run's secret cannot be read")
 

@@ -262,9 +262,6 @@ def test_two_nodes_of_one_host_name_are_refused_where_nodes_are_machines(plan, s
     assert ended(guest)[0] == 78
 
 
-WORLD = {"nodes": [{"name": "n1"}, {"name": "n2"}]}
-
-
 def hello(**changes: object) -> dict[str, Any]:
     said = {"node": 1, "name": "n2", "host": "n2", "plan": "p", "image": "i", "dray": "1", "time": 1000.0}
     return {**said, **changes}
@@ -272,13 +269,13 @@ def hello(**changes: object) -> dict[str, Any]:
 
 def test_a_clock_that_is_far_away_is_unfit() -> None:
     mine = hello(node=0, name="n1", host="n1")
-    assert introduction.odd(WORLD, hello(time=1007.0), mine, {}, None) is None
-    refusal = introduction.odd(WORLD, hello(time=990.0), mine, {}, None)
+    assert introduction.odd(hello(time=1007.0), mine, {}, None) is None
+    refusal = introduction.odd(hello(time=990.0), mine, {}, None)
     assert (refusal.finding.code, str(refusal).splitlines()[0]) == (
         69,
         "the clock of node 1 (n2) is 10 s away from the first node's",
     )
-    other = introduction.odd(WORLD, hello(dray="2"), mine, {}, None)
+    other = introduction.odd(hello(dray="2"), mine, {}, None)
     assert (other.finding.code, str(other).splitlines()[0]) == (78, "node 1 (n2) holds another dray")
 
 

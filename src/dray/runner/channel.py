@@ -14,11 +14,14 @@ import socket
 import time
 from typing import Any
 
+from dray.contract.findings import Finding
+
 NONCE = 32
 GREETING = NONCE + 32  # the guest's nonce and its proof
 PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _LONGEST = 65536
 _SEND_S = 5.0
+_CODES = range(1, 256)
 
 
 class BrokenError(OSError):
@@ -74,10 +77,25 @@ class Channel:
         self._received += 1
         if not hmac.compare_digest(proof, wanted):
             raise BrokenError("a message without its proof")
-        message = json.loads(text)
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError):
+            message = None
         if not isinstance(message, dict):
             raise BrokenError("a message of another kind")
         return message
+
+
+def finding(fields: object) -> Finding:
+    """The finding that a peer has sent. OSError: a field is missing, or of another kind."""
+    try:
+        found = Finding(**fields)  # type: ignore[arg-type]
+    except TypeError:
+        raise BrokenError("a finding of another kind") from None
+    kinds = {"code": (int,), "rank": (int, type(None))}
+    if found.code not in _CODES or any(type(one) not in kinds.get(of, (str,)) for of, one in found._asdict().items()):
+        raise BrokenError("a finding of another kind")
+    return found
 
 
 def greet(line: socket.socket, secret: bytes, deadline: float) -> Channel:

@@ -14,6 +14,7 @@ from typing import Any
 
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
+from dray.runner import channel
 from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
 
@@ -78,20 +79,18 @@ class Control:
 
     def _read(self, node: int) -> None:
         try:
-            messages = self._open[node].receive()
-        except (OSError, ValueError) as error:
+            for message in self._open[node].receive():
+                if "stop" in message and not self.stopped:
+                    self._stop(signal.SIGTERM)
+                    self._pass_on({"stop": int(signal.SIGTERM)})
+                elif "failed" in message and not self.cause and not self.stopped:
+                    self._end(channel.finding(message["failed"]))
+                    self._pass_on(message)
+                elif "ended" in message:
+                    self._forget(node)
+                    return
+        except OSError as error:
             self._lost(node, str(error))
-            return
-        for message in messages:
-            if "stop" in message and not self.stopped:
-                self._stop(signal.SIGTERM)
-                self._pass_on(message)
-            elif "failed" in message and not self.cause and not self.stopped:
-                self._end(Finding(**message["failed"]))
-                self._pass_on(message)
-            elif "ended" in message:
-                self._forget(node)
-                return
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)

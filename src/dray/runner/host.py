@@ -105,13 +105,12 @@ class _Door:
 
     def _admit(self, visitor: _Visitor, hello: dict[str, Any]) -> DrayError | None:
         assert visitor.channel is not None
-        kinds = {name: type(value) for name, value in self._own.items()}
-        if {name: type(value) for name, value in hello.items()} != kinds:
+        if not introduction.readable(hello, self._own, len(self._world["nodes"])):
             self._show_out(visitor)
             return None
         del self._unproved[visitor.line.fileno()]
         twin = None if self._world["one_machine"] else self._hosts.get(hello["host"])
-        refusal = introduction.odd(self._world, hello, {**self._own, "time": time.time()}, self.guests, twin)
+        refusal = introduction.odd(hello, {**self._own, "time": time.time()}, self.guests, twin)
         self._hosts[hello["host"]] = hello["name"]
         self.guests.setdefault(hello["node"], visitor.channel)
         self.told.append(visitor.channel)

@@ -11,6 +11,17 @@ from dray import __version__
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 _MOST_SKEW_S = 8.0
+_MOST_NODES = 1 << 20
+_LONGEST = 256  # letters of a text
+_LATEST = 1e11  # no clock of this millennium; it also keeps out what is no number
+_HELD = (
+    (
+        "plan",
+        "the run folder must be on a disk that all nodes share, or at the same path on every machine; HF_HOME too",
+    ),
+    ("dray", "the same image on every node"),
+    ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
+)
 
 
 def introduction(plan: Mapping[str, Any], number: int, digest: str) -> dict[str, Any]:
@@ -26,8 +37,19 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str) -> dict[str,
     }
 
 
+def readable(hello: Mapping[str, Any], own: Mapping[str, Any], nodes: int) -> bool:
+    """Whether it has the fields of an introduction, each of its type and within its range."""
+    if {name: type(value) for name, value in hello.items()} != {name: type(value) for name, value in own.items()}:
+        return False
+    texts = [value for value in hello.values() if isinstance(value, str)]
+    # Another plan may have more nodes, and is refused by a name of its own.
+    most = nodes if hello["plan"] == own["plan"] else _MOST_NODES
+    return all(len(text) <= _LONGEST and text.isprintable() for text in texts) and (
+        0 <= hello["node"] < most and 0 <= hello["time"] < _LATEST
+    )
+
+
 def odd(
-    world: Mapping[str, Any],
     hello: Mapping[str, Any],
     own: Mapping[str, Any],
     guests: Mapping[int, object],
@@ -35,7 +57,15 @@ def odd(
 ) -> DrayError | None:
     """What is wrong with a node that has come. `own` is what the first node holds, at the time at which it came."""
     who = f"node {hello['node']} ({hello['name']})"
-    if hello["node"] in guests or hello["node"] == own["node"] or hello["node"] not in range(len(world["nodes"])):
+    for held, fix in _HELD:
+        if hello[held] != own[held]:
+            return ConfigError(
+                f"{who} holds another {held}",
+                wanted=f"{held} {own[held][:12] or '(unknown)'}",
+                found=f"{held} {hello[held][:12] or '(unknown)'}",
+                fix=fix,
+            )
+    if hello["node"] in guests or hello["node"] == own["node"]:
         return ConfigError(
             f"two nodes believe that they are node {hello['node']}",
             wanted="every node has its own number",
@@ -57,19 +87,4 @@ def odd(
             found=f"{skew:.0f} s",
             fix="leave this node out (sbatch --exclude), and tell the cluster's administrators",
         )
-    for held, fix in (
-        (
-            "plan",
-            "the run folder must be on a disk that all nodes share, or at the same path on every machine; HF_HOME too",
-        ),
-        ("dray", "the same image on every node"),
-        ("image", "copy the image to this node again, or put it on a disk that all nodes share"),
-    ):
-        if hello[held] != own[held]:
-            return ConfigError(
-                f"{who} holds another {held}",
-                wanted=f"{held} {own[held][:12] or '(unknown)'}",
-                found=f"{held} {hello[held][:12] or '(unknown)'}",
-                fix=fix,
-            )
     return None

@@ -15,10 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runner import address as address_of
 from dray.runner import channel, host, introduction
 from dray.runner.channel import Channel
+
+_LONGEST = 4096  # bytes of a file that somebody else may have written
+_SHORTEST_SECRET = 32
 
 
 class StoppedError(DrayError):
@@ -30,7 +33,9 @@ def _secret(folder: str) -> bytes:
     path = f"{folder}/{run_folder.SECRET}"
     try:
         with open(path, "rb") as file:
-            return file.read().strip()
+            secret = file.read(_LONGEST).strip()
+        if len(secret) < _SHORTEST_SECRET:  # a disk was full: one that is short, anybody guesses
+            raise OSError(f"{len(secret)} characters")
     except OSError as error:
         raise ConfigError(
             "the run's secret cannot be read",
@@ -38,6 +43,7 @@ def _secret(folder: str) -> bytes:
             wanted="the file that was written with plan.json",
             found=error,
         ) from error
+    return secret
 
 
 def meet(
@@ -77,10 +83,12 @@ def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
         if run_folder.RENDEZVOUS not in os.listdir(folder):
             return None
         with open(f"{folder}/{run_folder.RENDEZVOUS}", "rb") as file:
-            told = json.load(file)
-        return (str(told["address"]), int(told["port"])) if told["attempt"] == plan["attempt"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+            told = json.loads(file.read(_LONGEST))
+        address, port, attempt = told["address"], told["port"], told["attempt"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    known = attempt == plan["attempt"] and isinstance(address, str) and type(port) is int and 0 < port < 1 << 16
+    return (address, port) if known else None
 
 
 def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[Channel, tuple[str, int]]:
@@ -93,7 +101,7 @@ def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[C
         if address:
             try:
                 line = socket.create_connection(address, timeout=max(0.01, min(10, deadline - time.monotonic())))
-            except OSError as error:  # not listening yet, name not there yet
+            except (OSError, ValueError) as error:  # not listening yet, name not there yet or none
                 reason = str(error)
             else:
                 try:
@@ -101,11 +109,19 @@ def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[C
                     first.send({**own, "time": time.time()})
                     # The first node knows who is missing. It may have come later, and so may its deadline.
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
+                    refused = None if "go" in reply else channel.finding(reply.get("refused"))
                 except OSError as error:
                     line.close()
                     reason = broken = str(error)
                 else:
-                    _require_go(reply)
+                    if refused:
+                        raise StoppedError(
+                            "the first node stopped the launch",
+                            wanted="go",
+                            found=refused,
+                            fix=f"see {run_folder.failure('node-0')}",
+                            code=refused.code,
+                        )
                     return first, (line.getpeername()[0], address[1])
         time.sleep(0.05)
     who = f"node {own['node']} ({own['name']})"
@@ -115,17 +131,4 @@ def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[C
         found=broken or reason,
         fix=f"see {run_folder.node_log(0)}: did the first node start? do all nodes hold its secret, and can they reach "
         "one another?",
-    )
-
-
-def _require_go(reply: Mapping[str, Any]) -> None:
-    if "refused" not in reply:
-        return
-    found = Finding(**reply["refused"])
-    raise StoppedError(
-        "the first node stopped the launch",
-        wanted="go",
-        found=found,
-        fix=f"see {run_folder.failure('node-0')}",
-        code=found.code,
     )
