@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
 from dray.contract.findings import DrayError  # noqa: E402
 
