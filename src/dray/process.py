@@ -161,13 +161,17 @@ class Running:
             self._process.wait(timeout=seconds)
 
     def stop(self) -> None:
-        """End the whole group, with SIGTERM first. Ranks have sessions of their own and end with their launcher."""
+        """End the whole group, with SIGTERM first. Ranks have sessions of their own and end with their launcher.
+
+        A second Ctrl-C does not wait for what they do on SIGTERM.
+        """
         for number, timeout in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
             try:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 return
-            self.wait(timeout)
+            with suppress(KeyboardInterrupt):
+                self.wait(timeout)
 
 
 def start(argv: Sequence[str | Path], *, env: Mapping[str, str], output: IO[bytes]) -> Running:

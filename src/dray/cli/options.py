@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dray import engines
+from dray import engines, process
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
@@ -98,6 +98,14 @@ def chosen(arguments: list[str] | None, launcher: str, context: typer.Context) -
             "there is nothing to run", wanted="a recipe, such as recipes/smoke-cpu.toml, or -- and a command"
         )
     return Chosen(path, (*rest, *([f"launcher={launcher}"] if launcher else [])), command)
+
+
+def again(*options: str) -> list[str]:
+    """What the user has typed up to a command, with more options, which win over the same ones before them."""
+    program, *typed = sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
+    name = Path(program).name
+    dray = [sys.executable, "-m", "dray"] if name.endswith(".py") else [program]
+    return [*([name] if process.which(name) == program else dray), *typed, *options]
 
 
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]

@@ -1,79 +1,142 @@
-"""How a run goes, from metrics.jsonl: a live bar in a terminal, a plain line a report elsewhere."""
+"""How a run goes: a recipe's steps, or what a command itself prints. What is shown can never end a run."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from dray.planning.schema import Plan
+from dray.runs.follow import Growing, Output
 from dray.runs.paths import RunPaths
 
 
 class Progress:
-    """Follows the metrics of one run."""
+    """Shows one run, from its folder's name on. On a hostfile's other machines (`only`), where there are no metrics,
+    it shows what their first rank prints."""
 
-    def __init__(self, plan: Plan, paths: RunPaths) -> None:
-        self._paths = paths
-        self._position = 0
-        self._console = Console()
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        steps = plan.recipe.train.steps if plan.recipe.train else None
-        self._task = self._bar.add_task("starting", total=steps, figures="")
-        where = f"{_counted(plan.world.size, 'rank')} on {_counted(len(plan.world.nodes), 'node')}"
-        self._say(f"{plan.recipe.name}: {where} ({plan.engine})")
+    def __init__(self, plan: Plan, paths: RunPaths, only: int | None = None) -> None:
+        world, train = plan.world, plan.recipe.train
+        rank = (only or 0) * world.ranks_per_node
+        where = f"{_counted(world.size, 'rank')} on {_counted(len(world.nodes), 'node')} ({plan.engine})"
+        self._lost = False
+        self._view: Output | _Steps
+        if train and rank == 0:
+            self._view = _Steps(paths.metrics, train.steps)
+        else:
+            self._view = Output(paths.rank_log(rank))
+            if world.size > 1:
+                where += f"; rank {rank} is shown here, the logs of all are in {paths.folder.name}/{paths.logs.name}"
+        self._say(f"run folder: {paths.run}\n{plan.recipe.name}: {where}")
 
     def __enter__(self) -> Progress:
-        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.update()
-        self._bar.stop()
+        self._shown(self._view.close)
 
     def update(self) -> None:
-        """Read what has come since the last look."""
-        if not self._paths.metrics.exists():
-            return
-        with self._paths.metrics.open("rb") as file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._position += len(line)
-                self._show(json.loads(line))
+        """Show what has come since the last look."""
+        self._shown(self._view.look)
 
-    def _show(self, event: dict[str, Any]) -> None:
-        if event["event"] == "start":
-            self._bar.update(self._task, description="training")
-        elif event["event"] == "step":
-            figures = (
-                f"loss {event['loss']:.3f}  {event['tokens_per_s']:,.0f} tokens/s  {event['seconds_left']:.0f} s left"
-            )
-            self._bar.update(self._task, completed=event["step"], figures=figures)
-            if not self._console.is_terminal:
-                self._say(f"step {event['step']}  {figures}")
-        elif event["event"] == "eval":
-            found = event["perplexity"]
-            figures = "perplexity not finite" if found is None else f"perplexity {found:.2f}"
-            self._bar.update(self._task, description="saving", figures=figures)
+    def stopping(self) -> None:
+        """Say that it is being stopped."""
+        self._shown(self._view.close)
+        self._say("stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._shown(partial(print, line, flush=True))
+
+    def _shown(self, show: Callable[[], None]) -> None:
+        """Nothing more once nobody can read it."""
+        if not self._lost:
+            try:
+                show()
+            except OSError:
+                self._lost = True
+
+
+class _Steps:
+    """Steps and evaluations: a bar on a terminal, a line for each elsewhere. An evaluation is a line on both."""
+
+    def __init__(self, metrics: Path, steps: int | None) -> None:
+        self._file, self._rest = Growing(metrics), b""
+        self._steps, self._figures = steps or 0, ""
+        console = Console()
+        self._bar: Bar | None = None
+        self._plain = not console.is_interactive
+        if not self._plain:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[count]}"),
+                TextColumn("{task.fields[figures]}"),
+            )
+            self._bar = Bar(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("starting", total=None, count="", figures="")
+
+    def look(self) -> None:
+        """Show what has come since the last look."""
+        if self._bar:
+            self._bar.start()
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in lines:
+            self._show(json.loads(line))
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _show(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self._steps, first = event["steps"], event["first_step"]
+            if first:
+                self._say(f"resumed at step {first} of {self._steps}")
+            self._draw(first, "training", "evaluating")
+        elif kind == "step":
+            loss, speed, left = (event[name] for name in ("loss", "tokens_per_s", "seconds_left"))
+            self._figures = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+            if self._plain:
+                self._say(f"step {event['step']}  {self._figures}")
+            self._draw(event["step"], "training", "evaluating")
+        elif "perplexity" in event:
+            what = kind.replace("eval", "evaluation", 1).replace("-", " ", 1)
+            figures = "  ".join(_figure(event, name, form) for name, form in _EVALUATED.items())
+            self._say(f"{what} at step {event['step']}  {figures}")
+            self._draw(event["step"], "training", "saving")
+
+    def _draw(self, step: int, before: str, after: str) -> None:
+        """What the bar says before the last step, and after it."""
+        if self._bar:
+            doing, count = before if step < self._steps else after, f"{step}/{self._steps}"
+            self._bar.update(self._task, total=self._steps, completed=step, description=doing)
+            self._bar.update(self._task, count=count, figures=self._figures, refresh=True)
+
+    def _say(self, line: str) -> None:
+        if self._bar:
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+
+_EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
+
+
+def _figure(event: dict[str, Any], name: str, form: str) -> str:
+    return f"{name} {event[name]:{form}}" if event[name] is not None else f"{name} not finite"
 
 
 def _counted(number: int, name: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray import engines
-from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Runs, Site, chosen, report
+from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Runs, Site, again, chosen, report
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
@@ -54,11 +53,9 @@ def run(
         machines = hosts.read(hostfile)
         name = run_id or machines.run_id(settings)
         if show:
-            program, *typed = sys.argv[: sys.argv.index("--") if asked.command else None]
-            dray = [sys.executable, "-m", "dray"] if program.endswith(".py") else [program]
             named = [] if run_id else ["--run", name]
-            again = [*dray, *(word for word in typed if word != "--print"), *named]
-            print(machines.commands(again, asked.command), end="")
+            typed = [word for word in again(*named) if word != "--print"]
+            print(machines.commands(typed, asked.command), end="")
             return
         only: int | None = machines.here(node)
         proof = machines.secret(secret)
@@ -70,10 +67,12 @@ def run(
         image = local.image_of(engine, settings)
         facts = local.facts(settings, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
         plan, paths = write.write(settings, facts, runs=folder, run=run_id or None)
+    progress = Progress(plan, paths, only)
     report(plan)
-    with Progress(plan, paths) as progress:
+    with progress:
         try:
-            code, stopped = local.run(plan, paths, watch=progress.update, only=only), None
+            watch, stopping = progress.update, progress.stopping
+            code, stopped = local.run(plan, paths, watch=watch, stopping=stopping, only=only), None
         except KeyboardInterrupt as stop:  # all that was started is gone by now
             code, stopped = 130, Stop(str(stop) or "Ctrl-C", utc())
     result = finish(paths, code=code, stopped=stopped)

@@ -16,6 +16,7 @@ from dray.facts import Engine
 from dray.planning.schema import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
+from dray.runs.follow import Output
 from dray.runs.paths import new_id, newest_attempt
 
 
@@ -68,22 +69,10 @@ def once(
         ).model_copy(update=visible)  # in the cpu image: no GPU is needed
         plan, paths = write.write(program, facts, runs=Path(runs), run=run)
         file.write_text(json.dumps(jobs.to_json(job)), encoding="utf-8")
-        shown = 0
-
-        def show() -> None:
-            nonlocal shown
-            log = paths.rank_log(0)
-            if log.exists():
-                with log.open("rb") as stream:
-                    stream.seek(shown)
-                    new = stream.read()
-                shown += len(new)
-                sys.stdout.write(new.decode(errors="replace"))
-                sys.stdout.flush()
-
-        code = local.run(plan, paths, watch=show)
-        show()
+        output = Output(paths.rank_log(0))
+        code = local.run(plan, paths, watch=output.look)
+        output.look()
         result = finish(paths, code=code)
-        if result.cause and not shown:  # it never began
+        if result.cause and output.empty:  # it never began
             print("\n".join(result.cause.last_lines), file=sys.stderr)
         return result.exit_code

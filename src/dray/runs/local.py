@@ -57,8 +57,18 @@ def hf_home() -> str | None:
     return str(named) if named.is_absolute() and named.is_dir() else None
 
 
-def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | None = None) -> int:
-    """Start every node, or only this one, and wait; `watch` is called between looks. The first failing node's code."""
+def run(
+    plan: Plan,
+    paths: RunPaths,
+    *,
+    watch: Callable[[], None],
+    stopping: Callable[[], None] = lambda: None,
+    only: int | None = None,
+) -> int:
+    """Start every node, or only this one, and wait: the first failing node's code.
+
+    `watch` is called between looks, and `stopping` before an interrupt ends what was started.
+    """
     numbers = range(len(plan.world.nodes)) if only is None else [only]
     with ExitStack() as stack:
         stack.enter_context(process.stoppable())
@@ -68,7 +78,11 @@ def run(plan: Plan, paths: RunPaths, *, watch: Callable[[], None], only: int | N
             label = f"{LABEL}={plan.run}"
             stack.enter_context(containers.removed_after(plan.engine, label=label, network=private))
         nodes = [stack.enter_context(_node(plan, paths, number)) for number in numbers]
-        return _wait(nodes, watch)
+        try:
+            return _wait(nodes, watch)
+        except KeyboardInterrupt:
+            stopping()
+            raise
 
 
 def _wait(nodes: list[process.Running], watch: Callable[[], None]) -> int:
