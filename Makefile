@@ -48,10 +48,15 @@ check-rest:
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py
 
-image-%: .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=)
+VARIANTS := $(patsubst containers/%/image.toml,%,$(wildcard containers/*/image.toml))
+known-%: # before anything is installed for it
+	@[[ " $(VARIANTS) " == *" $* "* ]] || { echo "dray: there is no image $*" >&2; \
+	  echo "  fix:    make $(addprefix image-,$(firstword $(VARIANTS))); there are $(VARIANTS)" >&2; exit 78; }
+
+image-%: known-% .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=)
 	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
-image-%-docker: .venv/host ## Build the Docker image dray:% (likewise)
+image-%-docker: known-% .venv/host ## Build the Docker image dray:% (likewise)
 	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dray import engines
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 from dray.hostlist import expand
 
 _VARIABLE, _SHELL = "variable.", "shell."
@@ -83,7 +83,7 @@ class Facts(BaseModel):
         if len(hosts) != self.nodes:
             raise ConfigError(
                 "the node list and the node count do not agree",
-                wanted=f"{self.nodes} nodes",
+                wanted=counted(self.nodes, "node"),
                 found=f"{len(hosts)} in {self.nodelist}",
                 fix="submit again; if it stays, SLURM_JOB_NODELIST or SLURM_JOB_NUM_NODES was changed by hand",
             )

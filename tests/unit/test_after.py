@@ -137,7 +137,7 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     ("run", "words", "said"),
     [
         ("ended", ("--step", "11"), "found:  steps 10, 20"),
-        ("other", (), "there is no checkpoint"),
+        ("other", (), "there is no checkpoint of this run"),
         ("unfinished", (), "there is no checkpoint"),
         ("nowhere", (), "this is not a run folder"),
     ],

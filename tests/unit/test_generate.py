@@ -92,8 +92,8 @@ def test_what_the_model_has_no_positions_for(generate, prompt: str, tokens: int,
 @pytest.mark.parametrize(
     ("run", "words", "code", "said"),
     [
-        ("causal", ("one", "--tokens", "0"), 2, "greater than or equal to 1"),
-        ("causal", ("one", "--temperature", "-1"), 2, "Invalid value for '--temperature'"),
+        ("causal", ("one", "--tokens", "0"), 78, "--tokens has a wrong value\n  wanted: at least 1\n"),
+        ("causal", ("one", "--temperature", "-1"), 78, "--temperature has a wrong value"),
         ("masked", ("one",), 78, "this model does not generate text"),
         ("unfinished", ("one",), 78, "the run has no final model"),
         ("none", ("one",), 78, "this is not a run folder"),

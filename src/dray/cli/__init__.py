@@ -6,9 +6,11 @@ import importlib
 import sys
 
 import typer
+from typer.exceptions import TyperException
 
 from dray import __version__
-from dray.contract import secrets
+from dray.cli import usage
+from dray.contract import exit_codes, secrets
 from dray.contract.findings import DrayError
 
 app = typer.Typer(
@@ -17,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -51,7 +54,12 @@ def main() -> None:
     _register(argv[0] if argv else None)
     cut = argv.index("--") if argv[:1] and argv[0] in _START and "--" in argv else len(argv)
     try:
-        app(argv[:cut], obj=argv[cut + 1 :])
-    except DrayError as error:
-        print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(app(argv[:cut], obj=argv[cut + 1 :], standalone_mode=False))
+    except TyperException as wrong:
+        if not wrong.format_message():  # nothing was typed, and typer has printed the help
+            raise SystemExit(exit_codes.CONFIG) from None
+        error: DrayError = usage.error(wrong)
+    except DrayError as refused:
+        error = refused
+    print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr)
+    raise SystemExit(error.exit_code)

@@ -11,6 +11,7 @@ import typer
 from dray.cli.options import Arguments, GpusPerNode, Launcher, Nodes, Site, chosen
 from dray.config import checkout
 from dray.contract import exit_codes
+from dray.contract.findings import counted
 from dray.fitness import lint
 from dray.images.sources import inputs
 from dray.runs import login, write
@@ -48,7 +49,7 @@ def check(
     else:
         for finding in found:
             print(finding.line())
-        counts = ", ".join(f"{sum(one.level == level for one in found)} {level}s" for level in _LEVELS)
-        print(f"{plan.reasons['site']}; {len(plan.env)} variables inside: {counts}")
+        counts = ", ".join(counted(sum(one.level == level for one in found), level) for level in _LEVELS)
+        print(f"{plan.reasons['site']}; {counted(len(plan.env), 'variable')} inside: {counts}")
     if any(finding.level == "error" for finding in found):
         raise typer.Exit(exit_codes.CONFIG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,6 @@ from dray.cli.options import Engine
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, write
-from dray.runs.paths import newest_attempt
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the model of a run, and let it generate text.")
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; its checkpoints/final is the model.")]
@@ -67,17 +67,9 @@ def export(
     engine: Engine = "bare",
 ) -> None:
     """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU."""
-    paths = newest_attempt(run)
-    plan = write.read(paths)
+    plan, paths = desk.trained(run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
-    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit())
-    if not steps or (step and step not in steps):
-        raise ConfigError(
-            f"there is no checkpoint of step {step}" if step else "there is no checkpoint",
-            where=folder,
-            found=f"steps {', '.join(map(str, steps))}" if steps else "none",
-            fix="name one of these: --step" if steps else "set checkpoint.every; the last model is checkpoints/final",
-        )
+    steps = _steps(folder, plan.run, step)
     chosen = step or steps[-1]
     target = (to or paths.run / "exports" / f"step-{chosen}").absolute()
     if target.exists():
@@ -87,6 +79,32 @@ def export(
     held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder)})
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint")))
+
+
+def _steps(folder: Path, run: str, step: int | None) -> list[int]:
+    """The steps of this run's checkpoints, `step` among them; other runs may keep theirs in the same folder."""
+    runs: dict[str, list[int]] = {}
+    for number, path in sorted((int(path.name[5:]), path) for path in folder.glob("step-*") if path.name[5:].isdigit()):
+        runs.setdefault(_run_of(path) or run, []).append(number)
+    own = runs.get(run, [])
+    if own and (step is None or step in own):
+        return own
+    found = (f"steps {', '.join(map(str, steps))} of the run {name}" for name, steps in runs.items())
+    fix = "set checkpoint.every; the last model is checkpoints/final"
+    if runs:
+        fix = "name a step of this run: --step" if own else "name the run that wrote it: dray export RUN"
+    raise ConfigError(
+        f"there is no checkpoint of step {step} of this run" if step else "there is no checkpoint of this run",
+        where=folder, found="\n".join(found) or "none", fix=fix,
+    )  # fmt: skip
+
+
+def _run_of(checkpoint: Path) -> str:
+    """Which run wrote it; empty where its manifest cannot be read, which the export says better."""
+    try:
+        return str(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 @app.command()

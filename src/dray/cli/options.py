@@ -114,7 +114,7 @@ _ENGINES = engines.names("local", "hosts")
 
 def _engine(name: str) -> str:
     if name not in _ENGINES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(_ENGINES)}")
+        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(_ENGINES)}", found=name)
     return name
 
 

@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from dray.cli.options import Overrides, RecipeFile
 from dray.config import checkout
-from dray.config.model import Spec, load
+from dray.config.model import Spec, load, validate
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
+from dray.contract.findings import ConfigError
 from dray.planning.batch import divide
-from dray.runs.write import read_recipe
+from dray.runs.write import read_recipe, recipe_name
 
-app = typer.Typer(no_args_is_help=True, help="Check recipes, and list their keys.")
+app = typer.Typer(no_args_is_help=True, help="Write and check recipes, and list their keys.")
+_NEW = """\
+# A GPT-2 of 1 M parameters learns from scratch; without model.tokenizer each byte is a token.
+name = "{name}"
+ranks_per_node = 2 # on CPUs; with GPUs there is a rank for each
+
+[batch]
+global_size = 16
+
+[data]
+train = {train}
+sequence_length = 128
+
+[model]
+type = "gpt2"
+
+[model.config]
+n_layer = 5
+n_embd = 128
+n_head = 4
+n_positions = 128
+
+[train]
+steps = 200
+lr = 4e-3
+warmup_steps = 20
+precision = "fp32"
+log_every = 10
+
+[checkpoint]
+every = 100
+"""
 
 
 @app.command("list")
@@ -34,12 +74,53 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def keys() -> None:
-    """Print every key of a recipe: its type, its default and what it is for."""
-    show_keys(Recipe)
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as mine.toml.")],
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to train on: a file or a folder; else what is built in.")
+    ] = None,
+) -> None:
+    """Write a recipe that trains a small GPT-2 from scratch in minutes, to begin from."""
+    if file.suffix != ".toml":
+        fix = f"dray recipe new {file}.toml"
+        raise ConfigError("a recipe is a TOML file", wanted="a name that ends in .toml", found=file, fix=fix)
+    if text and not text.exists():
+        raise ConfigError("the text does not exist", where=text.absolute(), fix="--text FILE, a file or a folder")
+    content = _NEW.format(name=recipe_name(file.stem), train=json.dumps(_beside(file, text), ensure_ascii=False))
+    validate(Recipe, tomllib.loads(content), what="the recipe")
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(content)
+    except OSError as error:
+        found = "it exists already" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigError("cannot write the recipe", where=file, found=found, fix="give another name") from error
+    print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
-def show_keys(model: type[Spec]) -> None:
+def _beside(file: Path, text: Path | None) -> str:
+    """The text as the recipe names it: relative to its own folder where it is inside."""
+    if text is None:
+        return "builtin"
+    place, folder = text.absolute(), file.absolute().parent
+    return str(place.relative_to(folder) if place.is_relative_to(folder) else place)
+
+
+@app.command()
+def keys(
+    name: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as train. Default: all.")] = "",
+) -> None:
+    """Print every key of a recipe, or of one of its tables: its type, its default and what it is for."""
+    show_keys(Recipe, name)
+
+
+def show_keys(model: type[Spec], name: str = "") -> None:
     """For writing such a file."""
-    for key, kind, default, doc in Schema(model).describe():
+    described = Schema(model).describe()
+    chosen = [entry for entry in described if not name or re.match(rf"{re.escape(name)}(\W|$)", entry[0])]
+    if not chosen:
+        tops = list(dict.fromkeys(re.split(r"\W", key)[0] for key, *_ in described))
+        near = difflib.get_close_matches(name, [*tops, *(key for key, *_ in described)], n=1)
+        fix = f"did you mean `{near[0]}`?" if near else ""
+        raise ConfigError("there is no such key", wanted=", ".join(tops), found=name, fix=fix)
+    for key, kind, default, doc in chosen:
         print(f"{key}  ({kind}; {default or 'may be left out'})\n    {' '.join(doc.split())}")

@@ -67,9 +67,11 @@ def show(
 
 
 @app.command()
-def keys() -> None:
-    """Print every key of a site file: its type, its default and its meaning."""
-    show_keys(Site)
+def keys(
+    name: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as fabric. Default: all.")] = "",
+) -> None:
+    """Print every key of a site file, or of one of its tables: its type, its default and its meaning."""
+    show_keys(Site, name)
 
 
 @app.command()

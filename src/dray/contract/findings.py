@@ -7,6 +7,11 @@ from typing import Any, Literal, NamedTuple
 from dray.contract import exit_codes
 
 
+def counted(number: float, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number:.9g} {noun}{'s' * (number != 1)}"
+
+
 class Finding(NamedTuple):
     """What is wrong or unwise; in a list of checks `problem` is what was checked, and `found` how it is."""
 

@@ -15,7 +15,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
-from dray.contract.findings import DrayError, Finding
+from dray.contract.findings import DrayError, Finding, counted
 from dray.fitness import host
 from dray.images import store
 
@@ -43,7 +43,7 @@ def _unfit(subject: str, found: str, fix: str = "") -> Finding:
 def _machine() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     cores = len(os.sched_getaffinity(0))
-    system = f"{platform.machine()}, {cores} CPUs, {memory:.0f} GB, Linux {platform.release()}"
+    system = f"{platform.machine()}, {counted(cores, 'CPU')}, {memory:.0f} GB, Linux {platform.release()}"
     yield _ok("machine", f"{socket.gethostname()}, {system}")
     yield _ok("dray", f"{__version__}, Python {platform.python_version()} ({sys.executable})")
 
@@ -85,8 +85,8 @@ def _slurm() -> Iterator[Finding]:
         return
     yield _ok("Slurm", f"{version}, cluster {host.cluster_name() or '(no name)'}")
     for partition in partitions[:12]:
-        found = f"{partition.name}, {partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}"
-        yield _ok("partition", found)
+        size = f"{counted(partition.nodes, 'node')}, {counted(partition.cpus, 'CPU')}"
+        yield _ok("partition", f"{partition.name}, {size}, {partition.gres}")
 
 
 def _gpus() -> Iterator[Finding]:

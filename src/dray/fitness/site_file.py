@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, counted
 from dray.fitness import host
 
 # Where clusters tell their users that they may write; never the home.
@@ -75,7 +75,7 @@ def render(name: str, probed: Probed) -> str:
                 lines.append(f"{key} = {count}")
                 why[key] = f"sinfo, partition {partition.name}"
         lines.append(f"sbatch = {_toml([f'--partition={partition.name}'])}  # and --account=..., if needed")
-        why["sbatch"] = f"the partition with most GPUs on a node, {partition.nodes} nodes"
+        why["sbatch"] = f"the partition with most GPUs on a node, {counted(partition.nodes, 'node')}"
     if probed.interfaces:
         lines.append(f"interfaces = {_toml(list(probed.interfaces))}")
         why["interfaces"] = "this machine's fast interfaces; a compute node's may have other names"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dray.config.training import Batch
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 
 
 def divide(batch: Batch, *, world_size: int) -> Batch:
@@ -14,7 +14,7 @@ def divide(batch: Batch, *, world_size: int) -> Batch:
     both_given = per_device is not None and accumulation is not None
     if left_over or rest == 0 or (both_given and rest != 1):
         raise ConfigError(
-            f"global batch {size} is not divisible by {world_size} ranks",
+            f"global batch {size} is not divisible by {counted(world_size, 'rank')}",
             where="recipe [batch]",
             wanted="global_size = per_device x gradient_accumulation_steps x ranks",
             found=_product(batch, world_size),
@@ -27,7 +27,7 @@ def divide(batch: Batch, *, world_size: int) -> Batch:
 def reason(shares: Batch, world_size: int) -> str:
     """The arithmetic, for a reader."""
     each, steps = shares.per_device, shares.gradient_accumulation_steps
-    return f"{shares.global_size} = {each} a device x {steps} x {world_size} ranks"
+    return f"{shares.global_size} = {each} a device x {steps} x {counted(world_size, 'rank')}"
 
 
 def _product(batch: Batch, world_size: int) -> str:

@@ -8,6 +8,7 @@ from dray import engines
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import run_folder as names
+from dray.contract.findings import counted
 from dray.facts import Facts, Files
 from dray.planning import advice, batch, binds, environment, launchers, memory, refusals, transport, world
 from dray.planning.schema import Plan
@@ -85,7 +86,7 @@ def _training(recipe: Recipe) -> str:
     """What decides most of how it goes, a file of DeepSpeed's read in."""
     train, model = recipe.train, recipe.model
     assert train is not None
-    length = f"{train.steps} steps" if train.steps else f"{train.epochs:g} epoch{'s' if train.epochs != 1 else ''}"
+    length = counted(train.steps, "step") if train.steps else counted(train.epochs or 0, "epoch")
     offload = f", offload {train.offload}" if train.offload else ""
     tokenizer = model.tokenizer or model.name or "one for each byte"
     schedule = f"{train.lr_scheduler_type} from {train.lr:g}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 
 
 def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
@@ -17,7 +17,7 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
     if count != len(nodes):
         raise ConfigError(
             f"the plan is for another number of nodes than {names['nodes']} says",
-            wanted=f"{len(nodes)} nodes",
+            wanted=counted(len(nodes), "node"),
             found=f"{names['nodes']}={count}",
             fix="start node.sh with one task on each node of the plan: srun --nodes=N --ntasks-per-node=1",
         )

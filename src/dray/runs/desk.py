@@ -17,21 +17,36 @@ from dray.planning.schema import Plan
 from dray.runs import local, write
 from dray.runs.finish import finish
 from dray.runs.follow import Output
-from dray.runs.paths import new_id, newest_attempt
+from dray.runs.paths import RunPaths, new_id, newest_attempt
+
+
+def trained(run: Path) -> tuple[Plan, RunPaths]:
+    """The plan of a run of dray's trainer, and its newest attempt."""
+    paths = newest_attempt(run)
+    plan = write.read(paths)
+    if plan.recipe.command:
+        raise ConfigError(
+            "this run is of a command, and dray knows the models of its own trainer alone",
+            where=paths.run,
+            wanted="a run of a recipe with [train]",
+            found=f"the command {plan.recipe.command.argv[0]}",
+            fix="load what your program saved with your program; dray recipe new mine.toml writes a recipe for the "
+            "trainer",
+        )
+    return plan, paths
 
 
 def ended(run: Path) -> tuple[Plan, Path]:
     """The plan of a run that has ended, and its model's folder."""
-    paths = newest_attempt(run)
-    plan, final = write.read(paths), paths.final_model
-    if not final.is_dir():
+    plan, paths = trained(run)
+    if not paths.final_model.is_dir():
         raise ConfigError(
             "the run has no final model",
-            where=final,
-            found="a run that has not ended" if plan.recipe.train else "a run of a program of your own",
+            where=paths.final_model,
+            found="a run that has not ended",
             fix="let it end: the same command again resumes from its checkpoints, where checkpoint.folder is set",
         )
-    return plan, final
+    return plan, paths.final_model
 
 
 def once(

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from dray.contract.files import write_atomic
+from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
 from dray.runs.stop import Stop, utc
@@ -151,8 +152,9 @@ def summary(result: Result, paths: RunPaths) -> str:
             figures.append(f"perplexity {result.perplexity:.2f}")
         if result.tokens_per_s is not None:
             figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
-        where = f"{result.world_size} ranks on {' '.join(result.hosts)}"
-        head = ", ".join(["done: " + (f"{result.steps} steps" if result.steps else "exit code 0"), *figures, where])
+        where = f"{counted(result.world_size, 'rank')} on {' '.join(result.hosts)}"
+        ended = counted(result.steps, "step") if result.steps else "exit code 0"
+        head = ", ".join([f"done: {ended}", *figures, where])
         sample = [f"preflight: {result.preflight}"] if result.preflight else []
         sample += [f"sample: {result.sample}"] if result.sample else []
         return "\n".join([head, *sample, f"run folder: {paths.run}"])

@@ -31,10 +31,8 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     Relative paths in a recipe start beside it, wherever we stand; a command on the command line runs where we stand.
     """
     if path is None:
-        name = re.sub("[^a-z0-9._-]", "-", PurePosixPath(command[0]).stem.lower()).lstrip("._-")[:63] or "run"
-        recipe = validate(
-            Recipe, {"name": name, "command": {"argv": [*command]}}, overrides, what="the command's recipe"
-        )
+        table = {"name": recipe_name(PurePosixPath(command[0]).stem), "command": {"argv": [*command]}}
+        recipe = validate(Recipe, table, overrides, what="the command's recipe")
     else:
         recipe = load(Recipe, path, overrides)
     beside = path.absolute().parent if path else Path.cwd()
@@ -45,6 +43,11 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
         file = beside / recipe.train.deepspeed
         recipe = deepspeed.agreed(recipe, _read(file), file)
     return recipe
+
+
+def recipe_name(word: str) -> str:
+    """A name that a recipe can have, as close to the word as can be."""
+    return re.sub("[^a-z0-9._-]", "-", word.lower()).lstrip("._-")[:63] or "run"
 
 
 def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

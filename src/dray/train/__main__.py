@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, counted
 from dray.train import objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
@@ -93,7 +93,7 @@ def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: 
     part = "" if trained == parameters else f", {trained:,} of them trained"
     metrics.write(
         "start",
-        f"{len(hosts)} ranks on {len(set(hosts))} hosts, {parameters:,} parameters{part}, {size}",
+        f"{counted(len(hosts), 'rank')} on {counted(len(set(hosts)), 'host')}, {parameters:,} parameters{part}, {size}",
         world_size=dist.get_world_size(),
         hosts=hosts,
         parameters=parameters,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dray.contract.findings import counted
 from dray.train import objectives
 from dray.train.config import Config
 
@@ -44,8 +45,8 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
             "",
             f"# {config.name}",
             "",
-            f"{parameters:,} parameters. {start} on {objective.learned}{how}: {config.steps} steps of "
-            f"{config.global_size} samples of {config.data.sequence_length} tokens, on {ranks} ranks.",
+            f"{parameters:,} parameters. {start} on {objective.learned}{how}: {counted(config.steps, 'step')} of "
+            f"{config.global_size} samples of {config.data.sequence_length} tokens, on {counted(ranks, 'rank')}.",
             "",
             "| dataset | name |",
             "|---|---|",

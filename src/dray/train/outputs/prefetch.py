@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from dray.contract.findings import counted
 from dray.contract.jobs import Prefetch
 from dray.train.data import hub
 
@@ -29,4 +30,4 @@ def run(job: Prefetch) -> None:
 
 def _report(files: tuple[str, ...]) -> None:
     size = sum(os.stat(file).st_size for file in files)  # noqa: PTH116  strings, as the hub gives them
-    print(f"  {len(files)} files, {size / 1e6:,.1f} MB", flush=True)
+    print(f"  {counted(len(files), 'file')}, {size / 1e6:,.1f} MB", flush=True)

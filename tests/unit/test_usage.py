@@ -1,0 +1,185 @@
+"""What a newcomer types first: help, misspelt options, `dray recipe new` and `keys`, and `make image-` of none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray.cli.model import _steps as steps
+from dray.config.model import load
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError, counted
+from dray.facts import Facts
+from dray.planning.batch import divide
+from dray.runs.write import read_recipe, write
+from helpers import ROOT
+
+ENV = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+
+
+def dray(folder: Path, *words: str | Path) -> tuple[int, str, str]:
+    argv = [sys.executable, "-m", "dray", *words]
+    ended = subprocess.run(argv, cwd=folder, env=ENV, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "plan x --nodes two",
+            "--nodes has a wrong value\n  wanted: a whole number\n  found:  two\n  fix:    P plan -h\n",
+        ),
+        ("plan x -N0", "--nodes has a wrong value\n  wanted: at least 1\n  found:  0\n  fix:    P plan -h\n"),
+        (
+            "plan x --format=xml",
+            "--format has a wrong value\n  wanted: one of 'text', 'json', 'bash'\n  found:  xml\n  fix:    P plan -h\n",
+        ),
+        (
+            "run x --engine foo",
+            "--engine has a wrong value\n"
+            "  wanted: one of bare, docker, podman, apptainer, singularity\n  found:  foo\n",
+        ),
+        (
+            "export x --shard-gb nan",
+            "--shard-gb has a wrong value\n  wanted: at least 0.000001\n  found:  nan\n  fix:    P export -h\n",
+        ),
+        (
+            "generate",
+            "RUN is missing\n  wanted: The run folder; its checkpoints/final is the model.\n  fix:    P generate -h\n",
+        ),
+        ("plan --nodes", "option '--nodes' requires an argument\n  fix:    dray -h\n"),
+        ("run --nope", "no such option: --nope (Possible options: --node, --nodes)\n  fix:    P run -h\n"),
+        ("pln", "no such command 'pln'. Did you mean 'plan'?\n  fix:    P -h\n"),
+        ("doctor a b", "got unexpected extra argument(s) (a b)\n  fix:    P doctor -h\n"),
+    ],
+)  # fmt: skip
+def test_what_no_verb_takes(tmp_path: Path, words: str, message: str) -> None:
+    assert dray(tmp_path, *words.split()) == (78, "", f"dray: {message.replace('P ', 'python -m dray ')}")
+
+
+def test_help_has_a_short_form() -> None:
+    code, out, err = dray(ROOT, "recipe", "new", "-h")
+    assert (code, err, "--text" in out) == (0, "", True)
+    code, out, err = dray(ROOT, "recipe")
+    assert (code, err, "Usage:" in out) == (78, "", True)
+
+
+def test_a_new_recipe_trains_on_the_users_own_text(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / 'a "b.txt').write_text("one\n")
+    code, out, err = dray(tmp_path, "recipe", "new", "My Model.toml", "--text", 'texts/a "b.txt')
+    assert (code, err) == (0, "")
+    written = (tmp_path / "My Model.toml").read_text()
+    assert out == f"{written}\nMy Model.toml is written. Next: dray run 'My Model.toml'\n"
+    made = load(Recipe, tmp_path / "My Model.toml")
+    assert (made.name, made.data.train, "image" in made.model_fields_set) == ("my-model", 'texts/a "b.txt', False)
+    assert made.batch
+    assert divide(made.batch, world_size=2).per_device == 8
+    assert dray(tmp_path, "recipe", "check", "My Model.toml")[0] == 0
+    (tmp_path / "below").mkdir()
+    assert dray(tmp_path, "recipe", "new", "below/x.toml", "--text", "texts")[0] == 0
+    assert load(Recipe, tmp_path / "below" / "x.toml").data.train == str(tmp_path / "texts")
+    assert dray(tmp_path, "recipe", "new", "plain.toml")[0] == 0
+    assert load(Recipe, tmp_path / "plain.toml").data.train == "builtin"
+
+
+UNWRITTEN = "cannot write the recipe\n  where:  {}\n  found:  {}\n  fix:    give another name\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("mine",),
+            "a recipe is a TOML file\n  wanted: a name that ends in .toml\n  found:  mine\n"
+            "  fix:    dray recipe new mine.toml\n",
+        ),
+        (
+            ("x.toml", "--text", "gone.txt"),
+            "the text does not exist\n  where:  HERE/gone.txt\n  fix:    --text FILE, a file or a folder\n",
+        ),
+        (("there.toml",), UNWRITTEN.format("there.toml", "it exists already")),
+        (("no/x.toml",), UNWRITTEN.format("no/x.toml", "No such file or directory")),
+        ((f"{'x' * 300}.toml",), UNWRITTEN.format(f"{'x' * 300}.toml", "File name too long")),
+    ],
+)
+def test_a_recipe_that_cannot_be_written(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    (tmp_path / "there.toml").write_text("mine")
+    assert dray(tmp_path, "recipe", "new", *words) == (78, "", f"dray: {message}".replace("HERE", str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
+    assert (tmp_path / "there.toml").read_text() == "mine"
+
+
+def test_keys_of_one_table() -> None:
+    _, out, _ = dray(ROOT, "recipe", "keys", "train")
+    names = [line.split()[0] for line in out.splitlines()[::2]]
+    assert names[:2] == ["train.steps", "train.epochs"]
+    assert all(name.startswith("train.") for name in names)
+    assert dray(ROOT, "recipe", "keys", "train.lr")[1].startswith("train.lr  (a number")
+    assert dray(ROOT, "site", "keys", "fabric")[1].startswith("fabric.kind  (")
+    code, out, err = dray(ROOT, "recipe", "keys", "trian")
+    assert (code, out) == (78, "")
+    assert err.startswith("dray: there is no such key\n  wanted: version, name, about, ")
+    assert err.endswith("\n  found:  trian\n  fix:    did you mean `train`?\n")
+
+
+@pytest.mark.parametrize("target", ["image-foo", "image-foo-docker"])
+def test_make_says_which_images_there_are(target: str) -> None:
+    ended = subprocess.run(["make", target], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(
+        "dray: there is no image foo\n  fix:    make image-cpu; there are cpu cuda cuda12 rocm\n"
+    )
+
+
+class TestRunsOfCommandsAndOthers:
+    def test_what_reads_a_model_says_why_a_command_has_none(self, tmp_path: Path) -> None:
+        recipe = read_recipe(None, (), ["train.py", "--lr", "1"])
+        facts = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable)
+        _, paths = write(recipe, facts, runs=tmp_path, run="r1")
+        for words in (("generate", "r1", "one"), ("export", "r1"), ("eval", "r1"), ("push", "r1", "me/mine")):
+            assert dray(tmp_path, *words) == (
+                78,
+                "",
+                "dray: this run is of a command, and dray knows the models of its own trainer alone\n"
+                f"  where:  {paths.run}\n"
+                "  wanted: a run of a recipe with [train]\n"
+                "  found:  the command train.py\n"
+                "  fix:    load what your program saved with your program; dray recipe new mine.toml writes a recipe "
+                "for the trainer\n",
+            )
+
+    def test_a_run_exports_its_own_checkpoints_of_a_folder_that_several_keep_theirs_in(self, tmp_path: Path) -> None:
+        for step, of in ((10, "mine"), (20, "mine"), (30, "other"), (100, "other")):
+            (tmp_path / f"step-{step}").mkdir()
+            (tmp_path / f"step-{step}" / "manifest.json").write_text(json.dumps({"run": of}))
+        (tmp_path / "step-40.part-mine").mkdir()
+        assert steps(tmp_path, "mine", None) == [10, 20]
+        assert steps(tmp_path, "other", 30) == [30, 100]
+        both = "steps 10, 20 of the run mine\nsteps 30, 100 of the run other"
+        with pytest.raises(ConfigError) as refused:
+            steps(tmp_path, "mine", 30)
+        assert (refused.value.problem, refused.value.details) == (
+            "there is no checkpoint of step 30 of this run",
+            {"where": str(tmp_path), "found": both, "fix": "name a step of this run: --step"},
+        )
+        with pytest.raises(ConfigError) as refused:
+            steps(tmp_path, "third", None)
+        assert refused.value.details["fix"] == "name the run that wrote it: dray export RUN"
+
+    @pytest.mark.parametrize("manifest", [None, "", "[]", "{}", "[" * 5000, "\0"])
+    def test_a_damaged_checkpoint_is_left_to_the_export_which_says_more(self, tmp_path: Path, manifest) -> None:
+        (tmp_path / "step-7").mkdir()
+        if manifest is not None:
+            (tmp_path / "step-7" / "manifest.json").write_text(manifest)
+        assert steps(tmp_path, "mine", 7) == [7]
+
+
+def test_one_has_no_s() -> None:
+    assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
