@@ -11,6 +11,26 @@ lib::die() { # CODE LINE...
   exit "$code"
 }
 
+lib::plain() { # NAME VALUE...: no control character, which could end a line of srun's options, of the facts or of a comment
+  while (($# > 1)); do
+    [[ "$2" != *[[:cntrl:]]* ]] || lib::die 78 "a value has a control character, such as a line break" "where:  $1" \
+      "wanted: one line of text: it reaches bash, srun or a comment of a script" "found:  $(printf '%q' "$2")" \
+      "fix:    give another name or value"
+    shift 2
+  done
+}
+
+lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from outside; a command goes into plan.json alone
+  local name word
+  for word in "$@"; do
+    [[ "$word" != -- ]] || break
+    lib::plain "the command line" "$word"
+  done
+  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
+    lib::plain "$name" "${!name:-}"
+  done
+}
+
 lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
   local candidate
   for candidate in "$1" "${SLURM_SUBMIT_DIR:-$PWD}/$1" "$DRAY_HOME/$1" "$DRAY_HOME/recipes/$1.toml"; do
@@ -29,6 +49,17 @@ lib::engine() { # what is on this node; the planner says so where the site has a
   [[ "$(srun --help 2>/dev/null)" != *--container-image* ]] || { echo pyxis; return; }
   lib::die 69 "neither apptainer nor singularity is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
+}
+
+lib::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be a stranger's
+  local -r word="$1" answer="$2"
+  local what
+  shift 2
+  for what in "$@"; do
+    [[ "$answer" != "$what" ]] || return 0
+  done
+  lib::die 78 "the planner answers with an unknown $word" "where:  $image" "wanted: $*" "found:  $(printf '%q' "$answer")" \
+    "fix:    use an image and a checkout of the same version of dray"
 }
 
 lib::image() { # VARIANT: the file of its image, or the one that the user named
@@ -97,10 +128,21 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
       attempt=*)
         attempt="${answer%%$'\n'*}" checkpoints="${answer#*$'\n'checkpoints=}"
         attempt="${attempt#attempt=}"
+        # What is there is started, outside the image.
+        [[ "${attempt%/*/*}" == "$runs" && "$attempt" != "$runs"/.* && "${attempt##*/}" == attempt-+([0-9]) ]] ||
+          lib::known folder "$attempt" "$runs/RUN/attempt-N"
+        # The recipe shares the run with the group: runs.share = "group".
+        [[ "$(stat --format=%a -- "${attempt%/*}")" != 2750 ]] || umask g=rx
         return
         ;;
-      engine=*) engine="${answer#*=}" ;;
-      image=*) image="$(lib::image "${answer#*=}")" || exit ;;
+      engine=*)
+        engine="${answer#*=}"
+        lib::known engine "$engine" apptainer singularity pyxis
+        ;;
+      image=*)
+        lib::known image "${answer#*=}" cpu cuda cuda12 rocm
+        image="$(lib::image "${answer#*=}")" || exit
+        ;;
       image_digest=) digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)" ;;
       *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
         "fix:    use an image and a checkout of the same version of dray" ;;
@@ -168,6 +210,7 @@ lib::slurm() { # what Slurm hands to a job; half of it would start half a world
 }
 
 lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+  lib::given "$@"
   local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in

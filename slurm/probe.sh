@@ -4,9 +4,14 @@
 set -euo pipefail
 
 probe::shell() { # this environment: the planner takes from it what the site and the recipe name
-  local entry
+  local entry name
+  local -r secret='TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|PASS|KEY|PAT|AUTH|COOKIE|WEBHOOK|CREDENTIALS?'
   while IFS= read -r -d '' entry; do
-    [[ "$entry" == *$'\n'* ]] || printf 'shell.%s\n' "$entry"
+    name="${entry%%=*}"
+    [[ "$entry" != *[[:cntrl:]]* ]] || continue
+    # Of what may be a secret the planner, which is in the image, gets the name alone.
+    [[ ! "_${name^^}_" =~ ($secret)_ && "$entry" != *://*@* ]] || entry="$name=(set)"
+    printf 'shell.%s\n' "$entry"
   done <"/proc/$$/environ"
 }
 

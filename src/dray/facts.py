@@ -108,7 +108,7 @@ def parse(text: str, *, where: str) -> Facts:
     found: dict[str, str | list[str] | dict[str, str]] = {}
     variables: dict[str, str] = {}
     shell: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         key, separator, value = line.partition("=")
         if not separator:
             raise ConfigError(

@@ -293,4 +293,5 @@ def test_what_a_recipe_reads_and_keeps_is_bound(root: Path) -> None:
         ("/node/tokens", True, True),
     ]
     script = render.node_script(decided)
-    assert "mkdir -p -- /scratch/kept || true\nnode::need /scratch/kept 'recipe checkpoint.folder: " in script
+    assert "mkdir -p -m 700 -- /scratch/kept || true\n" in script
+    assert "\nnode::need /scratch/kept 'recipe checkpoint.folder: " in script

@@ -19,64 +19,7 @@ import pytest
 
 from dray.runs import stop
 from helpers import ROOT
-
-APPTAINER = """#!/bin/bash
-while [[ "$1" != *.sif ]]; do
-  [[ "$1" != --pwd ]] || cd "$2" || exit
-  shift
-done
-image="$1"
-shift 2 # and python3
-export DRAY_HOME="$APPTAINERENV_DRAY_HOME" DRAY_SITES="$APPTAINERENV_DRAY_SITES"
-echo "$(basename "$image") $2 $3" >>"$SEEN"
-exec "$PYTHON" -c '
-import runpy, sys
-sys.prefix, _, sys.argv = sys.argv[1] + ".d", sys.argv.pop(2), sys.argv[2:]
-runpy.run_module("dray", run_name="__main__", alter_sys=True)
-' "$image" "$@"
-"""
-
-
-class Job:
-    """A job of Slurm's as its batch script sees it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.home, self.runs, self.seen = folder / "my dray", folder / "runs", folder / "seen"
-        for name in ("slurm", "recipes", "containers"):
-            (self.home / name).parent.mkdir(exist_ok=True)
-            (self.home / name).symlink_to(ROOT / name)
-        (self.home / "src").symlink_to(ROOT / "src")
-        (self.home / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
-        for variant in ("cpu", "cuda", "rocm"):
-            image = self.home / "build" / f"dray-{variant}.sif"
-            Path(f"{image}.d").mkdir(parents=True)
-            Path(f"{image}.d", "image.json").write_text(json.dumps({"variant": variant}))
-            image.write_text(variant)
-        self.bin = folder / "bin"
-        self.bin.mkdir()
-        self.tool("apptainer", APPTAINER)
-        self.env = {
-            "PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": str(folder), "DRAY_HOME": str(self.home),
-            "PYTHON": sys.executable, "SEEN": str(self.seen), "DRAY_RUNS": str(self.runs), "SLURM_JOB_ID": "17",
-            "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1",
-        }  # fmt: skip
-
-    def tool(self, name: str, script: str) -> None:
-        (self.bin / name).write_text(script)
-        (self.bin / name).chmod(0o755)
-
-    def argv(self, *words: str | Path, plan_only: bool = True) -> list[str | Path]:
-        only = (
-            'lib::start() { printf "%s\\n" "engine $engine" "image $image" "attempt $attempt"; };' if plan_only else ""
-        )
-        script = f'set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; {only} lib::main "$@"'
-        return ["bash", "-c", script, "job", *words]
-
-    def plan(self, *words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-        """Up to the moment at which the nodes would start."""
-        return subprocess.run(
-            self.argv(*words), env={**self.env, **env}, cwd=self.home, capture_output=True, text=True, check=False
-        )
+from jobs import Job
 
 
 @pytest.fixture

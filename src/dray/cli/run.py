@@ -13,7 +13,7 @@ from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
 from dray.runs.finish import finish, summary
-from dray.runs.paths import default_runs
+from dray.runs.paths import default_runs, run_name
 from dray.runs.stop import Stop, utc
 
 
@@ -32,7 +32,13 @@ def run(
     ] = None,
     node: Annotated[int | None, typer.Option(help="Which line of the hostfile this machine is, from 0.")] = None,
     run_id: Annotated[
-        str, typer.Option("--run", metavar="ID", help="A name for this run; of one that is there, its next attempt.")
+        str,
+        typer.Option(
+            "--run",
+            metavar="ID",
+            callback=run_name,
+            help="A name for this run; of one that is there, its next attempt.",
+        ),
     ] = "",
     secret: Annotated[
         Path | None,

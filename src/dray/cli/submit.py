@@ -56,4 +56,4 @@ def submit(
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
-    print(f"job {queue.submit(argv, run)} is in the queue\nrun folder: {run}")
+    print(f"job {queue.submit(argv, run, recipe.runs.share)} is in the queue\nrun folder: {run}")

@@ -39,6 +39,13 @@ class Preflight(Spec):
     """Size that /dev/shm must have."""
 
 
+class Runs(Spec):
+    """The run folder."""
+
+    share: Literal["none", "group"] = "none"
+    """Who may read it besides you: no one, or your group; the run's secret stays yours alone."""
+
+
 class Command(Spec):
     """A program of the user's own, in the place of dray's trainer; the launcher starts it on every rank."""
 
@@ -96,6 +103,7 @@ class Recipe(Spec):
     accelerate: str | None = None
     """accelerate's configuration file, instead of dray's. A relative path starts at the recipe's folder."""
     preflight: Preflight = Preflight()
+    runs: Runs = Runs()
     command: Command | None = None
     batch: Batch | None = None
     data: Data = Data()

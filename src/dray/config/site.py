@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dray.config.image import Variant
 from dray.config.model import Spec
@@ -15,6 +15,8 @@ from dray.contract.cores import parse
 Cores = Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
 # Variables of the job are allowed: $SCRATCH/data.
 BindPath = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
+# A site's file may break a sentence over lines; node.sh has it in a comment.
+Sentence = Annotated[str, AfterValidator(lambda text: " ".join(text.split()))]
 Pattern = Annotated[str, Field(pattern=r"^/[^\n\"$,]*$")]
 
 
@@ -23,7 +25,7 @@ class SiteBind(Spec):
 
     path: BindPath
     """Absolute path; it may name variables of the job, such as $SCRATCH."""
-    why: str
+    why: Sentence
     """What fails without it."""
     source: str = ""
     """Which page or script this is from."""
@@ -47,7 +49,7 @@ class SiteVariable(Spec):
     """Its name."""
     value: str
     """Its value."""
-    why: str
+    why: Sentence
     """What fails without it."""
     source: str = ""
     """Which page or script this is from."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 CHECKPOINTS = "checkpoints"
 FINAL_MODEL = "final"  # in the checkpoints
 
+# Of the run folder, by the recipe's runs.share. What is made in a shared one gets its group.
+MODES = {"none": 0o700, "group": 0o2750}
+
 # In the folder of an attempt.
 PLAN = "plan.json"
 NODE_SCRIPT = "node.sh"

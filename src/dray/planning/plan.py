@@ -13,6 +13,11 @@ from dray.facts import Facts, Files
 from dray.planning import advice, batch, binds, environment, launchers, memory, refusals, transport, world
 from dray.planning.schema import Plan
 
+_ACCESS = {
+    "none": "this user's alone, whatever the umask is; runs.share is none",
+    "group": "this user's, and its group may read all but the secret: runs.share is group",
+}
+
 
 def plan(
     recipe: Recipe,
@@ -68,6 +73,7 @@ def plan(
         left_outside=tuple(sorted(outside)) if engine.isolates_env else (),
         binds=binds.resolve(recipe, site, facts, run_folder=run_folder),
         reasons={
+            "access": _ACCESS[recipe.runs.share],
             "site": f"{site.name}: {site_why}",
             **reasons,
             "store": f"torch's, on that port of the first node; {launcher.store}",
@@ -78,7 +84,10 @@ def plan(
         },
         recipe=recipe,
     )  # fmt: skip
-    found = (*refusals.find(recipe, site, facts, engine), *too_large, *advice.find(made, site, facts, files))
+    found = (
+        *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *too_large,
+        *advice.find(made, site, facts, files),
+    )  # fmt: skip
     return made.model_copy(update={"findings": found})
 
 

@@ -9,8 +9,10 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
+from dray.contract.values import control_characters
 from dray.engines.base import Engine
 from dray.facts import Facts
+from dray.planning.schema import Plan
 
 
 def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[Finding]:
@@ -19,6 +21,13 @@ def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[F
     yield from _variant(recipe, site, facts)
     yield from _digest(recipe, facts, engine)
     yield from _checkpoints(recipe, facts)
+
+
+def in_values(made: Plan, facts: Facts) -> Iterator[Finding]:
+    """Every refusal of a value that node.sh, srun, sbatch or facts.txt has. The others stay in plan.json alone."""
+    inside = {"recipe", "files", "command", "reasons", "findings"}
+    yield from control_characters(made.model_dump(exclude=inside, exclude_none=True))
+    yield from control_characters(facts.model_dump(), "facts")
 
 
 def _refusal(problem: str, *, wanted: str, found: str, fix: str, where: str = "") -> Finding:

@@ -22,6 +22,10 @@ for device in /dev/infiniband /dev/cxi*; do
   [[ ! -e "$device" ]] || devices+=("--device=$device")
 done"""
 
+_SHARED = """\
+# The recipe shares the run with the group: runs.share = "group".
+umask g=rx"""
+
 
 def node_script(plan: Plan) -> str:
     """The script that one task on each node runs."""
@@ -32,9 +36,11 @@ def node_script(plan: Plan) -> str:
         "#!/usr/bin/env bash\n"
         f"# Starts run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
         "set -euo pipefail",
+        _SHARED if plan.recipe.runs.share == "group" else "",
         _unset() if engine.env_prefix else "",
         *_lines(_exports(plan, engine.env_prefix)),
         f"scratch={_quoted(plan.scratch)}\n{_file('start')}" if waits else "",
+        *_lines(_made(plan)),
         *_lines(_places(plan) if engine.script_mounts else []),
         *_lines(_identify(plan, engine.identify(plan.image))),
         *_lines(_handed_in(plan, engine.env_prefix) if engine.env_prefix else []),
@@ -116,13 +122,18 @@ def _places(plan: Plan) -> Iterator[str]:
     yield "node::mounts"
 
 
+def _made(plan: Plan) -> Iterator[str]:
+    """What the recipe keeps outside the run folder is as private as that."""
+    for bind in plan.binds:
+        if bind.made:
+            yield f"mkdir -p -m {names.MODES[plan.recipe.runs.share]:o} -- {_quoted(bind.path)} || true"
+
+
 def _bind(bind: Bind, plan: Plan) -> Iterator[str]:
     path, mode = _quoted(bind.path), "rw" if bind.write else "ro"
     if not bind.required:
         yield f"[[ ! -e {path} ]] || node::bind {path} {mode}"
         return
-    if bind.made:
-        yield f"mkdir -p -- {path} || true"
     if bind.path != plan.run_folder:
         yield _call("need", bind.path, f"{bind.source}: {bind.why}")
     yield f"node::bind {path} {mode}"

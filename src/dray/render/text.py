@@ -18,6 +18,7 @@ def text(plan: Plan) -> str:
             [
                 ("id", plan.run),
                 ("folder", f"{plan.run_folder}, attempt {plan.attempt}"),
+                ("access", plan.reasons["access"]),
                 ("recipe", f"{plan.recipe.name}" + (f": {plan.recipe.about}" if plan.recipe.about else "")),
                 ("image", f"{plan.image} ({plan.variant}, started by {plan.engine})"),
             ],

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import time
 from pathlib import Path
 
 from dray.contract import run_folder as names
 from dray.contract.findings import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class RunPaths:
@@ -40,19 +43,47 @@ class RunPaths:
         """Both streams of a rank."""
         return self.folder / names.rank_log(rank)
 
-    def create(self, *, new: bool) -> None:
+    def create(self, *, new: bool, share: str = "none") -> None:
         """Make the folder of this attempt. FileExistsError: another has it, or the run, which was to be `new`."""
-        make_run_folder(self.run, new=new)
+        make_run_folder(self.run, new=new, share=share)
         self.folder.mkdir()
         for inner in (self.logs, self.failures, self.checkpoints):
             inner.mkdir(exist_ok=True)
 
 
-def make_run_folder(run: Path, *, new: bool = True) -> None:
-    """Make the folder of a run, before it has an attempt."""
+def run_name(name: str) -> str:
+    """The name of a run, if its folder is in the folder of the runs, and its containers and network can have it."""
+    if name and not _NAME.fullmatch(name):
+        raise ConfigError(
+            "a run cannot have this name",
+            where="--run",
+            wanted="letters, digits, `.`, `_` and `-`, at most 128, the first a letter or a digit",
+            found=ascii(name),
+            fix="--run=NAME; --runs=FOLDER names the folder that it is in",
+        )
+    return name
+
+
+def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:
+    """Make the folder of a run, before it has an attempt: this user's alone, or with its group as a reader.
+
+    With the group, what this process and those that it starts write from then on is the group's to read.
+    """
     try:
         run.parent.mkdir(parents=True, exist_ok=True)
-        run.mkdir(mode=0o700, exist_ok=not new)
+        run.mkdir(mode=names.MODES["none"], exist_ok=not new)
+        if any(found.st_uid != os.geteuid() for found in (run.lstat(), run.stat())):
+            raise ConfigError(
+                "the run folder belongs to another user, who could change what this run starts",
+                where=run,
+                wanted=f"uid {os.geteuid()}",
+                found=f"uid {run.stat().st_uid}",
+                fix="give the run another name (--run), or another folder (--runs)",
+            )
+        if new or share == "group":
+            run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
+        if share == "group":
+            os.umask((os.umask(0o077) & ~0o050) | 0o020)
     except OSError as error:
         if isinstance(error, FileExistsError) and run.is_dir():
             raise
@@ -74,7 +105,11 @@ def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:
 def of_job(runs: Path, name: str, job: int) -> list[str]:
     """The runs that this job has begun, in an attempt of Slurm's before this one."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
-    return sorted(path.name for path in runs.glob(f"*-{name}-{job}*") if pattern.fullmatch(path.name))
+    return sorted(
+        path.name
+        for path in runs.glob(f"*-{name}-{job}*")
+        if pattern.fullmatch(path.name) and path.stat().st_uid == os.geteuid()
+    )
 
 
 def attempts(run: Path) -> list[int]:

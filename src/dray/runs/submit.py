@@ -9,7 +9,8 @@ from dray import process
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.config.site import Site
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, error
+from dray.contract.values import control_characters
 from dray.planning.schema import Plan
 from dray.runs.paths import make_run_folder
 
@@ -63,13 +64,15 @@ def sbatch(
     log = plan.run_folder.replace("%", "%%") + "/job-%j.log"
     decided = [f"--run={plan.run_folder}", f"--image={image}", f"--site={site}"]
     decided += [f"--gpu-memory={gpu_memory:g}"] if gpu_memory is not None else []
-    job = [*recipe, *(["--", *command] if command else [])]
-    return ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *job]
+    argv = ["sbatch", "--parsable", f"--output={log}", *options, str(script), *decided, *recipe]
+    for finding in control_characters({"the command line": argv}):
+        raise error(finding)
+    return [*argv, *(["--", *command] if command else [])]
 
 
-def submit(argv: Sequence[str], folder: Path) -> str:
+def submit(argv: Sequence[str], folder: Path, share: str) -> str:
     """Make the run folder, queue the job and return its number. A refused job leaves no folder."""
-    make_run_folder(folder)
+    make_run_folder(folder, share=share)
     try:
         done = process.run(argv)
     except DrayError:

@@ -22,7 +22,7 @@ from dray.fitness import lint
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import lookup
-from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job
+from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job, run_name
 
 
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
@@ -112,7 +112,7 @@ def begin(
     recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = ""
 ) -> tuple[Plan, RunPaths]:
     """The same, at a site that is chosen already."""
-    decided, paths = _begin(recipe, facts, choice, runs, run or _requeued(recipe, facts, runs))
+    decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     for name, text in decided.files.items():
@@ -132,7 +132,7 @@ def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: 
         decided = decide(recipe, facts, choice, paths)
         decided.refuse()
         try:
-            paths.create(new=run is None)
+            paths.create(new=run is None, share=recipe.runs.share)
         except FileExistsError:  # two steps of one job may begin in the same second
             number += 1
             name = run or f"{unnumbered}-{number}"
@@ -158,6 +158,7 @@ def read(paths: RunPaths) -> Plan:
             where=paths.plan,
             wanted=f"plan version {version}",
             found=f"plan version {found}",
-            fix=f"use that version of dray, or begin an attempt with this one: dray run RECIPE --run={paths.run}",
+            fix="use that version of dray, or begin an attempt with this one: dray run RECIPE "
+            f"--runs={paths.run.parent} --run={paths.run.name}",
         )
     return Plan.model_validate_json(text)
