@@ -51,7 +51,7 @@ lib::engine() { # what is on this node; the planner says so where the site has a
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
 }
 
-lib::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be a stranger's
+lib::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be another user's
   local -r word="$1" answer="$2"
   local what
   shift 2
