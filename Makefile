@@ -4,16 +4,17 @@ PYTHON ?= python3
 BASE ?=
 WHEELS ?=
 BUNDLE ?=
+SIGNERS ?=
+DEBIAN ?=
 TESTS ?=
 NODES ?= 2
 GPUS_PER_NODE ?= 2
 
 BIN := .venv/bin
-LOCK := containers/cpu/requirements.lock
-locked = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' $(LOCK))
-TORCH = $(call locked,torch)
+LOCK := containers/venv.lock
 BASE_OPTION = $(if $(BASE),--base "$(BASE)")
-IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle "$(BUNDLE)")
+IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle "$(BUNDLE)") \
+  $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test coverage check check-rest release smoke cluster cluster-down clean
@@ -53,7 +54,7 @@ known-%: # before anything is installed for it
 	@[[ " $(VARIANTS) " == *" $* "* ]] || { echo "dray: there is no image $*" >&2; \
 	  echo "  fix:    make $(addprefix image-,$(firstword $(VARIANTS))); there are $(VARIANTS)" >&2; exit 78; }
 
-image-%: known-% .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=)
+image-%: known-% .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
 	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
 image-%-docker: known-% .venv/host ## Build the Docker image dray:% (likewise)
@@ -74,37 +75,42 @@ release: .venv/dev ## Build and try dist/: the wheel and the sources, the same b
 clean: ## Remove what was built here; runs stay
 	rm -rf build .venv
 
-# What runs on this machine has the versions and hashes of the image; hashes in constraints want pip 26.1.
+# What runs on this machine has the versions of the cpu image, each file with its hash: venv.lock is a constraint for what
+# is installed and for what builds dray itself. Hashes in constraints want pip 26.1, which an older one brings by hash too.
 # The first import writes bytecode, and only what it needs: pip would write all of torch's, half of the time it takes.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --no-compile
-OURS := $(shell sed -n '/^dependencies/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
-DEV := $(shell sed -n '/^dev = /,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
+LOCKED := --require-hashes --constraint $(LOCK)
+listed = $(shell sed -n '/^$(1) = \[/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
+OURS := $(call listed,dependencies)
 
 .venv/host: $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
+ifneq ($(BUNDLE),)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "a bundle's wheels are for Python 3.11; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
+	@PYTHONPATH=src $(PYTHON) -B -m dray.images.sources.arrival "$(BUNDLE)" "$(SIGNERS)"
+endif
 	@$(PYTHON) -m venv .venv || \
 	  { echo "no virtual environment could be made (Debian: apt-get install python3-venv)" >&2; exit 69; }
 ifneq ($(BUNDLE),)
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
-	  { echo "a bundle's wheels are for Python 3.11; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 	@$(PIP) --no-index --find-links "$(BUNDLE)/wheels" $(OURS)
 	@$(PIP) --no-index --no-deps "$(BUNDLE)"/dray/*.whl
 else
-	@$(PIP) --upgrade 'pip>=26.1'
-	@$(PIP) --require-hashes --constraint $(LOCK) $(OURS)
-	@$(PIP) --no-deps --editable .
+	@sed -n '/^pip==/,/[^\\]$$/p' $(LOCK) >.venv/pip.txt
+	@$(PIP) --require-hashes --requirement .venv/pip.txt
+	@$(PIP) $(LOCKED) $(OURS)
+	@$(PIP) --no-deps --build-constraint $(LOCK) --editable .
 endif
 	@touch $@
 
-# torch comes first and alone: which build of it there is (CPU, CUDA) is the business of pip's own configuration.
+# Which build of torch there is (CPU, CUDA) is the business of pip's own configuration; the lock has the hashes of both.
 .venv/installed: .venv/host
 	@echo "installing into .venv: torch (the largest part), then what $(LOCK) pins"
-	@$(PIP) $(TORCH)
-	@$(PIP) --require-hashes --constraint $(LOCK) $(OURS) $(TORCH) $(foreach name,transformers accelerate peft pyarrow tensorboard,$(call locked,$(name)))
+	@$(PIP) $(LOCKED) $(OURS) $(call listed,train)
 	@touch $@
 
 .venv/dev: .venv/installed
-	@$(PIP) $(DEV)
+	@$(PIP) $(LOCKED) $(call listed,dev)
 	@touch $@

@@ -54,7 +54,9 @@ class Checkout:
         return [sys.executable, "-m", "dray", "image", *words]
 
     def env(self) -> dict[str, str]:
-        return {**os.environ, "DRAY_HOME": str(self.path), "DRAY_IMAGE_BASE": str(self.base)}
+        # The one package of these images is in no lock.
+        debian = {"DRAY_IMAGE_DEBIAN": "current"}
+        return {**os.environ, "DRAY_HOME": str(self.path), "DRAY_IMAGE_BASE": str(self.base), **debian}
 
     def build(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
         return self.dray("build", VARIANT, *words)
@@ -424,13 +426,16 @@ def test_a_full_disk(checkout, tmp_path):
     assert left == []
 
 
-def test_debian_packages_that_have_moved_on_are_told(checkout):
+def test_debian_packages_that_have_moved_on_are_refused_or_told(checkout):
     lock = checkout.path / "containers" / "debian.lock"
     lock.write_text(f"hello-traditional 1.0-0 amd64 {'0' * 64}\n")
     try:
+        refused = checkout.build("--debian", "locked")
         built = checkout.build()
     finally:
         lock.write_text("")
+    assert refused.returncode == 78
+    assert "dray: Debian's packages are not as locked\n" in refused.stderr
     assert built.returncode == 0, built.stderr
     told = [line for line in built.stderr.splitlines() if line.startswith("dray: not as locked")]
     assert len(told) == 1

@@ -269,5 +269,5 @@ def test_without_uv(checkout, monkeypatch, tmp_path):
         lock.update(checkout.root, checkout.image())
     assert raised.value.details == {
         "where": str(tmp_path / "python"),
-        "fix": f"{tmp_path / 'python'} -m pip install uv",
+        "fix": f"{tmp_path / 'python'} -m pip install --require-hashes --constraint containers/venv.lock uv",
     }

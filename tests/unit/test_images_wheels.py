@@ -210,6 +210,8 @@ def test_users_folder_that_is_not_there(fetch, tmp_path):
 def test_own_wheel_follows_the_sources(tmp_path, monkeypatch):
     checkout = tmp_path / "my work"
     (checkout / "src" / "dray").mkdir(parents=True)
+    (checkout / "containers").mkdir()
+    (checkout / "containers" / "venv.lock").touch()
     module = checkout / "src" / "dray" / "__init__.py"
     module.write_text("")
     (checkout / "pyproject.toml").write_text(

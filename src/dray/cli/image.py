@@ -34,6 +34,23 @@ Base = Annotated[
 Wheels = Annotated[Path | None, typer.Option(help="A folder of wheels of your own, besides what pip finds.")]
 
 
+class Debian(enum.StrEnum):
+    """Which of Debian's packages are taken."""
+
+    LOCKED = "locked"
+    CURRENT = "current"
+
+
+Packages = Annotated[
+    Debian,
+    typer.Option(
+        "--debian",
+        envvar="DRAY_IMAGE_DEBIAN",
+        help="locked: refuse packages that are not as in debian.lock; current: take what the sources have.",
+    ),
+]
+
+
 class Format(enum.StrEnum):
     """What comes out."""
 
@@ -51,7 +68,11 @@ def build(
     ] = None,
     base: Base = "",
     wheels: Wheels = None,
+    debian: Packages = Debian.LOCKED,
     bundled: Annotated[Path | None, typer.Option("--bundle", help="Build from a bundle, without a network.")] = None,
+    signers: Annotated[
+        Path | None, typer.Option(help="Who may have signed the bundle: lines of a name and an ssh public key.")
+    ] = None,
     twice: Annotated[bool, typer.Option(help="Build two times, and refuse two that differ.")] = False,
     from_nothing: Annotated[
         bool, typer.Option("--from-nothing", help="Compile DeepSpeed's operators too, and use none that were kept.")
@@ -65,6 +86,10 @@ def build(
         raise ConfigError("--out is for --format sif", found=out, fix="docker save writes a Docker image to a file")
     if bundled and wheels:
         raise ConfigError("a bundle has wheels of its own", found=f"--bundle {bundled} --wheels {wheels}")
+    if signers and not bundled:
+        raise ConfigError(
+            "--signers is for --bundle", found=signers, fix="dray image verify checks who signed an image"
+        )
     built = make.build(
         checkout.root(build=True),
         variant,
@@ -73,6 +98,8 @@ def build(
         out=out,
         wheels=wheels,
         bundled=bundled,
+        signers=signers,
+        as_locked=debian is Debian.LOCKED,
         twice=twice,
         from_nothing=from_nothing,
         force=force,
@@ -87,13 +114,17 @@ def bundle_(
     out: Annotated[Path | None, typer.Option(help="The folder; else build/bundle-VARIANT.")] = None,
     base: Base = "",
     wheels: Wheels = None,
+    debian: Packages = Debian.LOCKED,
+    key: Annotated[Path | None, typer.Option(help="An ssh private key, to sign the bundle's checksums with.")] = None,
 ) -> None:
     """Gather all that a build reads in one folder, for a machine without a network."""
     root = checkout.root(build=True)
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
     with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say:
-        source = inputs.gather(root, variant, base=base or None, own_wheels=wheels, say=say)
-        made = bundle.make(root, source, folder, say=say)
+        source = inputs.gather(
+            root, variant, base=base or None, own_wheels=wheels, as_locked=debian is Debian.LOCKED, say=say
+        )
+        made = bundle.make(root, source, folder, key=key, say=say)
     size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
     print(f"{made}  {size / 1e6:.0f} MB\nto build from it: make image-{variant} BUNDLE={made.name}")
 

@@ -11,37 +11,39 @@ from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.images.log import build_log
 from dray.images.sources import base as base_files
-from dray.images.sources import debs, inputs
+from dray.images.sources import debs, inputs, venv
 from dray.images.sources import lock as locks
 
 
 def lock(
     variant: Annotated[
-        str | None, typer.Argument(help="A folder of containers/, such as cpu, or `debian`; else all variants.")
+        str | None,
+        typer.Argument(help="A folder of containers/, such as cpu; or debian; or venv. Else all but debian."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only say if a lock is fresh; not for `debian`.")] = False,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
-    """Resolve requirements.in to requirements.lock, or debian.in to debian.lock, with the hash of every file."""
+    """Resolve requirements.in to requirements.lock, debian.in to debian.lock, or .venv's packages to venv.lock."""
     root = checkout.root(build=True)
     if variant == "debian":
         if check:
             raise ConfigError(
                 "--check is for the Python packages of an image",
                 found="debian --check",
-                fix="dray image lock --check; where Debian has moved on from its lock, every build says",
+                fix="dray image lock --check; where Debian has moved on from its lock, a build refuses",
             )
         _debian(root, base)
         return
-    all_ = sorted(path.parent.name for path in (root / "containers").glob("*/image.toml"))
+    # venv last: it keeps to the versions of the cpu image.
+    all_ = [*sorted(path.parent.name for path in (root / "containers").glob("*/image.toml")), venv.NAME]
     for name in [variant] if variant else all_:
-        image = inputs.image(root, name)
+        image = None if name == venv.NAME else inputs.image(root, name)
         if check:
-            locks.require_fresh(root, image)
+            locks.require_fresh(root, image) if image else venv.require_fresh(root)
             print(f"{name}: the lock is fresh")
         else:
-            changes = locks.update(root, image, upgrade=upgrade)
+            changes = locks.update(root, image, upgrade=upgrade) if image else venv.update(root, upgrade=upgrade)
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
 
 

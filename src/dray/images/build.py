@@ -35,6 +35,8 @@ def build(
     out: Path | None = None,
     wheels: Path | None = None,
     bundled: Path | None = None,
+    signers: Path | None = None,
+    as_locked: bool = True,
     twice: bool = False,
     from_nothing: bool = False,
     force: bool = False,
@@ -45,9 +47,9 @@ def build(
     sif.parent.mkdir(parents=True, exist_ok=True)
     with build_log(checkout / "build" / "logs" / f"{variant}.log", out=sif.parent) as say, builder.engine():
         if bundled:
-            source = bundle.opened(checkout, bundled, variant)
+            source = bundle.opened(checkout, bundled, variant, signers=signers)
         else:
-            source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, say=say)
+            source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, as_locked=as_locked, say=say)
         again = twice or from_nothing or force
         found = {} if again else _found(source, sif, formats)
         asked = [name for name in formats if name not in found]

@@ -9,15 +9,16 @@ from tempfile import TemporaryDirectory
 
 from dray.containers import builder, docker
 from dray.contract.findings import ConfigError
-from dray.images.sources import inputs
-from dray.images.sources.inputs import BUILDER, README, SUMS, Source
+from dray.images.sources import arrival, inputs
+from dray.images.sources.arrival import SUMS
+from dray.images.sources.inputs import BUILDER, README, Source
 
 _TAR, _SIF = "base.tar", "base.sif"
 _README = """# The {variant} image of dray, to be built without a network
 
 Made by `dray image bundle {variant}`. On a machine that reaches nothing, in a checkout of the same dray:
 
-    make image-{variant} BUNDLE={out}
+    make image-{variant} BUNDLE={out}            # SIGNERS=FILE where it is signed: docs/images.md
 
 With Apptainer alone, in this folder:
 
@@ -36,8 +37,8 @@ With Docker alone, in this folder:
 """
 
 
-def make(checkout: Path, source: Source, out: Path, *, say: Callable[[str], None]) -> Path:
-    """Lay out `out` from the inputs of a build. It is there whole, or not at all."""
+def make(checkout: Path, source: Source, out: Path, *, key: Path | None = None, say: Callable[[str], None]) -> Path:
+    """Lay out `out` from the inputs of a build, signed where there is a key. It is there whole, or not at all."""
     if out.exists():
         raise ConfigError("the bundle's folder exists already", where=out, fix="name another, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -47,34 +48,17 @@ def make(checkout: Path, source: Source, out: Path, *, say: Callable[[str], None
         inputs.link(source.base, folder / (_SIF if source.base.suffix == ".sif" else _TAR))
         _tools(checkout, folder, say)
         (folder / README).write_text(_readme(folder, source.image.variant, out.name))
-        (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in inputs.sums(folder).items()))
+        (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in arrival.sums(folder).items()))
+        if key:
+            arrival.sign(folder, key)
         folder.replace(out)
     return out
 
 
-def opened(checkout: Path, folder: Path, variant: str) -> Source:
-    """What a bundle holds, if it is one, is of this variant, and has arrived whole."""
+def opened(checkout: Path, folder: Path, variant: str, *, signers: Path | None = None) -> Source:
+    """What a bundle holds, if it is one, is of this variant, has arrived whole, and is signed by one of these."""
     folder = folder.expanduser().resolve()
-    if not (folder / SUMS).is_file():
-        raise ConfigError(
-            "not a bundle",
-            where=folder,
-            wanted=f"a folder with {SUMS}",
-            fix=f"dray image bundle {variant} makes one",
-        )
-    wanted = {line[66:]: line[:64] for line in (folder / SUMS).read_text().splitlines()}
-    present = {name: digest for name, digest in inputs.sums(folder).items() if name != SUMS}
-    wrong = sorted(name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name))
-    if wrong:
-        raise ConfigError(
-            "the bundle differs from its checksums",
-            where=folder,
-            found="\n".join(
-                f"{name}: {'missing' if name not in present else 'other bytes' if name in wanted else 'not its own'}"
-                for name in wrong
-            ),
-            fix="copy it again",
-        )
+    arrival.require(folder, checkout / "containers", signers)
     found = inputs.facts(folder)["DRAY_VARIANT"]
     if found != variant:
         raise ConfigError("the bundle is of another image", where=folder, wanted=variant, found=found)

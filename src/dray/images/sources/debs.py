@@ -18,8 +18,10 @@ from dray.images.rootfs import PROGRAM
 LOCK = "debian.lock"
 
 
-def fetch(checkout: Path, *, base: Path, identity: str, say: Callable[[str], None]) -> Path:
-    """The folder with the packages for this base, fetched if it is not there yet."""
+def fetch(
+    checkout: Path, *, base: Path, identity: str, as_locked: bool = True, say: Callable[[str], None] = print
+) -> Path:
+    """The folder with the packages for this base, fetched if it is not there yet; refused if they are not as locked."""
     containers = checkout / "containers"
     sources = _sources()
     asked = [identity, *((containers / name).read_text() for name in ("debian.in", LOCK, "debs.sh"))]
@@ -28,7 +30,16 @@ def fetch(checkout: Path, *, base: Path, identity: str, say: Callable[[str], Non
     if not folder.exists():
         say("dray: Debian packages")
         _download(checkout, folder, base=base, lock=containers / LOCK, say=say)
-    for difference in differences(folder, containers / LOCK):
+    moved = differences(folder, containers / LOCK)
+    if moved and as_locked:
+        raise ConfigError(
+            "Debian's packages are not as locked",
+            where=containers / LOCK,
+            found="\n".join(moved),
+            fix="APT_SOURCES=FILE, a sources.list with a snapshot of the lock's date;\n"
+            "or dray image lock debian, which locks these; or --debian current (make: DEBIAN=current) to take them",
+        )
+    for difference in moved:
         say(f"dray: not as locked: {difference}")
     return folder
 

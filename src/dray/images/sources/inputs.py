@@ -20,10 +20,12 @@ from dray.config.model import load
 from dray.contract.findings import ConfigError
 from dray.images.sources import base as bases
 from dray.images.sources import debs, lock, wheels
+from dray.images.sources.arrival import SIGNATURE, SUMS, sums
 
 # How a Docker image tells what it was made from.
 INPUTS_LABEL = "dray.inputs"
-BUNDLE_ONLY = (SUMS, README, BUILDER) = ("SHA256SUMS", "README.md", "builder.tar")
+README, BUILDER = "README.md", "builder.tar"
+BUNDLE_ONLY = (SUMS, SIGNATURE, README, BUILDER)
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
 _LATER = re.compile(r"steps/([6-9]\d-.*|sbom\.py)|dray/.*|labels|Containerfile")
 
@@ -75,6 +77,7 @@ def gather(
     *,
     base: str | None = None,
     own_wheels: Path | None = None,
+    as_locked: bool = True,
     say: Callable[[str], None],
 ) -> Source:
     """Fetch what is not there yet, and make the folder anew from the checkout."""
@@ -91,7 +94,7 @@ def gather(
         own = wheels.own(checkout=checkout, folder=folder / "dray")
         file = bases.fetched(checkout, chosen, say=say)
         identity = bases.identity(chosen, file)
-        packages = debs.fetch(checkout, base=file, identity=identity, say=say)
+        packages = debs.fetch(checkout, base=file, identity=identity, as_locked=as_locked, say=say)
         laid = lay_out(checkout, described, fetched=fetched, own=own, packages=packages, base=identity)
     return Source(image=described, inputs=laid, base=file)
 
@@ -142,16 +145,6 @@ def facts(folder: Path) -> dict[str, str]:
     """What image.env says."""
     lines = shlex.split((folder / "image.env").read_text())
     return dict(line.split("=", 1) for line in lines)
-
-
-def sums(folder: Path) -> dict[str, str]:
-    """The digest of every file of an image's inputs, by its name there."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
 
 
 def _digest(sums: Mapping[str, str]) -> str:

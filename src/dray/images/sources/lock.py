@@ -26,6 +26,10 @@ _PROJECT = "../../pyproject.toml"
 _PLATFORM = "x86_64-manylinux_2_28"
 # What only torch's builds for CUDA need.
 _FOR_CUDA = re.compile(r"nvidia-.*|cuda-.*|triton")
+# With a folder of wheels, whose build of torch comes out would be that folder's choice. And uv, unlike pip, knows
+# nothing of this machine's own certificates unless it is told; older ones call it native TLS.
+UV_ENVIRONMENT = {"UV_FIND_LINKS": "", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
+_HASHED = "--require-hashes --constraint containers/venv.lock"
 _VERSION = re.compile(r"[\w.-]+==[\w.+!]+\n")
 _HEAD = re.compile(r"# dray image lock \S+, (\d{4}-\d\d-\d\d)\n# from (.*)\n# lines ([0-9a-f]{16})\n")
 
@@ -55,36 +59,39 @@ def read(lock: Path) -> list[Pin]:
 
 def epoch(lock: Path) -> int:
     """The lock's date, which is the time of everything in the image."""
-    return int(datetime.fromisoformat(_head(lock)[0]).replace(tzinfo=UTC).timestamp())
+    return int(datetime.fromisoformat(about(lock)[0]).replace(tzinfo=UTC).timestamp())
 
 
 def require_fresh(checkout: Path, image: Image) -> None:
     """Refuse a lock that was made from something else than there is now, or was changed by hand."""
     for source in _sources(checkout, image):
-        lock = source.with_suffix(".lock")
-        locked, now = _head(lock)[1], _origins(source, image)
-        if _edited(_text(lock)):
-            raise _stale(lock, problem="the lock's lines are not those that `dray image lock` wrote")
-        changed = [name for name in {**now, **locked} if locked.get(name) != now.get(name)]
-        if changed:
-            raise _stale(lock, found=f"changed since then: {', '.join(changed)}")
+        require_made_from(source.with_suffix(".lock"), _origins(source, image))
+
+
+def require_made_from(lock: Path, now: dict[str, str]) -> None:
+    """Refuse a lock that was made from other origins than these, or was changed by hand."""
+    locked = about(lock)[1]
+    if _edited(_text(lock)):
+        raise _stale(lock, problem="the lock's lines are not those that `dray image lock` wrote")
+    changed = [name for name in {**now, **locked} if locked.get(name) != now.get(name)]
+    if changed:
+        raise _stale(lock, found=f"changed since then: {', '.join(changed)}")
 
 
 def update(checkout: Path, image: Image, *, upgrade: bool = False) -> list[str]:
     """Resolve again and put all locks of the variant in place, or none; what changed."""
-    uv = _uv()
-    changes: list[str] = []
+    found: list[str] = []
     (checkout / "build").mkdir(exist_ok=True)
     with TemporaryDirectory(dir=checkout / "build", prefix=".lock-") as made:
         copy = Path(made)
         shutil.copytree(checkout / "containers", copy / "containers")
         shutil.copy2(checkout / "pyproject.toml", copy)
         for source in _sources(copy, image):
-            changes += _lock(uv, source, image, upgrade=upgrade)
+            found += _lock(source, image, upgrade=upgrade)
         for source in _sources(checkout, image):
             lock = source.with_suffix(".lock")
             (copy / lock.relative_to(checkout)).replace(lock)
-    return changes
+    return found
 
 
 def _sources(checkout: Path, image: Image) -> list[Path]:
@@ -93,7 +100,7 @@ def _sources(checkout: Path, image: Image) -> list[Path]:
     return [folder / _MAIN, *folder.glob("build.in")]
 
 
-def _lock(uv: str, source: Path, image: Image, *, upgrade: bool) -> list[str]:
+def _lock(source: Path, image: Image, *, upgrade: bool) -> list[str]:
     lock = source.with_suffix(".lock")
     before = read(lock) if lock.exists() else []
     main = source.name == _MAIN
@@ -103,23 +110,25 @@ def _lock(uv: str, source: Path, image: Image, *, upgrade: bool) -> list[str]:
         kept = (f"{pin.name}=={pin.version}\n" for pin in before)
         lock.write_text("".join(line for line in kept if _VERSION.fullmatch(line)))
     argv = [
-        *(uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"),
-        *("--python-version", image.python, "--python-platform", _PLATFORM),
+        *(*compiler(), "--python-version", image.python, "--python-platform", _PLATFORM),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, *(["--upgrade"] if upgrade else [])),
         *("--output-file", lock.name, source.name, *([_PROJECT] if main else [])),
     ]
-    # With a folder of wheels, whose build of torch comes out would be that folder's choice. And uv, unlike pip, knows
-    # nothing of this machine's own certificates unless it is told; older ones call it native TLS.
-    env = {"UV_FIND_LINKS": "", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
-    done = process.run(argv, cwd=source.parent, env=env, check=False)
+    done = process.run(argv, cwd=source.parent, env=UV_ENVIRONMENT, check=False)
     if done.code != 0:
-        raise _unsolved(source, image, done.err)
+        raise unsolved(f"containers/{image.variant}/{source.name}", done.err)
     pins = _with_vendors(read(lock), source, image) if main else read(lock)
-    day = date[1] if date and pins == before else datetime.now(UTC).date().isoformat()
-    origins = ", ".join(f"{name} {digest}" for name, digest in _origins(source, image).items())
+    day = date[1] if date and pins == before else ""
     lines = "".join(f"{pin}\n" for pin in pins)
-    lock.write_text(f"# dray image lock {image.variant}, {day}\n# from {origins}\n# lines {_digest(lines)}\n{lines}")
-    return list(_changes(before, pins))
+    lock.write_text(head(image.variant, _origins(source, image), lines, day=day) + lines)
+    return list(changes(before, pins))
+
+
+def head(name: str, origins: dict[str, str], lines: str, *, day: str = "") -> str:
+    """A lock's first lines: when and from what it was made, and a digest of the rest."""
+    made_from = ", ".join(f"{origin} {found}" for origin, found in origins.items())
+    day = day or datetime.now(UTC).date().isoformat()
+    return f"# dray image lock {name}, {day}\n# from {made_from}\n# lines {digest(lines)}\n"
 
 
 def _with_vendors(pins: Iterable[Pin], source: Path, image: Image) -> list[Pin]:
@@ -135,7 +144,8 @@ def _with_vendors(pins: Iterable[Pin], source: Path, image: Image) -> list[Pin]:
     return [kept[name] for name in sorted(kept)]
 
 
-def _changes(before: Iterable[Pin], now: Iterable[Pin]) -> Iterator[str]:
+def changes(before: Iterable[Pin], now: Iterable[Pin]) -> Iterator[str]:
+    """What changed, a line for each package."""
     old, new = ({pin.name: pin for pin in pins} for pins in (before, now))
     for name in sorted(old.keys() | new.keys()):
         was, is_ = old.get(name), new.get(name)
@@ -149,7 +159,7 @@ def _origins(source: Path, image: Image) -> dict[str, str]:
     """All that a lock is made from, each with a digest of what counts in it."""
     texts = {os.path.relpath(path, source.parent): "\n".join(lines) for path, lines in _asked(source)}
     texts["image.toml"] = json.dumps(image.model_dump(include={"python", "vendor"}), sort_keys=True)
-    return {name: _digest(text) for name, text in texts.items()}
+    return {name: digest(text) for name, text in texts.items()}
 
 
 def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -165,7 +175,7 @@ def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
         yield project, tomllib.loads(_text(project))["project"]["dependencies"]
 
 
-def _head(lock: Path) -> tuple[str, dict[str, str]]:
+def about(lock: Path) -> tuple[str, dict[str, str]]:
     """When and from what a lock was made."""
     if not lock.exists():
         raise _stale(lock, found="no such file")
@@ -179,10 +189,11 @@ def _head(lock: Path) -> tuple[str, dict[str, str]]:
 def _edited(text: str) -> bool:
     """Whether the lines of a lock are other ones than its head says."""
     head = _HEAD.match(text)
-    return head is None or head[3] != _digest(text[head.end() :])
+    return head is None or head[3] != digest(text[head.end() :])
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Enough of a digest to tell that a text has changed."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -193,22 +204,32 @@ def _text(path: Path) -> str:
         raise ConfigError("a file that the lock is made from does not exist", where=path) from missing
 
 
+def compiler() -> list[str]:
+    """What resolves requirements to versions and hashes."""
+    return [_uv(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"]
+
+
 def _uv() -> str:
     beside = Path(sys.executable).with_name("uv")
     uv = process.which("uv") or (str(beside) if beside.exists() else None)
     if not uv:
-        raise UnfitError("locking needs uv", where=sys.executable, fix=f"{sys.executable} -m pip install uv")
+        raise UnfitError("locking needs uv", where=sys.executable, fix=f"{sys.executable} -m pip install {_HASHED} uv")
     return uv
 
 
 def _stale(
     lock: Path, *, problem: str = "the lock does not fit its requirements", found: str | None = None
 ) -> ConfigError:
-    return ConfigError(problem, where=lock, found=found, fix=f"dray image lock {lock.parent.name}")
+    return ConfigError(problem, where=lock, found=found, fix=f"dray image lock {_named(lock)}")
 
 
-def _unsolved(source: Path, image: Image, text: str) -> DrayError:
-    where = f"containers/{image.variant}/{source.name}"
+def _named(lock: Path) -> str:
+    """By what `dray image lock` knows it: a variant's folder, or the file itself."""
+    return lock.stem if lock.parent.name == "containers" else lock.parent.name
+
+
+def unsolved(where: str, text: str) -> DrayError:
+    """Why uv has not found a set of packages, and what to do."""
     if "Failed to fetch" in text:
         fix = "try again; UV_DEFAULT_INDEX names a mirror: uv does not read pip's configuration"
         return DrayError("uv cannot ask the package index", where=where, found=text.strip(), fix=fix)

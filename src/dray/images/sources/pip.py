@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -23,6 +24,8 @@ PLATFORMS = (
     *("manylinux2014", "manylinux2010", "manylinux1", "linux"),
 )
 
+_WITH_HASHES = (26, 1)
+
 # Of dozens of files, those that take a while.
 _LARGE = re.compile(r"\s*Downloading \S+ \((\d\d+\.\d MB|\S+ GB)")
 
@@ -33,6 +36,16 @@ def command(verb: str) -> list[str]:
         fix = f"{sys.executable} -m ensurepip, then again"
         raise UnfitError("fetching wheels needs pip", where=sys.executable, fix=fix)
     return [sys.executable, "-m", "pip", verb, "--disable-pip-version-check", "--no-deps"]
+
+
+def hashed(lock: Path) -> list[str]:
+    """Options by which what builds a wheel is installed by this lock's hashes."""
+    found = importlib.metadata.version("pip")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _WITH_HASHES:
+        fix = f"{sys.executable} -m pip install --upgrade pip, or make install in the checkout"
+        problem = "this pip cannot install by a constraint's hashes"
+        raise UnfitError(problem, where=sys.executable, wanted="pip 26.1 or newer", found=f"pip {found}", fix=fix)
+    return ["--build-constraint", str(lock)]
 
 
 def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from dray import process
 from dray.config.image import Image
 from dray.contract.findings import ConfigError
-from dray.images.sources import lock, pip
+from dray.images.sources import lock, pip, venv
 from dray.images.sources.lock import Pin
 
 # The first moment that a wheel, being a zip file, can hold. Not a lock's date: all variants share dray's wheel.
@@ -59,7 +59,8 @@ def own(*, checkout: Path, folder: Path) -> Path:
     made = folder / hashlib.sha256(lines.encode()).hexdigest()[:16]
     if not any(made.glob("*.whl")):
         shutil.rmtree(folder, ignore_errors=True)
-        argv = [*pip.command("wheel"), "--quiet", "--wheel-dir", str(made), str(checkout)]
+        argv = [*pip.command("wheel"), "--quiet", *pip.hashed(venv.path(checkout)), "--wheel-dir", str(made)]
+        argv += [str(checkout)]
         process.run(argv, env={"SOURCE_DATE_EPOCH": _EPOCH, "DRAY_WHEEL": "image"})
     return next(made.glob("*.whl"))
 

@@ -1,0 +1,101 @@
+"""Whether a bundle is whole, signed and of this checkout, before anything of it is installed or run.
+
+`python3 -m dray.images.sources.arrival BUNDLE [SIGNERS]` needs Python's own library alone: `make` asks it first of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+from dray import process
+from dray.contract.findings import ConfigError, DrayError
+
+SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
+_NAMESPACE = "dray-bundle"  # a signature of something else, such as a commit, is none of a bundle
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """The digest of every file of an image's inputs, by its name there."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def sign(folder: Path, key: Path) -> None:
+    """Sign the sums with a key of ssh's; it may ask for a passphrase."""
+    argv: list[str | Path] = ["ssh-keygen", "-q", "-Y", "sign", "-n", _NAMESPACE, "-f", key, folder / SUMS]
+    if process.run(argv, show=True, check=False).code != 0:
+        fix = 'ssh-keygen -t ed25519 -f KEY makes one, or eval "$(ssh-agent)"; ssh-add KEY'
+        raise ConfigError("the bundle cannot be signed", where=key, wanted="a private key of ssh's", fix=fix)
+
+
+def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
+    """Refuse a bundle that has not arrived whole, has a wheel that no lock names, or is signed by nobody of these."""
+    if not (folder / SUMS).is_file():
+        fix = "dray image bundle VARIANT makes one"
+        raise ConfigError("not a bundle", where=folder, wanted=f"a folder with {SUMS}", fix=fix)
+    if signers:
+        _require_signed(folder, signers)
+    lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    wanted = {line[66:]: line[:64] for line in lines}
+    present = {name: digest for name, digest in sums(folder).items() if name not in (SUMS, SIGNATURE)}
+    if wrong := sorted(name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name)):
+        raise ConfigError(
+            "the bundle differs from its checksums",
+            where=folder,
+            found="\n".join(
+                f"{name}: {'missing' if name not in present else 'other bytes' if name in wanted else 'not its own'}"
+                for name in wrong
+            ),
+            fix="copy it again",
+        )
+    locked = {one for lock in locks.glob("*/*.lock") for one in re.findall(r"sha256:(\w{64})", lock.read_text())}
+    if strange := [name for name in present if name.startswith("wheels/") and present[name] not in locked]:
+        raise ConfigError(
+            "the bundle has wheels that this checkout does not lock",
+            where=folder,
+            found="\n".join(strange),
+            fix="use it with a checkout of the same dray; signed by somebody or not, it must hold what the locks name",
+        )
+
+
+def _require_signed(folder: Path, signers: Path) -> None:
+    wanted = f"a signature by a key of {signers}: lines of a name, a blank, and a key as in its .pub"
+    ask = "ask who made it for the line of the key, or for the bundle as it was signed"
+    if not signers.is_file():
+        raise ConfigError("the file of signers is not there", where=signers, wanted=wanted)
+    if not (folder / SIGNATURE).is_file():
+        fix = "dray image bundle VARIANT --key ~/.ssh/id_ed25519 makes one that is"
+        raise ConfigError("the bundle is not signed", where=folder, wanted=wanted, fix=fix)
+    files: list[str | Path] = ["-f", signers, "-s", folder / SIGNATURE]
+    named = process.run(["ssh-keygen", "-Y", "find-principals", *files], check=False)
+    names = named.out.splitlines() if named.code == 0 else []
+    if not names:
+        raise ConfigError("the bundle is signed with another key", where=folder, wanted=wanted, fix=ask)
+    verify: list[str | Path] = ["ssh-keygen", "-Y", "verify", *files, "-I", names[0], "-n", _NAMESPACE]
+    # ssh-keygen reads what is signed from its input.
+    held = process.run(["sh", "-c", 'file=$1; shift; exec "$@" <"$file"', "-", folder / SUMS, *verify], check=False)
+    if held.code != 0:
+        raise ConfigError(
+            "the bundle's checksums are not those that were signed",
+            where=folder,
+            wanted=wanted,
+            found=(held.err or held.out).strip(),
+            fix=ask,
+        )
+    print(f"dray: the bundle is signed by {names[0]}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    checkout = Path(__file__).resolve().parents[4]
+    try:
+        require(Path(sys.argv[1]), checkout / "containers", *map(Path, filter(None, sys.argv[2:])))
+    except DrayError as error:
+        print(f"dray: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,231 @@
+"""What is installed is what a lock names: pip itself, what builds dray, Debian's packages, and what is in a bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dray.config.image import Image
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.images.sources import arrival, debs, inputs, lock, pip, venv, wheels
+
+INSTALLS = re.compile(r"pip install|\$\(PIP\)|pip::install|pip\", \"(?:install|wheel)")
+
+
+class TestEveryInstall:
+    def test_names_hashes_or_files_of_its_own(self, root: Path) -> None:
+        files = [root / "Makefile", root / ".ci" / "run", root / ".ci" / "release", *root.glob("containers/steps/*.sh")]
+        lines = [line for file in files for line in file.read_text().replace("\\\n", " ").splitlines()]
+        installs = [line.strip() for line in lines if INSTALLS.search(line) and not line.lstrip().startswith("#")]
+        # What was made here, or checked before: the two definitions at the end are what the others are called with.
+        local = ("--no-index", "/dray/*.whl", '"$wheels" deepspeed', '--no-deps "$1"', "PIP := ", "pip::install() {")
+        known = ("--require-hashes", "$(LOCKED)", "--build-constraint", *local)
+        assert len(installs) >= 10
+        assert [line for line in installs if not any(word in line for word in known)] == []
+
+    def test_the_lock_of_venv_is_fresh_and_whole(self, root: Path) -> None:
+        venv.require_fresh(root)
+        pins = {pin.name: pin for pin in lock.read(venv.path(root))}
+        assert {"pip", "hatchling", "editables", "pytest", "torch", "uv", "pydantic"} <= pins.keys()
+        assert all(pin.hashes for pin in pins.values())
+        cpu = {pin.name: pin for pin in lock.read(root / "containers" / "cpu" / "requirements.lock")}
+        assert {name: pins[name].version for name in pins.keys() & cpu.keys()} == {
+            name: cpu[name].version for name in pins.keys() & cpu.keys()
+        }
+        assert set(cpu["torch"].hashes) < set(pins["torch"].hashes)
+
+    def test_a_lock_that_was_changed_is_told(self, root: Path, tmp_path: Path) -> None:
+        (tmp_path / "containers" / "cpu").mkdir(parents=True)
+        for name in ("pyproject.toml", "containers/venv.lock", "containers/cpu/requirements.lock"):
+            shutil.copy(root / name, tmp_path / name)
+        venv.require_fresh(tmp_path)
+        with (tmp_path / "containers" / "venv.lock").open("a") as file:
+            file.write(f"more==1 --hash=sha256:{'0' * 64}\n")
+        with pytest.raises(ConfigError, match="not those that `dray image lock` wrote") as refused:
+            venv.require_fresh(tmp_path)
+        assert refused.value.details["fix"] == "dray image lock venv"
+        shutil.copy(root / "containers" / "venv.lock", tmp_path / "containers")
+        project = (root / "pyproject.toml").read_text()
+        (tmp_path / "pyproject.toml").write_text(project.replace('"codespell==', '"codespell>='))
+        with pytest.raises(ConfigError) as refused:
+            venv.require_fresh(tmp_path)
+        assert refused.value.details["found"] == "changed since then: pyproject.toml"
+
+    @pytest.mark.parametrize("good", [True, False])
+    def test_what_builds_drays_wheel_has_its_hash(self, tmp_path: Path, monkeypatch, *, good: bool) -> None:
+        helper = tmp_path / "files" / "helper-1-py3-none-any.whl"
+        helper.parent.mkdir()
+        with zipfile.ZipFile(helper, "w") as wheel:
+            wheel.writestr("helper-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: helper\nVersion: 1\n")
+            wheel.writestr("helper-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\nRoot-Is-Purelib: true\n")
+            wheel.writestr("helper-1.dist-info/RECORD", "")
+            wheel.writestr(
+                "helper.py",
+                "import os, zipfile\n"
+                "def build_wheel(folder, *_):\n"
+                "    with zipfile.ZipFile(os.path.join(folder, 'dray-1-py3-none-any.whl'), 'w') as wheel:\n"
+                "        about = 'Metadata-Version: 2.1\\nName: dray\\nVersion: 1\\n'\n"
+                "        wheel.writestr('dray-1.dist-info/METADATA', about)\n"
+                "        wheel.writestr('dray-1.dist-info/WHEEL', 'Wheel-Version: 1.0\\nTag: py3-none-any\\n')\n"
+                "        wheel.writestr('dray-1.dist-info/RECORD', '')\n"
+                "    return 'dray-1-py3-none-any.whl'\n",
+            )
+        digest = hashlib.sha256(helper.read_bytes()).hexdigest() if good else "0" * 64
+        (tmp_path / "containers").mkdir()
+        venv.path(tmp_path).write_text(f"helper==1 --hash=sha256:{digest}\n")
+        (tmp_path / "pyproject.toml").write_text(
+            '[build-system]\nrequires = ["helper==1"]\nbuild-backend = "helper"\n'
+            '[project]\nname = "dray"\nversion = "1"\n'
+        )
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(helper.parent))
+        if good:
+            assert wheels.own(checkout=tmp_path, folder=tmp_path / "made").name == "dray-1-py3-none-any.whl"
+        else:
+            with pytest.raises(DrayError, match="pip") as refused:
+                wheels.own(checkout=tmp_path, folder=tmp_path / "made")
+            assert "DO NOT MATCH THE HASHES" in str(refused.value)
+
+    def test_an_old_pip_is_told(self, tmp_path: Path, monkeypatch) -> None:
+        monkeypatch.setattr(pip.importlib.metadata, "version", lambda _: "23.0.1")
+        with pytest.raises(UnfitError) as refused:
+            pip.hashed(tmp_path)
+        assert refused.value.details["found"] == "pip 23.0.1"
+
+
+class TestDebian:
+    @pytest.mark.parametrize("as_locked", [True, False])
+    def test_packages_that_are_not_as_locked(self, root: Path, tmp_path: Path, monkeypatch, *, as_locked: bool) -> None:
+        containers = tmp_path / "containers"
+        containers.mkdir()
+        for name in ("debian.in", "debs.sh"):
+            shutil.copy(root / "containers" / name, containers)
+        (containers / "debian.lock").write_text(f"gcc 4:12 amd64 {'0' * 64}\n")
+
+        def download(_checkout: Path, folder: Path, **_: object) -> None:
+            folder.mkdir(parents=True)
+            (folder / "gcc_4%3a13_amd64.deb").write_text("newer")
+
+        monkeypatch.setattr(debs, "_download", download)
+        said: list[str] = []
+        fetch = {"base": tmp_path, "identity": "x", "as_locked": as_locked, "say": said.append}
+        if not as_locked:
+            debs.fetch(tmp_path, **fetch)
+            assert said == ["dray: Debian packages", "dray: not as locked: gcc 4:12 -> 4:13"]
+            return
+        with pytest.raises(ConfigError) as refused:
+            debs.fetch(tmp_path, **fetch)
+        assert str(refused.value) == (
+            "Debian's packages are not as locked\n"
+            f"  where:  {containers / 'debian.lock'}\n"
+            "  found:  gcc 4:12 -> 4:13\n"
+            "  fix:    APT_SOURCES=FILE, a sources.list with a snapshot of the lock's date;\n"
+            "          or dray image lock debian, which locks these; or --debian current (make: DEBIAN=current) to "
+            "take them"
+        )
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle of one wheel, which one lock of `containers` names, in a folder with a space."""
+    folder, locks = tmp_path / "a bundle", tmp_path / "containers" / "cpu"
+    for name, text in {"wheels/x-1-py3-none-any.whl": "x", "dray/dray-1.whl": "dray", "image.env": "A=1\n"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    locks.mkdir(parents=True)
+    (locks / "requirements.lock").write_text(f"x==1 --hash=sha256:{hashlib.sha256(b'x').hexdigest()}\n")
+    summed(folder)
+    return folder
+
+
+def summed(folder: Path) -> None:
+    found = arrival.sums(folder)
+    lines = [f"{digest}  {name}\n" for name, digest in found.items() if name not in (arrival.SUMS, arrival.SIGNATURE)]
+    (folder / arrival.SUMS).write_text("".join(lines))
+
+
+def key(folder: Path, name: str) -> tuple[Path, Path]:
+    """A key, and a file of signers with it."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name], check=True)
+    signers = folder / f"{name}.signers"
+    signers.write_text(f"{name} {(folder / name).with_suffix('.pub').read_text()}")
+    return folder / name, signers
+
+
+class TestBundle:
+    def test_a_whole_one_passes(self, bundle: Path) -> None:
+        arrival.require(bundle, bundle.parent / "containers")
+
+    @pytest.mark.parametrize(
+        ("change", "problem", "found"),
+        [
+            ("rm SHA256SUMS", "not a bundle", None),
+            ("rm image.env", "the bundle differs from its checksums", "image.env: missing"),
+            ("echo B=1 >>image.env", "the bundle differs from its checksums", "image.env: other bytes"),
+            ("echo more >wheels/y.whl", "the bundle differs from its checksums", "wheels/y.whl: not its own"),
+            ("printf '\\377' >SHA256SUMS", "the bundle differs from its checksums", None),
+            (": >SHA256SUMS", "the bundle differs from its checksums", None),
+        ],
+    )
+    def test_what_has_not_arrived_is_told(self, bundle: Path, change: str, problem: str, found: str | None) -> None:
+        subprocess.run(["bash", "-c", change], cwd=bundle, check=True)
+        with pytest.raises(ConfigError) as refused:
+            arrival.require(bundle, bundle.parent / "containers")
+        assert refused.value.problem == problem
+        assert found is None or refused.value.details["found"] == found
+
+    def test_a_wheel_that_no_lock_names_is_refused_whatever_the_sums_say(self, bundle: Path) -> None:
+        (bundle / "wheels" / "x-1-py3-none-any.whl").write_text("evil")
+        summed(bundle)
+        with pytest.raises(ConfigError, match="wheels that this checkout does not lock") as refused:
+            arrival.require(bundle, bundle.parent / "containers")
+        assert refused.value.details["found"] == "wheels/x-1-py3-none-any.whl"
+
+    def test_who_signed_it(self, bundle: Path, tmp_path: Path, capsys) -> None:
+        locks = tmp_path / "containers"
+        (mine, me), (_, stranger) = key(tmp_path, "me"), key(tmp_path, "stranger")
+        with pytest.raises(ConfigError, match="the bundle is not signed"):
+            arrival.require(bundle, locks, me)
+        arrival.sign(bundle, mine)
+        arrival.require(bundle, locks)
+        arrival.require(bundle, locks, me)
+        assert capsys.readouterr().err == "dray: the bundle is signed by me\n"
+        with pytest.raises(ConfigError, match="signed with another key"):
+            arrival.require(bundle, locks, stranger)
+        with pytest.raises(ConfigError, match="the file of signers is not there"):
+            arrival.require(bundle, locks, tmp_path / "nobody")
+        (bundle / "image.env").write_text("B=1\n")
+        summed(bundle)
+        with pytest.raises(ConfigError, match="the bundle's checksums are not those that were signed"):
+            arrival.require(bundle, locks, me)
+
+    def test_a_key_that_is_none(self, bundle: Path, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="the bundle cannot be signed"):
+            arrival.sign(bundle, tmp_path / "no key")
+
+    def test_make_asks_before_it_installs(self, bundle: Path, root: Path, tmp_path: Path) -> None:
+        """With the plain Python of a machine that has nothing."""
+        (bundle / "image.env").unlink()
+        shutil.copytree(root / "src" / "dray", tmp_path / "src" / "dray", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("Makefile", "pyproject.toml", "containers/venv.lock"):
+            shutil.copy(root / name, tmp_path / name)
+        argv = ["make", "install", f"BUNDLE={bundle.name}", f"PYTHON={sys.executable} -S"]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith("dray: the bundle differs from its checksums\n"), done.stderr
+        assert not (tmp_path / ".venv").exists()
+
+    def test_its_signature_is_no_input_of_the_image(self, bundle: Path, tmp_path: Path) -> None:
+        described = Image.model_validate({"variant": "cpu", "base": f"x@sha256:{'0' * 64}", "python": "3.11"})
+        before = inputs.Source(image=described, inputs=bundle, base=bundle).digest
+        arrival.sign(bundle, key(tmp_path, "me")[0])
+        assert inputs.Source(image=described, inputs=bundle, base=bundle).digest == before
