@@ -27,8 +27,8 @@ install: .venv/host ## Install dray into .venv, to submit, build and plan; it ne
 demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks
 	@$(BIN)/dray run recipes/smoke-cpu.toml
 
-test: .venv/dev ## Run all tests that this machine can run (TESTS= names some, as pytest takes them)
-	@$(BIN)/pytest -q $(TESTS)
+test: .venv/dev ## Run all tests that this machine can run, and name the slowest (TESTS= names some, as pytest takes them)
+	@$(BIN)/pytest -q --durations=10 $(TESTS)
 
 coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names
 	@rm -f .coverage .coverage.*

@@ -110,12 +110,14 @@ def page(said: dict[str, Said]) -> str:
     return HEAD + "\n".join(table) + "\n\n" + "\n".join(blocks)
 
 
+@pytest.mark.torch
 def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
     said = cases(Desk(root, tmp_path))
     assert [code for _, code, _ in said.values()] == [78, 78, 78, 78, 78, 78, 78, 75, 78, 78]
     golden(root / "docs" / "errors.md", page(said))
 
 
+@pytest.mark.torch
 def test_nothing_is_left_behind_by_a_run_that_cannot_be(root: Path, tmp_path: Path) -> None:
     desk = Desk(root, tmp_path)
     for words in (

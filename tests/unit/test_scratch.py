@@ -58,6 +58,7 @@ def link(folder: Path) -> None:
 
 def file(folder: Path) -> None:
     folder.write_text("x")
+    folder.chmod(0o644)
 
 
 def another_users(folder: Path) -> None:
