@@ -65,5 +65,5 @@ def _cpu(checkout: Path) -> Path:
 def _origins(checkout: Path) -> dict[str, str]:
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))
     asked = [project["build-system"], project["project"]["dependencies"], project["project"]["optional-dependencies"]]
-    texts = {"pyproject.toml": json.dumps(asked), "cpu/requirements.lock": _cpu(checkout).read_text(encoding="utf-8")}
+    texts = {"pyproject.toml": json.dumps(asked), "cpu/requirements.lock": str(lock.read(_cpu(checkout)))}
     return {name: lock.digest(text) for name, text in texts.items()}
