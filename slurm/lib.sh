@@ -2,6 +2,8 @@
 # What slurm/multinode.sh and slurm/singlenode.sh do, in bash: the nodes need Slurm, a container engine and this.
 # The planning itself runs inside the image (docs/adr/0001-planning-runs-inside-the-image.md).
 
+readonly -a lib__signals=(HUP INT TERM USR1 USR2)
+
 lib::die() { # CODE LINE...
   local -r code="$1"
   shift
@@ -168,15 +170,23 @@ lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the
   return "$code"
 }
 
+lib::heard() { # SIGNAL: the run is to end, and to say why
+  [[ -n "$stopped_by" ]] || printf -v stopped_at '%(%s)T' -1
+  stopped_by="${stopped_by:-$1}"
+  # scancel and the time limit send TERM to the nodes too, and a program may be saving what it has. All other signals
+  # are this script's alone (sbatch --signal=B:USR1, Ctrl-C in an salloc): srun passes on INT, and kills for TERM and HUP.
+  [[ "$1" == TERM || -z "$nodes_pid" ]] || kill -INT "$nodes_pid" 2>/dev/null || true
+}
+
 lib::stopped() { # what Slurm knows of why this job ends, and when that began
-  echo "at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
-  scontrol show job --oneliner "$SLURM_JOB_ID" || true
+  [[ -n "$stopped_by" ]] || return 0
+  echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
+  # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
+  timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
 }
 
 lib::start() { # one task on each node; rank 0's lines are this job's output
-  local code=0 nodes_pid tail_pid stopped_at=""
-  # scancel and the time limit: Slurm leaves some seconds (KillWait) to write down how it ended.
-  trap 'stopped_at="${stopped_at:-$(date +%s)}"' TERM
+  local code=0 tail_pid
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
   local -a pyxis=()
@@ -184,19 +194,39 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
   # --overlap: inside an salloc another step may hold the nodes, and this one would wait for it without a word.
   # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
-  srun --overlap --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  # --disable-status: the first INT is passed on, and no second one kills. It has a process group of its own, where no
+  # terminal's Ctrl-C comes too.
+  set -m
+  srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${pyxis[@]}" ./node.sh </dev/null &
   nodes_pid=$!
+  set +m
+  [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
   tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
+  while kill -0 "$nodes_pid" 2>/dev/null; do # a signal ends the wait, and not srun
+    wait "$nodes_pid" || true
+  done
+  trap '' "${lib__signals[@]}" # what follows is short, and what a signal asks for
   wait "$nodes_pid" || code=$?
-  [[ -z "$stopped_at" ]] || { wait "$nodes_pid" || true; }
   wait "$tail_pid" || true
-  if [[ -n "$stopped_at" ]]; then
-    lib::stopped | lib::inside python3 -m dray finish "$attempt" --code "$code" --stopped
-  else
-    lib::inside python3 -m dray finish "$attempt" --code "$code"
+  ((code != 0)) || stopped_by="" # the run ended well before it heard
+  [[ -z "$stopped_by" ]] || code=$((128 + $(kill -l "$stopped_by")))
+  lib::finish "$code"
+}
+
+lib::finish() { # CODE: result.json and the last words; without the image this script's own
+  local ended=0 words
+  words="$(lib::stopped | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
+  if [[ -n "$words" ]]; then
+    printf '%s\n' "$words" || true # this job's output may be on a disk that is full
+    return "$ended"
   fi
+  (($1 == 0)) || ended="$1"
+  lib::die "$ended" "the image did not start again to write down how the run ended" \
+    "where:  $image on node $(</proc/sys/kernel/hostname)" \
+    "found:  exit code $1 of the nodes${stopped_by:+, which SIG$stopped_by stopped}" \
+    "fix:    see $attempt/failures and $attempt/logs, the first failure first"
 }
 
 lib::slurm() { # what Slurm hands to a job; half of it would start half a world
@@ -224,6 +254,11 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     shift
   done
   lib::slurm
+  local nodes_pid="" stopped_by="" stopped_at="" signal
+  for signal in "${lib__signals[@]}"; do
+    # shellcheck disable=SC2064 # now, not then
+    trap "lib::heard $signal" "$signal"
+  done
   local recipe="" engine image attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.

@@ -13,17 +13,37 @@ from helpers import ROOT
 APPTAINER = """#!/bin/bash
 while [[ "$1" != *.sif ]]; do
   [[ "$1" != --pwd ]] || cd "$2" || exit
+  [[ "$1" != --pwd=* ]] || cd "${1#*=}" || exit
   shift
 done
 image="$1"
-shift 2 # and python3
-export DRAY_HOME="$APPTAINERENV_DRAY_HOME" DRAY_SITES="$APPTAINERENV_DRAY_SITES"
-echo "$(basename "$image") $2 $3" >>"$SEEN"
+shift 3 # and python3 -m
+while IFS= read -r -d '' variable; do
+  [[ "$variable" != APPTAINERENV_* ]] || export "${variable#APPTAINERENV_}"
+done </proc/$$/environ
+echo "$(basename "$image") $1 $2" >>"$SEEN"
 exec "$PYTHON" -c '
 import runpy, sys
-sys.prefix, _, sys.argv = sys.argv[1] + ".d", sys.argv.pop(2), sys.argv[2:]
-runpy.run_module("dray", run_name="__main__", alter_sys=True)
+sys.prefix, sys.argv = sys.argv[1] + ".d", sys.argv[2:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 ' "$image" "$@"
+"""
+# As the real one: INT goes to the tasks, the second kills them, and so does any TERM or HUP.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+env = {{**os.environ, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}}
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_DFL)
+task = subprocess.Popen([sys.argv[-1]], env=env, stdout=open("logs/node-0.log", "ab"), stderr=subprocess.STDOUT)
+open("task", "w").write(str(task.pid))
+interrupts = ["--disable-status" not in sys.argv]
+def pass_on(number, _):
+    interrupts.append(True)
+    task.send_signal(signal.SIGINT if number == signal.SIGINT and not any(interrupts[:-1]) else signal.SIGKILL)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, pass_on)
+code = task.wait()
+sys.exit(code if code >= 0 else 128 - code)
 """
 
 

@@ -18,10 +18,11 @@ from dray.images.sif import record as records
 from dray.runner.__main__ import digest
 from dray.runs import paths as paths_module
 from dray.runs import write as writing
-from dray.runs.finish import finish, summary
+from dray.runs.finish import finish
 from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
+from dray.runs.result import summary
 from dray.runs.stop import Stop
-from dray.runs.write import read_recipe, write
+from dray.runs.write import read, read_recipe, write
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif"
@@ -34,6 +35,12 @@ def begun(root: Path, runs: Path) -> RunPaths:
 
 def recipe(root: Path) -> Recipe:
     return read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.steps=20"])
+
+
+def trained(paths: RunPaths) -> None:
+    """The model that a training leaves."""
+    paths.final_model.mkdir()
+    (paths.final_model / "config.json").write_text("{}")
 
 
 def record(paths: RunPaths, name: str, time: float, **fields: object) -> None:
@@ -122,7 +129,7 @@ class TestAttempts:
         paths = begun(root, tmp_path)
         paths.plan.write_text(paths.plan.read_text().replace('"version": 1', '"version": 0', 1))
         with pytest.raises(ConfigError, match="this run was planned by another version of dray"):
-            finish(paths, code=0)
+            read(paths)
 
     def test_the_attempt_before_is_no_cause(self, root: Path, tmp_path: Path) -> None:
         paths = begun(root, tmp_path)
@@ -137,7 +144,7 @@ class TestAttempts:
 def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     paths = begun(root, tmp_path)
     events = [
-        {"event": "start", "time": 0.0},
+        {"event": "start", "time": 0.0, "first_step": 0, "steps": 20},
         {"event": "step", "step": 1, "loss": 5.5},
         {"event": "step", "step": 20, "loss": 0.25},
         {"event": "eval", "loss": 0.2, "perplexity": 1.25},
@@ -145,6 +152,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     ]
     paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ste')
     paths.preflight.mkdir()
+    trained(paths)
     seen = {"seconds": {"meet": 1.25, "bandwidth": 3.0}, "sweep": [{"bus_gb_s": 0.5}, {"bus_gb_s": 122.5}]}
     (paths.preflight / "report.json").write_text(json.dumps({**seen, "ranks": [{"transport": "cxi"}] * 2}))
     result = finish(paths, code=0)
@@ -156,6 +164,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "exit_code": 0,
         "world_size": 4,
         "hosts": ["n1", "n2"],
+        "first_step": 0,
         "steps": 20,
         "loss_first": 5.5,
         "loss_last": 0.25,
@@ -168,6 +177,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "reason": None,
         "at": None,
         "checkpoint": None,
+        "warnings": [],
     }
     assert summary(result, paths) == (
         "done: 20 steps, loss 5.500 -> 0.250, perplexity 1.25, 1,234 tokens/s, 4 ranks on n1 n2\n"
@@ -224,6 +234,8 @@ def test_a_code_that_looks_like_a_stop_does_not_hide_a_cause(root: Path, tmp_pat
 def test_records_of_a_run_that_ended_well_are_no_cause(root: Path, tmp_path: Path) -> None:
     paths = begun(root, tmp_path)
     record(paths, "rank-3", 10.0)
+    trained(paths)
+    paths.metrics.write_text('{"event": "end", "tokens_per_s": 1.0, "train_seconds": 1.0, "sample": ""}\n')
     assert finish(paths, code=0).cause is None
 
 

@@ -13,13 +13,15 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from dray.runs import stop
 from helpers import ROOT
-from jobs import Job
+from jobs import SRUN, Job
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ class TestStopped:
             (("CANCELLED", "None", "None"), "", "scancel"),
             (("COMPLETING", "None", "2026-11-22T21:00:00"), "9000", "preemption"),
             (("COMPLETING", "NodeDown", "None"), "9000", "a node failure"),
-            (("RUNNING", "None", "None"), "9000", "a signal"),
+            (("RUNNING", "None", "None"), "9000", "SIGTERM"),
         ],
     )
     def test_what_slurm_tells(self, job: tuple[str, str, str], end: str, reason: str) -> None:
@@ -214,7 +216,7 @@ class TestStopped:
         assert stop.parse(text, now=0) == stop.Stop(reason, "1970-01-01T00:16:40Z")
 
     def test_a_controller_that_does_not_answer(self) -> None:
-        assert stop.parse("at= end=\n", now=1000).reason == "a signal"
+        assert stop.parse("at= end=\n", now=1000).reason == "SIGTERM"
 
     @pytest.mark.parametrize("kept", [True, False])
     def test_a_job_that_is_cancelled(self, job: Job, tmp_path: Path, *, kept: bool) -> None:
@@ -224,31 +226,107 @@ class TestStopped:
         (checkpoints / "step-9").mkdir()
         (checkpoints / "step-50.part-x").mkdir()
         step = json.dumps({"event": "step", "step": 47, "loss": 1.0})
-        job.tool("srun", f"#!/bin/bash\necho '{step}' >metrics.jsonl\ntouch started\nexec sleep 30\n")
+        job.tool("srun", f"#!/bin/bash\necho '{step}' >metrics.jsonl\necho $$ >task\nexec sleep 30\n")
         job.tool("scontrol", f"#!/bin/bash\necho '{self.LINE.format('COMPLETING', 'TimeLimit', 'None')}'\n")
         words = ["checkpoint.every=10", f"checkpoint.folder={checkpoints}"] if kept else []
-        started = subprocess.Popen(
-            job.argv("recipes/smoke-cpu.toml", *words, plan_only=False), env=job.env, cwd=job.home, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + 60
-        while not list(job.runs.glob("*/attempt-1/started")):
-            assert started.poll() is None, started.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(started.pid, signal.SIGTERM)
-        out, err = started.communicate(timeout=60)
-        (run,) = job.runs.iterdir()
-        result = json.loads((run / "attempt-1" / "result.json").read_text())
+        with self.started(job, "recipes/smoke-cpu.toml", *words) as (script, attempt):
+            script.terminate()  # Slurm tells the nodes too
+            os.kill(int((attempt / "task").read_text()), signal.SIGTERM)
+            out, err = script.communicate(timeout=60)
+        run = attempt.parent
+        result = json.loads((attempt / "result.json").read_text())
         newest = f"{checkpoints}/step-40" if kept else None
         assert (result["status"], result["reason"], result["steps"]) == ("stopped", "the time limit", 47), err
-        assert result["checkpoint"] == newest
+        assert (script.returncode, result["exit_code"], result["checkpoint"]) == (143, 143, newest)
         lines = out.splitlines()[-4:] if kept else out.splitlines()[-3:]
         assert lines[0] == f"stopped by the time limit at {result['at']}, after step 47"
         assert lines[1:] == (
             [f"  checkpoint: {newest}", f"  resume:     the same command with --run={run}", f"run folder: {run}"]
             if kept
             else ["  checkpoint: none; checkpoint.every in the recipe makes some", f"run folder: {run}"]
+        )
+
+    PROGRAM = "trap 'exit 7' INT TERM; touch begun; while :; do sleep 0.1; done"
+
+    @contextmanager
+    def started(self, job: Job, *words: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+        """The real batch script, as Slurm starts it, once its nodes run; and the folder of its attempt."""
+        argv = ["env", "--default-signal", "bash", job.home / "slurm" / "singlenode.sh", *words]
+        script = subprocess.Popen(
+            argv, env=job.env, cwd=job.home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 60
+            while not (seen := list(job.runs.glob("*/attempt-1/task"))):
+                assert script.poll() is None, script.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield script, seen[0].parent
+        finally:
+            if script.poll() is None:
+                left = subprocess.run(
+                    ["ps", "-o", "pid=", "-s", str(script.pid)], capture_output=True, text=True, check=False
+                )
+                for pid in map(int, left.stdout.split()):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                script.communicate()
+
+    @pytest.mark.parametrize("name", ["HUP", "INT", "USR1"])
+    def test_a_signal_to_the_batch_script_alone(self, job: Job, name: str) -> None:
+        """As sbatch --signal=B:USR1 sends it: the nodes end, by the real node.sh, runner and rank, and it is said."""
+        job.tool("srun", SRUN)
+        job.tool("scontrol", f"#!/bin/bash\necho '{self.LINE.format('RUNNING', 'None', 'None')}'\n")
+        with self.started(job, "launcher=python", "--", "bash", "-c", self.PROGRAM) as (script, attempt):
+            deadline = time.monotonic() + 60
+            while not (job.home / "begun").exists():
+                assert script.poll() is None, script.communicate()
+                assert time.monotonic() < deadline, (attempt / "logs" / "node-0.log").read_text()
+                time.sleep(0.05)
+            script.send_signal(signal.Signals[f"SIG{name}"])
+            out, err = script.communicate(timeout=60)
+        result = json.loads((attempt / "result.json").read_text())
+        code = 128 + signal.Signals[f"SIG{name}"]
+        assert (script.returncode, result["exit_code"]) == (code, code), err
+        assert (result["status"], result["reason"], result["cause"]) == ("stopped", f"SIG{name}", None)
+        assert f"stopped by SIG{name} at {result['at']}, before the first step was logged\n" in out
+
+    def test_a_run_that_ends_well_although_it_was_told_to_stop(self, job: Job) -> None:
+        """TERM to the batch script alone."""
+        job.tool("srun", SRUN)
+        job.tool("scontrol", "#!/bin/bash\nexit 1\n")
+        program = ["bash", "-c", "until [[ -e on ]]; do sleep 0.1; done"]
+        with self.started(job, "launcher=python", "--", *program) as (script, attempt):
+            script.terminate()
+            (job.home / "on").touch()
+            out, err = script.communicate(timeout=60)
+        result = json.loads((attempt / "result.json").read_text())
+        assert (script.returncode, result["status"], result["exit_code"]) == (0, "done", 0), err
+        assert out.splitlines()[-2:] == ["done: exit code 0, 1 rank on n1", f"run folder: {attempt.parent}"]
+
+
+class TestTheEnd:
+    """What the batch script does where `dray finish` cannot."""
+
+    def ended(self, job: Job, *, srun: int) -> subprocess.CompletedProcess[str]:
+        """A job whose image is gone when its nodes have ended."""
+        job.tool("srun", f"#!/bin/bash\nprintf '#!/bin/bash\\nexit 255\\n' >{job.bin}/apptainer\nexit {srun}\n")
+        words = ["launcher=python", "--", "true"]
+        return subprocess.run(
+            job.argv(*words, plan_only=False), env=job.env, cwd=job.home, capture_output=True, text=True, check=False
+        )
+
+    @pytest.mark.parametrize(("srun", "code"), [(0, 255), (9, 9)])
+    def test_an_image_that_does_not_start_again(self, job: Job, srun: int, code: int) -> None:
+        ended = self.ended(job, srun=srun)
+        (attempt,) = job.runs.glob("*/attempt-1")
+        assert (ended.returncode, ended.stderr) == (
+            code,
+            "dray: the image did not start again to write down how the run ended\n"
+            f"  where:  {job.home}/build/dray-cpu.sif on node {os.uname().nodename}\n"
+            f"  found:  exit code {srun} of the nodes\n"
+            f"  fix:    see {attempt}/failures and {attempt}/logs, the first failure first\n",
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,17 +14,25 @@ import typer
 
 from dray.runs import stop
 from dray.runs.finish import finish as conclude
-from dray.runs.finish import summary
-from dray.runs.paths import newest_attempt
+from dray.runs.paths import attempt_at
+from dray.runs.result import summary
 
 
 def finish(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    code: Annotated[int, typer.Option(help="What starting the nodes ended with.")],
+    code: Annotated[int, typer.Option(min=0, max=255, help="What starting the nodes ended with.")],
     stopped: Annotated[bool, typer.Option(help="It was stopped; standard input has what Slurm knows of that.")] = False,
 ) -> None:
     """Write result.json, print how the run ended, and end with the run's exit code."""
-    paths = newest_attempt(folder)
-    result = conclude(paths, code=code, stopped=stop.parse(sys.stdin.read(), now=time.time()) if stopped else None)
-    print(summary(result, paths))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
+    paths = attempt_at(folder)
+    known = sys.stdin.buffer.read().decode(errors="replace") if stopped and sys.stdin else ""
+    result = conclude(paths, code=code, stopped=stop.parse(known, now=time.time()) if stopped else None)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        print(summary(result, paths), flush=True)
+    except OSError:  # a full disk or a closed pipe; the exit code still tells
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     raise typer.Exit(result.exit_code)

@@ -12,8 +12,9 @@ from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Ru
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
-from dray.runs.finish import finish, summary
+from dray.runs.finish import finish
 from dray.runs.paths import default_runs, run_name
+from dray.runs.result import summary
 from dray.runs.stop import Stop, utc
 
 

@@ -1,177 +1,235 @@
-"""How a run ended: result.json from what the nodes and ranks left behind."""
+"""How a run ended: result.json from what the nodes and ranks left behind, in whatever state that is."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
-
-from dray.contract.files import write_atomic
-from dray.contract.findings import counted
+from dray.contract import exit_codes, files
+from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
+from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
+T = TypeVar("T")
 
-class Cause(BaseModel):
-    """Why a run failed: the first node or rank that died by itself."""
-
-    model_config = ConfigDict(frozen=True)
-
-    node: str
-    rank: int | None
-    code: int
-    why: str
-    log: str | None
-    last_lines: list[str]
-
-
-class Result(BaseModel):
-    """How a run ended."""
-
-    model_config = ConfigDict(frozen=True)
-
-    run: str
-    status: str
-    exit_code: int
-    finished: str
-    world_size: int
-    hosts: list[str]
-    steps: int | None = None
-    loss_first: float | None = None
-    loss_last: float | None = None
-    perplexity: float | None = None
-    tokens_per_s: float | None = None
-    train_seconds: float | None = None
-    sample: str | None = None
-    preflight: str | None = None
-    cause: Cause | None = None
-    reason: str | None = None
-    """What stopped it."""
-    at: str | None = None
-    """When it was stopped."""
-    checkpoint: str | None = None
-    """The newest checkpoint of a run that was stopped or failed."""
+_RECORD = 1 << 20  # bytes of a record, a report or a line of metrics
+_UNNOTICED_S = 5.0
+"""Seconds in which ranks may die of a node that is lost before its loss is noticed."""
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result:
-    """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it."""
-    plan = read(paths)
+    """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it.
+
+    It does not fail: what cannot be read is a warning, and where nothing can be written, the text is printed.
+    """
+    left = _Left(paths, code)
+    plan = left.tried(paths.plan, lambda: read(paths))
+    figures = left.tried(paths.metrics, left.figures) or {}
     status = "stopped" if stopped else "failed" if code else "done"
     # Ranks that were stopped may die in any way; none of them is a cause.
-    cause = (_first_cause(paths) or _unrecorded(paths, code)) if status == "failed" else None
+    cause = (left.first_cause() or left.unrecorded()) if status == "failed" else None
+    if status == "done" and plan:
+        cause = left.missing(plan, ended="train_seconds" in figures)
+        status = "failed" if cause else "done"
     result = Result(
-        run=plan.run,
-        status=status,
-        exit_code=cause.code if cause else code,
-        finished=utc(),
-        world_size=plan.world.size,
-        hosts=[node.name for node in plan.world.nodes],
-        cause=cause,
-        reason=stopped.reason if stopped else None,
-        at=stopped.at if stopped else None,
-        checkpoint=_newest_checkpoint(plan, paths) if status != "done" else None,
-        preflight=_preflight(paths),
-        **_figures(paths.metrics),
+        **_printable(
+            {
+                "run": plan.run if plan else paths.run.name,
+                "status": status,
+                "exit_code": cause.code if cause else code,
+                "finished": utc(),
+                "world_size": plan.world.size if plan else None,
+                "hosts": [node.name for node in plan.world.nodes] if plan else [],
+                "cause": cause.model_dump() if cause else None,
+                "reason": stopped.reason if stopped else None,
+                "at": stopped.at if stopped else None,
+                "checkpoint": left.newest_checkpoint(plan) if status != "done" else None,
+                "preflight": left.tried(paths.preflight_report, left.preflight),
+                **figures,
+                "warnings": left.warnings,
+            }
+        )
     )
     if status == "done":
-        _tidy(paths)
-    write_atomic(paths.result, result.model_dump_json(indent=1) + "\n")
+        left.tried(paths.preflight, left.tidy)
+    text = result.model_dump_json(indent=1) + "\n"
+    try:
+        files.write_atomic(paths.result, text)
+    except OSError as error:
+        with suppress(OSError, ValueError):
+            problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
+            print(problem, text, sep="\n", file=sys.stderr)
     return result
 
 
-def _newest_checkpoint(plan: Plan, paths: RunPaths) -> str | None:
-    """A checkpoint gets its name when it is complete."""
-    folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
-    steps = [int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit()]
-    return str(folder / f"step-{max(steps)}") if steps else None
+class _Left:
+    """What an attempt left, read piece by piece: none that cannot be read hides another."""
+
+    def __init__(self, paths: RunPaths, code: int) -> None:
+        self.paths, self.code = paths, code
+        self.warnings: list[str] = []
+
+    def tried(self, what: Path, look: Callable[[], T]) -> T | None:
+        """What `look` returns; None, and a warning that names `what`, where it fails."""
+        try:
+            return look()
+        except Exception as error:  # the last words of a run are said whatever is in its folder
+            self.warnings.append(f"{what} cannot be read: {_reason(error)}")
+            return None
+
+    def first_cause(self) -> Cause | None:
+        """The earliest record of a failure. A node that was lost is the cause of what died of that."""
+        paths = self.tried(self.paths.failures, lambda: sorted(self.paths.failures.iterdir())) or []
+        records = [self._record(path) for path in paths if path.suffix == ".json"]
+        return min(records, key=lambda record: record[0])[1] if records else None
+
+    def _record(self, path: Path) -> tuple[float, Cause]:
+        """A record, and the time at which what it tells began. A damaged one still tells who failed."""
+        try:
+            record = json.loads(files.read(path, limit=_RECORD))
+            time = float(record["time"]) - (_UNNOTICED_S if record.get("lost") else 0)
+            if not math.isfinite(time):
+                raise ValueError(f"its time is {time}")
+            return time, Cause.model_validate(record)
+        except Exception as error:
+            reason = f"{path} cannot be read: {_reason(error)}"
+            self.warnings.append(reason)
+        kind, _, number = path.stem.partition("-")
+        rank = int(number) if kind == "rank" and re.fullmatch("[0-9]{1,9}", number) else None
+        log = self.paths.logs / f"{path.stem}.log"
+        why = f"it failed, and its record is damaged ({path.name})"
+        lines = files.tail(log)
+        return _modified(path), Cause(
+            node="", rank=rank, code=self.code or exit_codes.FAILED, why=why, log=str(log), last_lines=lines
+        )
+
+    def unrecorded(self) -> Cause:
+        """The cause of a failure that nobody recorded."""
+        logs = self.tried(self.paths.logs, lambda: sorted(self.paths.logs.glob("node-*.log"))) or []
+        lines = [line for log in logs for line in files.tail(log)]
+        why = "no rank left a record: the node, the container or the launcher itself failed, or the job was stopped"
+        log = str(self.paths.logs)
+        return Cause(node="", rank=None, code=self.code, why=why, log=log, last_lines=lines[-20:])
+
+    def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
+        """Rank 0 is the cause where a training ended with 0 and left less than one does that ended well."""
+        log, final = self.paths.rank_log(0), self.paths.final_model
+        here = plan.world.shared_folder or self.tried(log, log.is_file)  # else another machine has the files
+        if plan.recipe.train is None or not here:
+            return None
+        config = final / "config.json"
+        left = [] if ended else [f"no `end` in {self.paths.metrics.name}"]
+        left += [] if self.tried(config, config.is_file) else [f"no model in {final}"]
+        why = f"it ended with exit code 0, and left {' and '.join(left)}"
+        node, lines = plan.world.nodes[0].name, files.tail(log)
+        cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
+        return cause if left else None
+
+    def newest_checkpoint(self, plan: Plan | None) -> str | None:
+        """A checkpoint gets its name when it is complete."""
+        folder = Path((plan.recipe.checkpoint.folder if plan else "") or self.paths.checkpoints)
+        found = self.tried(folder, lambda: [path for path in folder.glob("step-*") if path.is_dir()]) or []
+        steps = [int(path.name[5:]) for path in found if re.fullmatch("step-[0-9]{1,18}", path.name)]
+        return str(folder / f"step-{max(steps)}") if steps else None
+
+    def preflight(self) -> str | None:
+        """What the nodes proved before the launch, in a line."""
+        try:
+            report = json.loads(files.read(self.paths.preflight_report, limit=_RECORD))
+        except FileNotFoundError:
+            return None
+        transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
+        best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
+        return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s"
+
+    def tidy(self) -> None:
+        """What ranks told one another in the preflight is of use only where it failed."""
+        empty = (log for log in self.paths.logs.glob("preflight-*.log") if not log.stat().st_size)
+        for left in (*self.paths.preflight.glob("rank-*"), *empty):
+            left.unlink()
+
+    def figures(self) -> dict[str, Any]:
+        """What the metrics tell of how far it came and how good it was."""
+        found: dict[str, Any] = {}
+        for event in self._events():
+            kind = event.get("event")
+            if kind == "start":
+                first, last = _whole(event, "first_step"), _whole(event, "steps")
+                found |= {"first_step": first} | ({"steps": last} if first and first == last else {})
+            elif kind == "step" and (step := _whole(event, "step")) is not None:
+                loss = _number(event, "loss")
+                found |= {"steps": step, "loss_first": found.get("loss_first", loss), "loss_last": loss}
+            elif kind == "eval":
+                found["perplexity"] = _number(event, "perplexity")
+            elif kind == "end":
+                found |= {name: _number(event, name) for name in ("tokens_per_s", "train_seconds")}
+                found["sample"] = str(event.get("sample") or "")
+        return found
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """The metrics; a line that is still being written is left out, and one that is none is counted."""
+        damaged = 0
+        try:
+            file = files.open_regular(self.paths.metrics)
+        except FileNotFoundError:
+            return
+        with file:
+            while line := file.readline(_RECORD):
+                try:
+                    event = json.loads(line)
+                except (ValueError, RecursionError):
+                    damaged += line.endswith(b"\n") or len(line) == _RECORD
+                    continue
+                if isinstance(event, dict):
+                    yield event
+                else:
+                    damaged += 1
+        if damaged:
+            self.warnings.append(f"{self.paths.metrics}: {counted(damaged, 'damaged line')} left out")
 
 
-def _preflight(paths: RunPaths) -> str | None:
-    """What the nodes proved before the launch, in a line."""
+def _whole(event: dict[str, Any], name: str) -> int | None:
+    value = event.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+
+
+def _number(event: dict[str, Any], name: str) -> float | None:
+    value = event.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor what JSON cannot hold
+
+
+def _modified(path: Path) -> float:
     try:
-        report = json.loads(paths.preflight_report.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there was none, or the disk was full
-        return None
-    transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
-    best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
-    return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s"
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
-def _tidy(paths: RunPaths) -> None:
-    """What ranks told one another in the preflight is of use only where it failed."""
-    empty = (log for log in paths.logs.glob("preflight-*.log") if not log.stat().st_size)
-    for left in (*paths.preflight.glob("rank-*"), *empty):
-        left.unlink()
+def _reason(error: Exception) -> str:
+    """In a line."""
+    if isinstance(error, DrayError):
+        text = ": ".join(filter(None, [error.problem, error.finding.found]))
+    else:
+        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300]
 
 
-def _first_cause(paths: RunPaths) -> Cause | None:
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths.failures.glob("*.json")]
-    if not records:
-        return None
-    return Cause.model_validate(min(records, key=lambda record: record["time"]))
-
-
-def _unrecorded(paths: RunPaths, code: int) -> Cause:
-    logs = sorted(paths.logs.glob("node-*.log"))
-    lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    why = "no rank left a record: the node, the container or the launcher itself failed, or the job was stopped"
-    return Cause(node="", rank=None, code=code, why=why, log=str(paths.logs), last_lines=lines[-20:])
-
-
-def events(metrics: Path) -> list[dict[str, Any]]:
-    """The metrics so far; a line that is still being written is left out."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _figures(metrics: Path) -> dict[str, Any]:
-    seen = events(metrics)
-    steps = [event for event in seen if event["event"] == "step"]
-    figures: dict[str, Any] = {}
-    if steps:
-        figures |= {"steps": steps[-1]["step"], "loss_first": steps[0]["loss"], "loss_last": steps[-1]["loss"]}
-    for event in seen:
-        if event["event"] == "eval":
-            figures["perplexity"] = event["perplexity"]
-        if event["event"] == "end":
-            figures |= {name: event[name] for name in ("tokens_per_s", "train_seconds", "sample")}
-    return figures
-
-
-def summary(result: Result, paths: RunPaths) -> str:
-    """The last words of a run."""
-    if result.status == "done":
-        figures = [f"loss {result.loss_first:.3f} -> {result.loss_last:.3f}"] if result.loss_last is not None else []
-        if result.perplexity is not None:
-            figures.append(f"perplexity {result.perplexity:.2f}")
-        if result.tokens_per_s is not None:
-            figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
-        where = f"{counted(result.world_size, 'rank')} on {' '.join(result.hosts)}"
-        ended = counted(result.steps, "step") if result.steps else "exit code 0"
-        head = ", ".join([f"done: {ended}", *figures, where])
-        sample = [f"preflight: {result.preflight}"] if result.preflight else []
-        sample += [f"sample: {result.sample}"] if result.sample else []
-        return "\n".join([head, *sample, f"run folder: {paths.run}"])
-    cause = result.cause
-    if cause is None:
-        return "\n".join([*_stopped(result, paths), f"run folder: {paths.run}"])
-    who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
-    lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
-    lines += [f"  | {line}" for line in cause.last_lines[-12:]]
-    lines += [f"  log: {cause.log}"] if cause.log else []
-    return "\n".join([*lines, f"run folder: {paths.run}", f"exit code: {result.exit_code}"])
-
-
-def _stopped(result: Result, paths: RunPaths) -> list[str]:
-    """What stopped it, how far it was, and what there is to resume from."""
-    reached = f"after step {result.steps}" if result.steps else "before the first step was logged"
-    lines = [f"stopped by {result.reason} at {result.at}, {reached}"]
-    if result.checkpoint:
-        return [*lines, f"  checkpoint: {result.checkpoint}", f"  resume:     the same command with --run={paths.run}"]
-    return [*lines, "  checkpoint: none; checkpoint.every in the recipe makes some"]
+def _printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """The same without what no JSON can hold and no terminal should be sent."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {name: _printable(one) for name, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value

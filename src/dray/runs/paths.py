@@ -114,8 +114,13 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
 
 def attempts(run: Path) -> list[int]:
     """The attempts of a run, in their order."""
-    numbers = (path.name.removeprefix(names.attempt("")) for path in run.glob(names.attempt("*")))
-    return sorted(int(number) for number in numbers if number.isdigit())
+    return sorted(filter(None, map(_number, run.glob(names.attempt("*")))))
+
+
+def _number(folder: Path) -> int | None:
+    """Of the attempt whose own folder this is, by its name."""
+    found = re.fullmatch(names.attempt("([1-9][0-9]{0,8})"), folder.name)
+    return int(found[1]) if found else None
 
 
 def next_attempt(run: Path) -> RunPaths:
@@ -128,13 +133,17 @@ def default_runs() -> Path:
     return Path(os.environ.get("DRAY_RUNS") or "runs").absolute()
 
 
+def attempt_at(folder: Path) -> RunPaths:
+    """The attempt whose own folder this is, whatever is in it; else the newest of a run."""
+    number = _number(folder.absolute())
+    return RunPaths(folder.absolute().parent, number) if number else newest_attempt(folder)
+
+
 def newest_attempt(folder: Path) -> RunPaths:
     """The newest attempt of a run, or that whose own folder this is."""
     folder = folder.absolute()
-    if (folder / names.PLAN).is_file():
-        number = folder.name.removeprefix(names.attempt(""))
-        if number.isdigit():
-            return RunPaths(folder.parent, int(number))
+    if (number := _number(folder)) and (folder / names.PLAN).is_file():
+        return RunPaths(folder.parent, number)
     for attempt in reversed(attempts(folder)):
         if (paths := RunPaths(folder, attempt)).plan.is_file():
             return paths

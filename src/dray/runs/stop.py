@@ -26,10 +26,16 @@ class Stop(NamedTuple):
 
 
 def parse(text: str, *, now: float) -> Stop:
-    """From `at=SECONDS end=SECONDS` and the line of `scontrol show job`, which a controller that is down leaves out."""
+    """From `signal=NAME at=SECONDS end=SECONDS` and the line of `scontrol show job`, if the controller answered."""
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
-    at = float(fields.get("at") or now)
+    at = _seconds(fields, "at") or now
     return Stop(_reason(fields, at), utc(at))
+
+
+def _seconds(fields: dict[str, str], name: str) -> int | None:
+    """A time since 1970, and none of another form."""
+    value = fields.get(name, "")
+    return int(value) if re.fullmatch("[0-9]{1,11}", value) else None
 
 
 def _reason(fields: dict[str, str], at: float) -> str:
@@ -39,10 +45,11 @@ def _reason(fields: dict[str, str], at: float) -> str:
     state = _BY_REASON.get(fields.get("Reason", ""), state)
     if state in _BY_STATE:
         return _BY_STATE[state]
-    if fields.get("end") and at >= float(fields["end"]) - 1:
+    end = _seconds(fields, "end")
+    if end is not None and at >= end - 1:
         return _BY_STATE["TIMEOUT"]
     # A job that nothing else ends was cancelled; one that runs on got a signal alone.
-    return _BY_STATE["CANCELLED"] if state == "COMPLETING" else "a signal"
+    return _BY_STATE["CANCELLED"] if state == "COMPLETING" else f"SIG{fields.get('signal') or 'TERM'}"
 
 
 def utc(seconds: float | None = None) -> str:

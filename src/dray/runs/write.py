@@ -14,7 +14,7 @@ from dray import __version__, render
 from dray.config import deepspeed, sites
 from dray.config.model import load, validate
 from dray.config.recipe import Recipe
-from dray.contract import node
+from dray.contract import files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
@@ -150,7 +150,7 @@ def _requeued(recipe: Recipe, facts: Facts, runs: Path) -> str | None:
 
 def read(paths: RunPaths) -> Plan:
     """The plan of an attempt, where this version of dray reads it."""
-    text = paths.plan.read_text(encoding="utf-8")
+    text = files.read(paths.plan).decode()
     found, version = json.loads(text).get("version"), Plan.model_fields["version"].default
     if found != version:
         raise ConfigError(

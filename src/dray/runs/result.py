@@ -1,0 +1,100 @@
+"""result.json, and the last words of a run that it is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dray.contract.findings import counted
+from dray.runs.paths import RunPaths
+
+
+class Cause(BaseModel):
+    """Why a run failed: the first node or rank that died by itself."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str
+    rank: Annotated[int, Field(ge=0)] | None
+    code: Annotated[int, Field(ge=1, le=255)]
+    """A shell would cut any other, and 256 to a 0."""
+    why: str
+    log: str | None
+    last_lines: list[str]
+
+
+class Result(BaseModel):
+    """How a run ended."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    status: str
+    exit_code: int
+    finished: str
+    world_size: int | None
+    hosts: list[str]
+    first_step: int | None = None
+    """The step of the checkpoint that it resumed from; 0 for a run from the beginning."""
+    steps: int | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    perplexity: float | None = None
+    tokens_per_s: float | None = None
+    train_seconds: float | None = None
+    sample: str | None = None
+    preflight: str | None = None
+    cause: Cause | None = None
+    reason: str | None = None
+    """What stopped it."""
+    at: str | None = None
+    """When it was stopped."""
+    checkpoint: str | None = None
+    """The newest checkpoint of a run that was stopped or failed."""
+    warnings: list[str] = []
+    """What of the run's files could not be read."""
+
+
+def summary(result: Result, paths: RunPaths) -> str:
+    """The last words of a run."""
+    lines = [*_ended(result, paths), *(f"warning: {warning}" for warning in result.warnings)]
+    lines.append(f"run folder: {paths.run}")
+    return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
+
+
+def _ended(result: Result, paths: RunPaths) -> list[str]:
+    if result.cause:
+        cause = result.cause
+        who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
+        lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
+        lines += [f"  | {line}" for line in cause.last_lines[-12:]]
+        return [*lines, f"  log: {cause.log}"] if cause.log else lines
+    return _stopped(result, paths) if result.status == "stopped" else _done(result)
+
+
+def _done(result: Result) -> list[str]:
+    head = counted(result.steps, "step") if result.steps else "exit code 0"
+    if result.steps and result.first_step == result.steps:
+        head = f"nothing left to do: step {result.first_step} of {result.steps}"
+    figures = []
+    if result.loss_first is not None and result.loss_last is not None:
+        figures.append(f"loss {result.loss_first:.3f} -> {result.loss_last:.3f}")
+    if result.perplexity is not None:
+        figures.append(f"perplexity {result.perplexity:.2f}")
+    if result.tokens_per_s:
+        figures.append(f"{result.tokens_per_s:,.0f} tokens/s")
+    if result.hosts and result.world_size:
+        figures.append(f"{counted(result.world_size, 'rank')} on {' '.join(result.hosts)}")
+    lines = ["done: " + ", ".join([head, *figures])]
+    lines += [f"preflight: {result.preflight}"] if result.preflight else []
+    return [*lines, f"sample: {result.sample}"] if result.sample else lines
+
+
+def _stopped(result: Result, paths: RunPaths) -> list[str]:
+    """What stopped it, how far it was, and what there is to resume from."""
+    reached = f"after step {result.steps}" if result.steps else "before the first step was logged"
+    lines = [f"stopped by {result.reason} at {result.at}, {reached}"]
+    if result.checkpoint:
+        return [*lines, f"  checkpoint: {result.checkpoint}", f"  resume:     the same command with --run={paths.run}"]
+    return [*lines, "  checkpoint: none; checkpoint.every in the recipe makes some"]

@@ -1,0 +1,272 @@
+"""`dray finish` does not fail: whatever is in the folder of an attempt, the run gets a result with its first cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from dray.facts import Facts
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
+from dray.runs.result import summary
+from dray.runs.write import read_recipe, write
+
+FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
+RECORD = {"time": 10.0, "node": "n2", "rank": 3, "code": 3, "why": "exit code 3", "log": "l", "last_lines": ["x"]}
+
+
+def begun(root: Path, runs: Path, *words: str) -> RunPaths:
+    return write(read_recipe(root / "recipes" / "smoke-cpu.toml", words), FACTS, runs=runs)[1]
+
+
+@pytest.fixture
+def paths(root: Path, tmp_path: Path) -> RunPaths:
+    """Of an attempt of which rank 3 has failed first, and rank 0 then."""
+    paths = begun(root, tmp_path)
+    (paths.failures / "rank-3.json").write_text(json.dumps(RECORD))
+    (paths.failures / "rank-0.json").write_text(json.dumps({**RECORD, "time": 20.0, "rank": 0, "code": 1}))
+    paths.metrics.write_text('{"event": "step", "step": 7, "loss": 1.5}\n')
+    return paths
+
+
+def ended(paths: RunPaths, *words: str, code: int = 1, known: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", str(code), *words]
+    return subprocess.run(argv, input=known, capture_output=True, timeout=60, check=False)
+
+
+def replace(path: Path, content: bytes | str | Callable[[Path], object]) -> None:
+    """With bytes, a link that leads there, or whatever the function makes in its place."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if callable(content):
+        content(path)
+    elif isinstance(content, str):
+        path.symlink_to(content)
+    else:
+        path.write_bytes(content)
+
+
+DEEP = b"[" * 100000
+HOSTILE: dict[str, bytes | str | Callable[[Path], object]] = {
+    "empty": b"",
+    "half": b'{"time": 10.0, "no',
+    "an empty table": b"{}",
+    "no table": b"[1, null]",
+    "NUL": b"\0" * 4096 + b"\n",
+    "UTF-16": json.dumps(RECORD).encode("utf-16"),
+    "Latin-1": b'{"why": "\xe9"}\n',
+    "deep": DEEP,
+    "5,000 digits": b'{"time": ' + b"9" * 5000 + b', "step": ' + b"9" * 5000 + b', "event": "step"}\n',
+    "other kinds": b'{"time": "x", "event": ["step"], "version": [], "rank": {}, "code": "y", "step": {}}\n',
+    "a FIFO": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a loop": "loop",
+    "a device": "/dev/zero",
+    "nothing": lambda path: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_whatever_is_in_the_place_of_a_file_the_rest_is_read(paths: RunPaths, tmp_path: Path, content: object) -> None:
+    """One file after another, then all; what is left of the records tells the cause."""
+    link = tmp_path / "loop"
+    link.symlink_to(link)
+    paths.preflight.mkdir()
+    files = (paths.plan, paths.metrics, paths.preflight_report, paths.failures / "rank-0.json")
+    for path in files:
+        replace(path, str(link) if content == "loop" else content)  # type: ignore[arg-type]
+        result = finish(paths, code=1)
+        assert (result.status, result.exit_code, result.run) == ("failed", 3, paths.run.name)
+        assert result.cause
+        assert (result.cause.rank, result.cause.why) == (3, "exit code 3")
+        assert json.loads(paths.result.read_text()) == result.model_dump()
+        assert summary(result, paths).startswith("failed: rank 3 on n2: exit code 3\n  | x\n  log: l\n")
+    assert any(str(paths.plan) in warning for warning in result.warnings)
+    replace(paths.failures / "rank-3.json", b"{")
+    os.utime(paths.failures / "rank-3.json", (5, 5))
+    result = finish(paths, code=9)
+    assert result.cause
+    assert (result.exit_code, result.cause.rank) == (9, 3)
+    for path in (paths.failures, paths.logs, paths.preflight, paths.checkpoints):
+        replace(path, str(link) if content == "loop" else content)  # type: ignore[arg-type]
+    assert finish(paths, code=9).exit_code == 9
+
+
+RECORDS: list[tuple[dict[str, object], int]] = [
+    ({"code": 256}, 7), ({"code": 0}, 7), ({"code": -9}, 7), ({"code": True}, 1), ({"time": None}, 7),
+    ({"time": float("nan")}, 7), ({"time": 1e999}, 7), ({"rank": -1}, 7), ({"rank": "x"}, 7), ({"last_lines": "x"}, 7),
+    ({"last_lines": [1]}, 7), ({"why": None}, 7), ({"node": 5}, 7), ({"why": "\ud800\x1b[2J\x00"}, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "code"), RECORDS, ids=[str(fields) for fields, _ in RECORDS])
+def test_a_damaged_record_still_tells_who_failed(paths: RunPaths, fields: dict[str, object], code: int) -> None:
+    """And no code of it becomes a 0, which 256 would."""
+    (paths.failures / "rank-0.json").unlink()
+    paths.rank_log(3).write_bytes(b"its last line \xff\x1b[2J\n")
+    (paths.failures / "rank-3.json").write_text(json.dumps({**RECORD, **fields}))
+    done = ended(paths, code=7)
+    result = json.loads(paths.result.read_text())
+    assert (done.returncode, result["exit_code"], result["cause"]["rank"]) == (code, code, 3)
+    assert b"\x1b" not in done.stdout
+    if code == 7:
+        assert result["cause"]["last_lines"] == ["its last line \ufffd\ufffd[2J"]
+        assert result["warnings"][0].startswith(f"{paths.failures}/rank-3.json cannot be read: ")
+
+
+def test_lines_of_metrics_that_are_none(root: Path, tmp_path: Path) -> None:
+    paths = begun(root, tmp_path)
+    lines = [
+        b'{"event": "start", "first_step": 4, "steps": 20}', b"\0\0\0", b"{", b"[]", b'"x"', DEEP, b'{"event": "step"}',
+        b'{"event": "step", "step": 5, "loss": NaN}', b'{"event": "step", "step": 9, "loss": 2}',
+        b'{"event": "step", "step": true, "loss": 1}', b'{"event": "eval", "perplexity": 1e999}',
+        b'{"event": "end", "tokens_per_s": "x", "train_seconds": 1' + b"0" * 400 + b', "sample": {"a": 1}}',
+    ]  # fmt: skip
+    paths.metrics.write_bytes(b"\n".join(lines) + b'\n{"event": "st')
+    result = finish(paths, code=1)
+    assert (result.first_step, result.steps, result.loss_first, result.loss_last) == (4, 9, None, 2.0)
+    assert (result.perplexity, result.tokens_per_s, result.train_seconds) == (None, None, None)
+    assert result.warnings == [f"{paths.metrics}: 5 damaged lines left out"]
+    assert f"warning: {paths.metrics}: 5 damaged lines left out\n" in summary(result, paths)
+
+
+KNOWN = [
+    b"", b"\xff\xfe\x00", b"at=x end=y\n", b"at=1e999 end=nan", b"at=-5", b"signal=USR1 at=" + b"9" * 5000,
+    b"JobState= Reason==\n" * 1000, b"signal=",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=[str(known[:20]) for known in KNOWN])
+def test_what_slurm_tells_may_be_anything(paths: RunPaths, known: bytes) -> None:
+    done = ended(paths, "--stopped", code=143, known=known)
+    assert (done.returncode, json.loads(paths.result.read_text())["status"], done.stderr) == (143, "stopped", b"")
+
+
+def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
+    """A place that cannot be written: the text goes to the job's output."""
+    replace(paths.result, Path.mkdir)
+    done = ended(paths)
+    assert done.returncode == 3
+    head, _, text = done.stderr.decode().partition("\n")
+    assert head == f"dray: {paths.result} cannot be written: Is a directory. This is its text:"
+    assert json.loads(text)["cause"]["why"] == "exit code 3"
+    assert done.stdout.decode().startswith("failed: rank 3 on n2: exit code 3\n")
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one page, to be filled."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("only root may mount a disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_is_full(root: Path, full: Path) -> None:
+    """With the run on it, and with the job's own output on it too."""
+    paths = begun(root, full)
+    (paths.failures / "rank-3.json").write_text(json.dumps(RECORD))
+    with (full / "job.log").open("wb") as log, (full / "ballast").open("wb", buffering=0) as ballast:
+        with suppress(OSError):
+            while True:
+                ballast.write(b"x" * 4096)
+        done = ended(paths)
+        assert done.returncode == 3
+        head, _, text = done.stderr.decode().partition("\n")
+        assert head == f"dray: {paths.result} cannot be written: No space left on device. This is its text:"
+        assert json.loads(text)["exit_code"] == 3
+        assert [path.name for path in paths.folder.iterdir() if path.name.startswith("result")] == []
+        argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "1"]
+        assert subprocess.run(argv, stdout=log, stderr=log, timeout=60, check=False).returncode == 3
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])
+def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
+    line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped {closed}'
+    done = subprocess.run(["bash", "-c", line, paths.folder], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, json.loads(paths.result.read_text())["exit_code"]) == (143, 143)
+    assert b"Traceback" not in done.stderr
+
+
+class TestDone:
+    """Exit code 0 alone is no praise."""
+
+    END = '{"event": "end", "tokens_per_s": 0.0, "train_seconds": 0.1, "sample": ""}\n'
+
+    def left(self, paths: RunPaths, metrics: str, *, model: bool) -> None:
+        paths.metrics.write_text(metrics)
+        if model:
+            paths.final_model.mkdir()
+            (paths.final_model / "config.json").write_text("{}")
+
+    @pytest.mark.parametrize(
+        ("metrics", "model", "left"),
+        [
+            ("", False, "no `end` in metrics.jsonl and no model in {final}"),
+            ('{"event": "step", "step": 20, "loss": 1.0}\n', True, "no `end` in metrics.jsonl"),
+            (END, False, "no model in {final}"),
+        ],
+    )
+    def test_a_training_without_metrics_or_model(
+        self, root: Path, tmp_path: Path, metrics: str, left: str, *, model: bool
+    ) -> None:
+        paths = begun(root, tmp_path)
+        self.left(paths, metrics, model=model)
+        paths.rank_log(0).write_text("its last line\n")
+        result = finish(paths, code=0)
+        assert (result.status, result.exit_code) == ("failed", 1)
+        assert summary(result, paths) == (
+            f"failed: rank 0 on n1: it ended with exit code 0, and left {left.format(final=paths.final_model)}\n"
+            f"  | its last line\n  log: {paths.rank_log(0)}\nrun folder: {paths.run}\nexit code: 1"
+        )
+
+    def test_a_machine_that_shares_no_disk_with_rank_0(self, root: Path, tmp_path: Path) -> None:
+        recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
+        hosts = FACTS.model_copy(update={"scheduler": "hosts", "engine": "bare", "port": 20000})
+        paths = write(recipe, hosts, runs=tmp_path, run="mine", secret="s" * 64)[1]
+        assert finish(paths, code=0).status == "done"
+        paths.rank_log(0).write_text("")
+        assert finish(paths, code=0).status == "failed"
+
+    def test_a_program_of_the_user_s_own(self, tmp_path: Path) -> None:
+        paths = write(read_recipe(None, command=["true"]), FACTS, runs=tmp_path)[1]
+        assert finish(paths, code=0).status == "done"
+
+    def test_a_run_that_had_nothing_left_to_do(self, root: Path, tmp_path: Path) -> None:
+        paths = begun(root, tmp_path)
+        start = '{"event": "start", "first_step": 20, "steps": 20}\n{"event": "eval", "perplexity": 1.25}\n'
+        self.left(paths, start + self.END, model=True)
+        result = finish(paths, code=0)
+        assert (result.status, result.first_step, result.steps) == ("done", 20, 20)
+        assert summary(result, paths) == (
+            f"done: nothing left to do: step 20 of 20, perplexity 1.25, 4 ranks on n1 n2\nrun folder: {paths.run}"
+        )
+
+
+class TestLost:
+    """A node that died is the cause of what died with it."""
+
+    LOST: ClassVar = {"node": "n1", "rank": None, "code": 75, "why": "node 0 (n1) is gone", "lost": True, "time": 12.0}
+
+    @pytest.mark.parametrize(("survivor", "code"), [(11.9, 75), (12.5, 75), (8.0, 75), (6.0, 3)])
+    def test_what_died_at_that_time_is_no_cause(self, root: Path, tmp_path: Path, survivor: float, code: int) -> None:
+        """And what died long before is one."""
+        paths = begun(root, tmp_path)
+        (paths.failures / "rank-3.json").write_text(json.dumps({**RECORD, "time": survivor}))
+        (paths.failures / "node-1-lost-0.json").write_text(json.dumps({**RECORD, **self.LOST}))
+        assert finish(paths, code=1).exit_code == code
