@@ -136,6 +136,7 @@ def _meet(scratch: Path, count: int) -> None:
         "master": "127.0.0.1",
         "port": 0,
         "interfaces": [],
+        "max_restarts": 0,
         "rendezvous_timeout_s": 60,
         "cores": [],
         "one_machine": True,

@@ -69,6 +69,7 @@ def _plan(folder: str, launcher: list[str]) -> str:
         "master": "127.0.0.1",
         "ranks_per_node": 1,
         "interfaces": [],
+        "max_restarts": 0,
         "cores": [],
         "identity": {"node": "N", "nodes": "NS", "name": "NN", "cpus": "NC", "image": "NI"},
     }

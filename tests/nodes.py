@@ -55,6 +55,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
             "port": 0,
             "interfaces": [],
             "rendezvous_timeout_s": 20,
+            "max_restarts": 0,
             "cores": [],
             "one_machine": True,
             "shared_folder": True,

@@ -20,10 +20,10 @@ from dray.runs.write import read_recipe
 JOB = launchers.Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), each=4)
 COMMANDS = {
     "torchrun": """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=dray
-        --rdzv-endpoint {endpoint} --rdzv-conf=restarts=0 --max-restarts=0 --no-python""",
+        --rdzv-endpoint {endpoint} --max-restarts=0 --no-python""",
     "accelerate": """python3 -m accelerate.commands.launch --config_file '/my runs/r1/accelerate.yaml'
         --num_machines=2 --num_processes=8 --machine_rank {node_rank} --main_process_ip {master}
-        --main_process_port=0 --rdzv_backend=dray --no_python""",
+        --main_process_port=0 --rdzv_backend=dray --max_restarts=0 --no_python""",
     "deepspeed": """python3 -m deepspeed.launcher.runner --hostfile '/my runs/r1/hostfile' --no_ssh
         --node_rank {node_rank} --master_addr {master} --master_port {port} --no_python --no_local_rank""",
     "python": "python3 -S -E {ranks} 2 4 {node_rank} {master} {port}",
@@ -43,14 +43,6 @@ def test_a_launcher_that_is_not_there_is_refused_and_the_others_are_named() -> N
 
 def test_a_recipe_may_name_every_launcher() -> None:
     assert get_args(Launcher) == tuple(launchers.LAUNCHERS)
-
-
-def test_torchrun_that_starts_ranks_again() -> None:
-    words = launchers.of("torchrun").argv(replace(JOB, max_restarts=3))
-    assert list(words) == shlex.split(
-        """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=dray
-        --rdzv-endpoint {endpoint} --rdzv-conf=restarts=3 --max-restarts=3 --no-python"""
-    )
 
 
 def test_the_files_that_launchers_read() -> None:
@@ -95,10 +87,6 @@ class TestCommands:
             ('name = "r"\n[command]\nargv = []\n', "command.argv"),
             ('name = "r"\n[command]\nargv = ["x"]\nfolder = "/"\n', "command.folder is /, which would hide"),
             ('name = "r"\nlauncher = "mpirun"\n[command]\nargv = ["x"]\n', 'expected one of "torchrun", "accelerate"'),
-            (
-                'name = "r"\nlauncher = "python"\nmax_restarts = 1\n[command]\nargv = ["x"]\n',
-                "max_restarts is torchrun's; no other launcher can start ranks again",
-            ),
             (
                 'name = "r"\npass_env = ["RANK"]\n[command]\nargv = ["x"]\n',
                 "RANK: the scheduler and the launcher set this",

@@ -449,11 +449,14 @@ def test_a_rank_that_fails_is_recorded_with_its_own_code(tmp_path: Path) -> None
     }
 
 
-def test_a_rank_that_is_started_again_forgets_what_it_died_of(tmp_path: Path) -> None:
-    for code in (3, 0):
-        with kept(tmp_path, "sh", "-c", f"exit {code}") as rank:
-            assert rank.wait(10) == code
-        assert (tmp_path / "failures" / "rank-1.json").exists() == (code == 3)
+def test_a_rank_knows_how_often_the_runners_have_started_it_again(tmp_path: Path) -> None:
+    """Whatever its launcher says."""
+    show = "echo $TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS $DRAY_RESTARTS"
+    with kept(tmp_path, "sh", "-c", show, TORCHELASTIC_RESTART_COUNT="0", DRAY_RESTARTS="2/3") as rank:
+        assert rank.wait(10) == 0
+    with kept(tmp_path, "sh", "-c", show, TORCHELASTIC_RESTART_COUNT="0") as rank:
+        assert rank.wait(10) == 0
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "2 3\n0\n"
 
 
 def test_a_rank_that_is_killed_is_recorded_with_the_signal(tmp_path: Path) -> None:

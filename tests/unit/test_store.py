@@ -7,19 +7,14 @@ import os
 import re
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
-from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from dray.planning import launchers
-from dray.tcp_store.handler import StoreRendezvous
 from nodes import Start
 
 pytestmark = pytest.mark.torch
@@ -36,6 +31,7 @@ listening = sorted(
 )
 seen = {"rank": dist.get_rank(), "node": int(os.environ["GROUP_RANK"]), "sum": int(total), "listening": listening}
 seen |= {"port": os.environ["MASTER_PORT"], "again": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))}
+seen["most"] = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 if len(sys.argv) > 2 and not seen["again"] and seen["rank"] == int(sys.argv[2]):
     sys.exit(9)
 with open(f"{sys.argv[1]}/seen-{seen['rank']}.json", "w") as file:
@@ -45,20 +41,17 @@ os._exit(0)
 """
 
 
-def launch(
-    name: str, plan: dict[str, Any], start: Start, folder: Path, *words: str, max_restarts: int = 0
-) -> list[Any]:
+def launch(name: str, plan: dict[str, Any], start: Start, folder: Path, *words: str, **more: str) -> list[Any]:
     """What the four ranks of two nodes saw."""
     (folder / "script.py").write_text(SCRIPT)
     launcher = launchers.of(name)
-    job = launchers.Job(
-        python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2, max_restarts=max_restarts
-    )
+    job = launchers.Job(python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2)
     for file, text in launcher.files(job).items():
         (folder / file).write_text(text)
     plan["launcher"] = list(launcher.argv(job))
     plan["command"] = [sys.executable, str(folder / "script.py"), str(folder), *words]
     env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "HOME": str(folder)}
+    env |= more
     nodes = [start(number, 2, f"node{number + 1}", **env) for number in (0, 1)]
     said = [node.communicate(timeout=120) for node in nodes]
     logs = [path.read_text() for path in (folder / "logs").glob("rank-*.log")]
@@ -76,34 +69,32 @@ def test_ranks_join_the_runner_s_store(name: str, plan: dict[str, Any], start: S
     assert {tuple(one["listening"]) for one in seen} == {("7f000001",)}
 
 
-def test_ranks_that_torchrun_starts_again_keep_their_numbers(plan, start: Start, tmp_path: Path) -> None:
-    """One rank of the second node fails once; the first node's agent follows."""
-    seen = launch("torchrun", plan, start, tmp_path, "3", max_restarts=1)
+def test_torchrun_s_ranks_start_again_with_a_store_of_their_own(plan, start: Start, tmp_path: Path) -> None:
+    """One rank of the second node fails once. And since anybody may write into torch's store, no pickle is read."""
+    plan["world"]["max_restarts"] = 2
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pickle\n"
+        "def say(what):\n"
+        f"    with open({str(tmp_path / 'said')!r}, 'a') as file:\n"
+        "        file.write(what + chr(10))\n"
+        "def refuse(*_, **__):\n"
+        "    say('unpickled')\n"
+        "    raise RuntimeError('a pickle was read')\n"
+        "pickle.loads = pickle.load = refuse\n"
+        "say('armed')\n"
+    )
+    seen = launch("torchrun", plan, start, tmp_path, "3", PYTHONPATH=str(tmp_path))
     told = json.loads((tmp_path / "rendezvous.json").read_text())
     assert [(one["rank"], one["node"], one["sum"]) for one in seen] == [(0, 0, 4), (1, 0, 4), (2, 1, 4), (3, 1, 4)]
-    assert str(told["port"]) not in {one["port"] for one in seen}  # a store of their own
+    assert {(one["again"], one["most"]) for one in seen} == {(1, 2)}
+    assert len({one["port"] for one in seen} | {str(told["port"])}) == 2
     assert {tuple(one["listening"]) for one in seen} == {("7f000001",)}
-
-
-def test_an_agent_whose_ranks_are_well_follows_another(monkeypatch) -> None:
-    """The second node's ranks have failed; the first node's agent must see it while its own still run."""
-    shared = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    parameters = RendezvousParameters("dray", "", "run", 2, 2, restarts=1)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(shared.port))
-    agents = []
-    for node in ("0", "1"):
-        monkeypatch.setenv("GROUP_RANK", node)
-        agents.append(StoreRendezvous(parameters))
-    with ThreadPoolExecutor() as nodes:
-        list(nodes.map(lambda agent: agent.next_rendezvous(), agents))
-        again = nodes.submit(agents[1].next_rendezvous)
-        deadline = time.monotonic() + 20
-        while not agents[0].num_nodes_waiting():
-            assert time.monotonic() < deadline
-        first, second = agents[0].next_rendezvous(), again.result(20)
-    assert (first.rank, second.rank) == (0, 1)
-    assert first.bootstrap_store_info.master_port == second.bootstrap_store_info.master_port != shared.port
+    said = (tmp_path / "said").read_text().split()
+    assert (set(said), len(said) >= 2 + 2 * (2 + 4)) == ({"armed"}, True)
+    records = [json.loads(path.read_text()) for path in (tmp_path / "failures" / "restart-1").iterdir()]
+    first = min(records, key=lambda record: record["time"])
+    assert (first["rank"], first["code"]) == (3, 9)
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == ["restart-1"]
 
 
 def test_one_rank_without_an_agent_has_a_store_when_it_asks_for_it(plan, start: Start, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Recipe(Spec):
     pass_env: tuple[Annotated[str, Field(pattern=_VARIABLE)], ...] = ()
     """Variables of the submitting shell that ranks get, such as HF_TOKEN."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often torchrun restarts all ranks after one has failed."""
+    """How often all ranks are started again after one has failed."""
     accelerate: str | None = None
     """accelerate's configuration file, instead of dray's. A relative path starts at the recipe's folder."""
     preflight: Preflight = Preflight()
@@ -195,8 +195,6 @@ class Recipe(Spec):
                     f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's "
                     "name alone (a folder is searched whole)"
                 )
-        if self.max_restarts and self.launcher != "torchrun":
-            raise ValueError("max_restarts is torchrun's; no other launcher can start ranks again")
         if self.accelerate and self.launcher != "accelerate":
             raise ValueError(f"accelerate names a file for that launcher, and the launcher is {self.launcher}")
         return self

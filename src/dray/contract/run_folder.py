@@ -2,7 +2,7 @@
 
 RUN/checkpoints/            what all attempts share
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
-RUN/attempt-2/...           the next, after a requeue or a restart
+RUN/attempt-2/...           the next, after a requeue or by hand
 """
 
 from __future__ import annotations
@@ -51,3 +51,8 @@ def preflight_log(node: int | str) -> str:
 def failure(name: str) -> str:
     """Why a node (`node-0`) or a rank (`rank-3`) failed."""
     return f"{FAILURES}/{name}.json"
+
+
+def restart(number: int | str) -> str:
+    """A folder with the failures after which all ranks of the attempt were started again; the first is 1."""
+    return f"{FAILURES}/restart-{number}"

@@ -1,7 +1,8 @@
 """What starts the ranks in the container: each launcher as one command line for every node.
 
 The first node's runner has torch's store served on its own socket. torchrun and accelerate join it by a rendezvous that
-`dray.tcp_store.handler` registers, ranks of the others by TORCHELASTIC_USE_AGENT_STORE, which the runner sets.
+`dray.tcp_store.handler` registers, ranks of the others by TORCHELASTIC_USE_AGENT_STORE, which the runner sets. No
+launcher starts ranks again: the runners do, each time with a new secret, port and store.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Job:
     hosts: Sequence[str]
     each: int
     """Ranks on a node."""
-    max_restarts: int = 0
     accelerate: str | None = None
     """The text of the recipe's own file for accelerate."""
 
@@ -54,8 +54,7 @@ class Launcher:
 def _torchrun(job: Job) -> tuple[str, ...]:
     return (
         *(job.python, "-m", "torch.distributed.run", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.each}"),
-        *("--rdzv-backend=dray", "--rdzv-endpoint", ENDPOINT, f"--rdzv-conf=restarts={job.max_restarts}"),
-        *(f"--max-restarts={job.max_restarts}", "--no-python"),
+        *("--rdzv-backend=dray", "--rdzv-endpoint", ENDPOINT, "--max-restarts=0", "--no-python"),
     )
 
 
@@ -65,7 +64,7 @@ def _accelerate(job: Job) -> tuple[str, ...]:
         *(job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{_ACCELERATE_FILE}"),
         *(f"--num_machines={len(job.hosts)}", f"--num_processes={len(job.hosts) * job.each}"),
         *("--machine_rank", NODE_RANK, "--main_process_ip", MASTER, "--main_process_port=0"),
-        *("--rdzv_backend=dray", "--no_python"),
+        *("--rdzv_backend=dray", "--max_restarts=0", "--no_python"),
     )
 
 

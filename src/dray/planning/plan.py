@@ -42,7 +42,7 @@ def plan(
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
-        max_restarts=recipe.max_restarts, accelerate=recipe.accelerate,
+        accelerate=recipe.accelerate,
     )  # fmt: skip
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
     made = Plan(

@@ -61,6 +61,7 @@ class World(_Model):
     port: int
     interfaces: tuple[str, ...]
     rendezvous_timeout_s: int
+    max_restarts: int
     cores: tuple[str, ...]
     one_machine: bool
     shared_folder: bool
@@ -96,6 +97,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         port=chosen_port.value,
         interfaces=site.interfaces,
         rendezvous_timeout_s=recipe.rendezvous_timeout_s,
+        max_restarts=recipe.max_restarts,
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",

@@ -8,16 +8,19 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import files, run_folder, scratch
 from dray.contract.cores import render
-from dray.contract.findings import DrayError, Finding
-from dray.runner import children, control, cores, node, record, rendezvous
+from dray.contract.findings import DrayError, Finding, UnfitError
+from dray.runner import address, children, control, cores, node, record, rendezvous
+from dray.runner.start import Start
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
+_ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has started
 
 
 def main(path: str) -> int:
@@ -31,10 +34,18 @@ def main(path: str) -> int:
         me = node.index(world, os.environ)
         node.require(plan)
         lock = scratch.take(plan["scratch"])
-        channels, store, listener = rendezvous.meet(plan, me, digest(plan))
-        supervised = children.Children()
-        links = control.Control(world, me, supervised, channels)
-        return launch(plan, me, supervised, links, store, listener)
+        if world["max_restarts"]:
+            children.adopt()
+        start, at, listener = Start(), None, None
+        while True:
+            channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener)
+            supervised = children.Children()
+            links = control.Control(world, me, supervised, channels, start)
+            code = launch(plan, me, supervised, links, at, listener, start)
+            if not links.next and not links.may_restart():
+                return code
+            start, listener = restart(plan, me, supervised, links, listener, start)
+            at = (at[0], start.port)
     except DrayError as error:
         print(error, file=sys.stderr)
         found = error.finding
@@ -59,9 +70,10 @@ def launch(
     links: control.Control,
     store: tuple[str, int],
     listener: socket.socket | None,
+    start: Start,
 ) -> int:
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
-    world = plan["world"]
+    world, since = plan["world"], time.time()
     environ = {
         "TMPDIR": plan["scratch"],  # where nobody has set another: torchrun and torch leave files there
         **os.environ,
@@ -70,18 +82,20 @@ def launch(
         **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
+        environ["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
     if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
         serve(supervised, listener, store)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
         supervised.watch(listener.fileno(), lambda: serve(supervised, listener, store, watched=True))
-    if plan["preflight"] is not None:
+    if plan["preflight"] is not None and not start.number:
         from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
 
         preflight.check(plan, me, supervised, environ)
     if environ.get("TORCH_EXTENSIONS_DIR"):
         from dray.runner import locks  # noqa: PLC0415
 
-        locks.clear(environ["TORCH_EXTENSIONS_DIR"])
+        locks.clear(environ["TORCH_EXTENSIONS_DIR"], since if start.number else None)
     command = argv(plan, me, *store)
     try:
         # A session of its own: what the engine's group hears, it would hear twice.
@@ -92,6 +106,38 @@ def launch(
     if links.cause and not world["shared_folder"]:  # the record is on another machine
         _record(plan, str(me), links.cause, why=str(links.cause))
     return code
+
+
+def restart(
+    plan: Mapping[str, Any],
+    me: int,
+    supervised: children.Children,
+    links: control.Control,
+    listener: socket.socket | None,
+    start: Start,
+) -> tuple[Start, socket.socket | None]:
+    """Once nothing of this node's start is left: the next one, to which the first node calls the others."""
+    world = plan["world"]
+    if listener:
+        listener.close()
+    if not supervised.close(_ENDING_S):
+        raise UnfitError(
+            "the ranks cannot be started again",
+            wanted="a node on which the ranks before have ended",
+            found=f"processes that did not end within {_ENDING_S:.0f} s of SIGKILL",
+            fix="leave that node out (sbatch --exclude): a device or a file system hangs",
+            node=world["nodes"][me]["name"],
+        )
+    listener = None
+    if me == 0:
+        listener = address.listen(world)
+        links.restart(start.following(listener.getsockname()[1]))
+    assert links.next is not None
+    ranks = range(me * world["ranks_per_node"], (me + 1) * world["ranks_per_node"])
+    record.set_aside(plan["folder"], links.next.number, [f"node-{me}", *(f"rank-{rank}" for rank in ranks)])
+    why = links.cause.problem if links.cause else ""
+    print(f"dray: restart {links.next.number} of {world['max_restarts']}: {why}", flush=True)
+    return links.next, listener
 
 
 def serve(
@@ -132,14 +178,14 @@ def digest(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def argv(plan: Mapping[str, Any], me: int, address: str, port: int) -> list[str]:
+def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
     """The launcher with what only this node knows filled in, then the supervisor of each rank, then the command."""
     world = plan["world"]
     values = {
         "{node_rank}": str(me),
-        "{master}": address,
+        "{master}": host,
         "{port}": str(port),
-        "{endpoint}": f"{address}:{port}",
+        "{endpoint}": f"{host}:{port}",
         "{ranks}": f"{_FOLDER}/ranks.py",
     }
     launcher = [values.get(word, word) for word in plan["launcher"]]

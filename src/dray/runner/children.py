@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -32,9 +32,9 @@ class Children:
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
         self._poll = select.poll()
-        self._pipe, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll.register(self._pipe, select.POLLIN)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, _through_the_pipe)
         self._watched: dict[int, Callable[[], None]] = {}
@@ -133,6 +133,54 @@ class Children:
             if child in self.running:  # others serve, or are orphans in a container
                 events.ended[self.running.pop(child)] = os.waitstatus_to_exitcode(status)
         return events
+
+    def close(self, limit: float) -> bool:
+        """Kill all that comes from this process, and leave signals to Python; whether nothing is left.
+
+        It finds ranks whose launcher was killed only after `adopt`.
+        """
+        deadline = time.monotonic() + limit
+        while (left := _children()) and time.monotonic() < deadline:
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+            while _reap():
+                pass
+        signal.set_wakeup_fd(-1)
+        for number in (*STOPS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        with open(self._pipe, "rb", buffering=0) as unread:
+            for late in unread.read() or b"":  # for `wait`
+                if late in STOPS:
+                    os.kill(os.getpid(), late)
+        os.close(self._wakeup)
+        return not left
+
+
+def adopt() -> None:
+    """Be the parent of ranks whose launcher has ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _children() -> list[int]:
+    """Those of this process that can still run."""
+    found, me = [], str(os.getpid())
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if parent.decode() == me and state != b"Z":
+            found.append(int(name))
+    return found
+
+
+def _reap() -> int:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0]
+    except ChildProcessError:
+        return 0
 
 
 def die_with_parent() -> int:

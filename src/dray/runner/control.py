@@ -1,4 +1,4 @@
-"""What the runners tell one another while their launchers run: a stop, a failure, that a node has ended.
+"""What the runners tell one another while their launchers run: a stop, a failure, a restart, that a node has ended.
 
 Each runner has a connection to the first one, from the rendezvous, which proves each message. It is the way for what a
 node must know within seconds; a connection that ends without a word is a runner that was killed or a node that is gone.
@@ -17,18 +17,33 @@ from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
+from dray.runner.start import Start
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _REST = 20.0  # seconds for the other nodes to end once the run has failed
+_FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
 
 class Control:
-    """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others."""
+    """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others.
 
-    def __init__(self, world: Mapping[str, Any], me: int, children: Children, channels: Mapping[int, Channel]) -> None:
+    While restarts are left a node whose launcher has ended stays: the first node says whether all start again.
+    """
+
+    def __init__(
+        self,
+        world: Mapping[str, Any],
+        me: int,
+        children: Children,
+        channels: Mapping[int, Channel],
+        start: Start = Start(),  # noqa: B008  it cannot be changed
+    ) -> None:
         self.cause: Finding | None = None
         self.stopped = False
+        self.next: Start | None = None
+        self._start, self._left = start, world["max_restarts"] - start.number
+        self._idle: set[int] = set()
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -41,8 +56,10 @@ class Control:
         `explain` says of the launcher's exit code why this node has failed.
         """
         code, deadline = 0, 0.0
-        while self._children.running or (self._me == 0 and self._open):
+        while self._children.running or self._waits():
             if self.cause and not self._children.running:
+                if self.may_restart():
+                    break
                 deadline = deadline or time.monotonic() + _REST
                 if time.monotonic() > deadline:
                     break
@@ -52,6 +69,8 @@ class Control:
             for code in events.ended.values():
                 if code and not self.stopped and not self.cause:
                     self.fail(explain(code))
+            if events.ended and self._left and self._me and not self._children.running:
+                self._tell_all({"idle": self._me})
         return self.cause.code if self.cause else exit_code(code)
 
     def fail(self, finding: Finding) -> None:
@@ -59,11 +78,29 @@ class Control:
         self.cause = finding
         self._tell_all({"failed": finding._asdict()})
 
+    def may_restart(self) -> bool:
+        """Whether the first node, whose own ranks have ended, may have all nodes start theirs again."""
+        if self._me or not self.cause or self.cause.code in _FINAL or self.stopped:
+            return False
+        return self._left > 0 and len(self._open) == len(self._names) - 1
+
+    def restart(self, start: Start) -> None:
+        """As the first node: all come to the next rendezvous once their ranks have ended."""
+        self.next = start
+        self._tell_all({"restart": start._asdict()})
+        for node in list(self._open):
+            self._forget(node)
+
     def close(self) -> None:
         """Tell the others that this node has ended by itself, and was not lost."""
         self._tell_all({"ended": self._me})
         for node in list(self._open):
             self._forget(node)
+
+    def _waits(self) -> bool:
+        if self._me == 0:
+            return bool(self._open.keys() - self._idle)
+        return bool(self._left and self._open) and not self.stopped
 
     def _heard(self, number: int) -> None:
         """A signal of this node's own. One that stops the run is for all nodes; the launcher hears it once."""
@@ -86,6 +123,12 @@ class Control:
                 elif "failed" in message and not self.cause and not self.stopped:
                     self._end(channel.finding(message["failed"]))
                     self._pass_on(message)
+                elif "idle" in message:
+                    self._idle.add(node)
+                elif "restart" in message and self._me:
+                    self.next = self._start.after(message["restart"])
+                    self._forget(node)
+                    return
                 elif "ended" in message:
                     self._forget(node)
                     return

@@ -10,14 +10,15 @@ import time
 _STALE_S = 15 * 60.0
 
 
-def clear(folder: str) -> None:
-    """Remove those of torch's extensions that nobody can hold any more."""
+def clear(folder: str, since: float | None = None) -> None:
+    """Remove those of torch's extensions that nobody can hold any more: all ranks before this time have ended."""
     if not folder:
         return
     for path in glob.glob(f"{glob.escape(folder)}/**/lock", recursive=True):
         try:
-            age = time.time() - os.stat(path).st_mtime
-            if age > _STALE_S:
+            made = os.stat(path).st_mtime
+            age = time.time() - made
+            if age > _STALE_S or (since is not None and made < since):
                 os.unlink(path)
                 print(f"dray: removed {path}, a lock {age / 60:.0f} minutes old: its compiler was killed", flush=True)
         except OSError:  # another node was faster

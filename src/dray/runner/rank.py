@@ -29,10 +29,9 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         why = f"the launcher made another world: {found}, the plan has {world_size} ranks"
         return _failed(folder, rank, node, exit_codes.CONFIG, why, log)
     _bind()
-    # A launcher may have started all ranks again: what this one died of before did not end the run.
-    record = f"{folder}/{run_folder.failure(f'rank-{rank}')}"
-    if os.path.exists(record):
-        os.unlink(record)
+    if restarts := os.environ.pop("DRAY_RESTARTS", ""):  # the runners', and not the launcher's own, which are 0
+        count, _, most = restarts.partition("/")
+        os.environ |= {"TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": most}
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     ranks = children.Children()

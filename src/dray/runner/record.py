@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 
 from dray.contract import files, run_folder
 
@@ -16,5 +17,18 @@ def write(folder: str, name: str, **fields: object) -> None:
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, json.dumps({"time": time.time(), **fields}, indent=1))
+    except OSError as error:
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
+    """failures/NAME.json to failures/restart-N: it did not end the run, and says why all ranks were started again."""
+    target = f"{folder}/{run_folder.restart(restart)}"
+    try:
+        os.makedirs(target, exist_ok=True)
+        for name in names:
+            path = f"{folder}/{run_folder.failure(name)}"
+            if os.path.exists(path):
+                os.replace(path, f"{target}/{name}.json")
     except OSError as error:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)

@@ -19,9 +19,11 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runner import address as address_of
 from dray.runner import channel, host, introduction
 from dray.runner.channel import Channel
+from dray.runner.start import Start
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
+_ENDING_S = 30  # a launcher that does not end is killed within 10
 
 
 class StoppedError(DrayError):
@@ -47,22 +49,32 @@ def _secret(folder: str) -> bytes:
 
 
 def meet(
-    plan: Mapping[str, Any], me: int, digest: str
+    plan: Mapping[str, Any],
+    me: int,
+    digest: str,
+    start: Start = Start(),  # noqa: B008  it cannot be changed
+    at: tuple[str, int] | None = None,
+    listener: socket.socket | None = None,
 ) -> tuple[dict[int, Channel], tuple[str, int], socket.socket | None]:
-    """When all nodes are there: the connections to them, or to the first; its address and port; there, its socket."""
+    """When all nodes are there: the connections to them, or to the first; its address and port; there, its socket.
+
+    Before a restart the other nodes know `at` which address the first one listens.
+    """
     world = plan["world"]
     several = len(world["nodes"]) > 1
-    key = _secret(plan["folder"]) if several else b""
+    key = start.key(_secret(plan["folder"])) if several else b""
     own = introduction.introduction(plan, me, digest)
+    if start.number:  # the ranks before have to end first
+        world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
+        plan = {**plan, "world": world}
     if me > 0:
-        first, address = join(plan, own, key)
+        first, address = join(plan, own, key, at)
         return {0: first}, address, None
-    listener = address_of.listen(world)
-    if not several:
-        return {}, listener.getsockname(), listener
-    if world["shared_folder"]:
-        publish(plan, listener)
-    guests = host.gather(plan, own, key, listener)
+    if not listener:
+        listener = address_of.listen(world)
+        if several and world["shared_folder"]:
+            publish(plan, listener)
+    guests = host.gather(plan, own, key, listener) if several else {}
     return guests, listener.getsockname(), listener
 
 
@@ -70,7 +82,7 @@ def publish(plan: Mapping[str, Any], listener: socket.socket) -> None:
     """Tell the other nodes where the first one listens."""
     address, port = listener.getsockname()
     told = {"address": address, "port": port, "attempt": plan["attempt"]}
-    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told))
+    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told), mode=0o600)
 
 
 def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
@@ -91,13 +103,15 @@ def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
     return (address, port) if known else None
 
 
-def join(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes) -> tuple[Channel, tuple[str, int]]:
+def join(
+    plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, at: tuple[str, int] | None = None
+) -> tuple[Channel, tuple[str, int]]:
     """As any node but the first: the connection to it, and where that is, once all nodes are there."""
     world = plan["world"]
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
     broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
     while time.monotonic() < deadline:
-        address = published(plan)
+        address = at or published(plan)
         if address:
             try:
                 line = socket.create_connection(address, timeout=max(0.01, min(10, deadline - time.monotonic())))

@@ -1,0 +1,209 @@
+"""All nodes start their ranks again after a failure: the runners do it, whatever the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.runner import channel, children, locks
+from dray.runner.start import Start as NextStart
+from nodes import SECRET, Start, ended, free_port
+
+RANKS = [sys.executable, "-S", "-E", "{ranks}"]
+# Each rank writes down each of its starts; `$die` says in which start which rank dies, and how.
+SCRIPT = """
+again=$TORCHELASTIC_RESTART_COUNT
+echo "$RANK $again/$TORCHELASTIC_MAX_RESTARTS $MASTER_PORT $$" >> starts
+{before}
+if [ "$RANK $again" = "{dies}" ]; then
+  until [ "$(grep -c " $again/" starts)" = "$WORLD_SIZE" ]; do sleep 0.05; done
+  {how}
+fi
+[ "$again" -ge {well} ] || exec sleep 60
+"""
+
+
+def ranks(
+    plan: dict[str, Any], *, dies: str = "3 0", how: str = "exit 9", well: int = 1, before: str = "", most: int = 2
+) -> None:
+    """From the start `well` on ranks end well."""
+    world, folder = plan["world"], plan["folder"]
+    world["max_restarts"] = most
+    plan["launcher"] = [*RANKS, str(len(world["nodes"])), "2", "{node_rank}", "{master}", "{port}"]
+    script = SCRIPT.format(dies=dies, how=how, well=well, before=before)
+    plan["command"] = ["sh", "-c", f"cd {folder}\n{script}"]
+
+
+def starts(plan: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """The ports and process ids of each rank's starts."""
+    seen: dict[str, list[tuple[str, str]]] = {}
+    for line in sorted(Path(plan["folder"], "starts").read_text().splitlines()):
+        rank, again, port, pid = line.split()
+        seen.setdefault(f"{rank} {again}", []).append((port, pid))
+    return seen
+
+
+def failures(plan: dict[str, Any]) -> dict[str, int]:
+    """The codes in the records, by their names."""
+    folder = Path(plan["folder"], "failures")
+    return {str(path.relative_to(folder)): json.loads(path.read_text())["code"] for path in folder.rglob("*.json")}
+
+
+def both(start: Start) -> list[tuple[int, str]]:
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    return [ended(node) for node in nodes]
+
+
+@pytest.mark.parametrize("dies", ["3 0", "0 0"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fixed: bool) -> None:
+    """On another port, unless the recipe says which; a hostfile's machines are told by their connections alone."""
+    if fixed:
+        plan["world"] |= {"port": free_port(), "shared_folder": False}
+    ranks(plan, dies=dies)
+    (first, said), (second, _) = both(start)
+    seen = starts(plan)
+    assert [first, second] == [0, 0], said
+    assert sorted(seen) == [f"{rank} {again}/2" for rank in range(4) for again in (0, 1)]
+    ports = [{port for name, ones in seen.items() for port, _ in ones if name.endswith(end)} for end in ("0/2", "1/2")]
+    assert len(ports[0]) == len(ports[1]) == 1
+    assert (ports[0] == ports[1]) == fixed
+    assert f"restart-1/rank-{dies[0]}.json" in failures(plan)
+    assert all(name.startswith("restart-1/") for name in failures(plan))
+    node = int(dies[0]) // 2 + 1
+    assert f"dray: restart 1 of 2: rank {dies[0]} on node{node}: exit code 9\n" in said
+
+
+def test_one_node_starts_its_ranks_again(plan: dict[str, Any], start: Start) -> None:
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    plan["world"]["size"] = 2
+    ranks(plan, dies="1 0")
+    assert ended(start(0, 1, "node1"))[0] == 0
+    assert sorted(starts(plan)) == ["0 0/2", "0 1/2", "1 0/2", "1 1/2"]
+    assert failures(plan) == {"restart-1/rank-1.json": 9}
+
+
+def test_a_node_whose_ranks_have_ended_well_starts_them_again_too(plan: dict[str, Any], start: Start) -> None:
+    """The other node's die after that."""
+    one_has_ended = "[ $RANK -lt 2 ] || while [ ! -e ended ]; do sleep 0.05; done"
+    ranks(plan, dies="3 0", before=f"{one_has_ended}; [ $RANK -ge 2 ] || {{ touch ended; exit 0; }}")
+    assert [code for code, _ in both(start)] == [0, 0]
+    assert sorted(starts(plan)) == [f"{rank} {again}/2" for rank in range(4) for again in (0, 1)]
+
+
+def test_the_last_start_s_records_are_kept_beside_those_before(plan: dict[str, Any], start: Start) -> None:
+    ranks(plan, dies="3 0", before='[ "$RANK $again" != "0 1" ] || exit 8', most=1, well=9)
+    (first, said), (second, _) = both(start)
+    assert (first, second) == (8, 8), said
+    found = failures(plan)
+    assert (found["restart-1/rank-3.json"], found["rank-0.json"]) == (9, 8)
+
+
+@pytest.mark.parametrize("code", [69, 78])
+def test_what_would_fail_again_is_not_started_again(plan: dict[str, Any], start: Start, code: int) -> None:
+    ranks(plan, how=f"exit {code}")
+    assert [code for code, _ in both(start)] == [code, code]
+    assert {name.split()[1] for name in starts(plan)} == {"0/2"}
+
+
+def test_a_run_that_is_stopped_is_not_started_again(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    """Though its ranks die of it."""
+    ranks(plan, dies="none", before="trap 'exit 3' TERM; touch ready-$RANK; while :; do sleep 0.05; done")
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes[1].send_signal(signal.SIGTERM)
+    assert [ended(node)[0] for node in nodes] == [3, 3]
+    assert {name.split()[1] for name in starts(plan)} == {"0/2"}
+
+
+def test_a_node_that_is_lost_ends_the_run(plan: dict[str, Any], start: Start) -> None:
+    """It cannot come to the next rendezvous."""
+    ranks(plan, dies="none", well=9)
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    deadline = time.monotonic() + 60
+    while not Path(plan["folder"], "starts").exists() or len(starts(plan)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    nodes[1].kill()
+    code, said = ended(nodes[0])
+    assert (code, "node 1 (node2) is gone" in said) == (75, True), said
+
+
+def test_nothing_of_the_start_before_is_left(plan: dict[str, Any], start: Start) -> None:
+    """Not what a rank has started in a session of its own, nor a rank that does not hear SIGTERM."""
+    stubborn = "trap '' TERM; setsid sleep 60 & echo $! >> left"
+    late = "if [ $again = 1 ]; then for one in $(cat left); do [ ! -e /proc/$one/exe ] || echo $one >> alive; done; fi"
+    ranks(plan, before=f"{late}; [ $again = 1 ] || {{ {stubborn}; }}")
+    (first, said), (second, _) = both(start)
+    assert (first, second) == (0, 0), said
+    assert len(Path(plan["folder"], "left").read_text().split()) == 4
+    assert not Path(plan["folder"], "alive").exists()
+
+
+def test_a_signal_that_comes_too_late_for_the_launcher_ends_the_runner(tmp_path: Path) -> None:
+    """It is not lost between one start and the next."""
+    pid = os.fork()
+    if pid == 0:
+        supervised = children.Children()
+        os.kill(os.getpid(), signal.SIGTERM)
+        supervised.close(5)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+
+
+def test_each_start_has_a_key_of_its_own() -> None:
+    secret = SECRET.encode()
+    first = NextStart()
+    second, other = first.following(5), first.following(5)
+    assert first.key(secret) == secret
+    third = second._replace(number=2)
+    keys = [secret, second.key(secret), other.key(secret), third.key(secret), second.key(b"another")]
+    assert len(set(keys)) == 5
+
+
+NONCE = "ab" * 32
+RESTARTS = (
+    None,
+    [],
+    {},
+    {"number": 1, "nonce": NONCE, "port": 5, "more": 1},
+    {"number": 0, "nonce": NONCE, "port": 5},
+    {"number": 2, "nonce": NONCE, "port": 5},
+    {"number": True, "nonce": NONCE, "port": 5},
+    {"number": "1", "nonce": NONCE, "port": 5},
+    {"number": 1, "nonce": "", "port": 5},
+    {"number": 1, "nonce": "x" * 64, "port": 5},
+    {"number": 1, "nonce": [1], "port": 5},
+    {"number": 1, "nonce": NONCE, "port": 0},
+    {"number": 1, "nonce": NONCE, "port": 1 << 16},
+    {"number": 1, "nonce": NONCE, "port": "5"},
+)
+
+
+@pytest.mark.parametrize("fields", RESTARTS)
+def test_a_restart_of_another_kind_is_not_believed(fields: Any) -> None:
+    assert NextStart().after({"number": 1, "nonce": NONCE, "port": 5}).number == 1
+    with pytest.raises(channel.BrokenError, match="a restart"):
+        NextStart().after(fields)
+
+
+def test_a_lock_of_the_ranks_before_is_removed(tmp_path: Path, capsys) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    made = lock.stat().st_mtime
+    locks.clear(str(tmp_path), since=made)
+    assert lock.exists()
+    locks.clear(str(tmp_path), since=made + 1)
+    assert not lock.exists()
+    assert f"dray: removed {lock}" in capsys.readouterr().out
