@@ -86,7 +86,7 @@ def test_a_command_is_on_the_terminal_as_it_speaks(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     assert shown == (
         f"run folder: {run}\ntalk: 1 rank on 1 node (bare)\nhello \udcc3\nbye\n"
-        f"done: exit code 0, 1 ranks on node1\nrun folder: {run}\n"
+        f"done: exit code 0, 1 rank on node1\nrun folder: {run}\n"
     )
     assert (run / "attempt-1" / "logs" / "rank-0.log").read_bytes() == b"hello \xc3\nbye"
 

@@ -7,23 +7,30 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from dray import render
-from dray.config import sites
+from dray.config import packages, sites
 from dray.config.model import load
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning.batch import divide
 from dray.planning.plan import plan
+from dray.runs import local
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
 from helpers import ROOT, golden
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+IN_AN_IMAGE = {
+    "bert-mlm-analog", "gpt2-micro-owt", "gpt2-wikitext-zero2-offload", "gpt2-wikitext-zero2",
+    "gpt2-wikitext-zero3-offload", "gpt2-wikitext-zero3", "opt-billions-zero3-offload", "opt125m-yelp",
+}  # fmt: skip
 SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny as it is
 
 
@@ -66,8 +73,79 @@ def test_a_recipe_is_good_whole_and_tiny(path: Path) -> None:
 def test_the_list_names_each_with_a_line() -> None:
     ended = dray("recipe", "list")
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines() == [f"{path.stem:<28} {load(Recipe, path).about}" for path in RECIPES]
+    *lines, empty, note = ended.stdout.splitlines()
+    marked = [f"{path.stem} *" if path.stem in IN_AN_IMAGE else path.stem for path in RECIPES]
+    about = [load(Recipe, path).about for path in RECIPES]
+    assert lines == [f"{name:<30} {line}" for name, line in zip(marked, about, strict=True)]
+    assert (empty, note) == (
+        "",
+        "* needs aihwkit_lightning or deepspeed, which come with an image alone: "
+        "dray run NAME scale=tiny --engine docker",
+    )
     assert max(map(len, ended.stdout.splitlines())) <= 120
+
+
+def test_what_make_demo_installs() -> None:
+    """All that recipes need which are not marked."""
+    needed = {one.module for path in RECIPES for one in packages.of(read_recipe(path)) if one.demo}
+    assert needed == {"transformers", "accelerate", "peft"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert needed <= {re.split("[^a-z]", name)[0] for name in project["optional-dependencies"]["train"]}
+
+
+@pytest.mark.parametrize("path", SCALED, ids=lambda path: path.stem)
+def test_each_recipe_has_a_way_without_what_this_python_lacks(path: Path, monkeypatch) -> None:
+    """The line that the refusal gives is one that works."""
+    there = {"transformers", "accelerate", "peft"}
+    monkeypatch.setattr(local, "find_spec", lambda name: name if name in there else None)
+    tiny, typed = read_recipe(path, ["scale=tiny"]), []
+
+    def again(*words: str) -> str:
+        typed.append(words)
+        return shlex.join(words)
+
+    if path.stem not in IN_AN_IMAGE:
+        local.require(tiny, again)
+        return
+    with pytest.raises(ConfigError) as refused:
+        local.require(tiny, again)
+    assert refused.value.exit_code == 78
+    without, docker = typed
+    assert docker == ("--engine", "docker")
+    settings = [word.removeprefix("--") for word in without]
+    local.require(read_recipe(path, ["scale=tiny", *settings]), again)
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="it is refused where DeepSpeed is not installed")
+def test_a_recipe_that_this_python_cannot_run_is_refused_before_its_launch(tmp_path: Path) -> None:
+    words = ("gpt2-micro-owt", "scale=tiny", "--runs", tmp_path / "my runs")
+    ended = dray("run", *words)
+    line = f"{sys.executable} -m dray run gpt2-micro-owt scale=tiny --runs '{tmp_path}/my runs'"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        78,
+        "",
+        "dray: this Python lacks deepspeed, which the recipe needs\n"
+        f"  where:  {sys.executable}\n"
+        "  wanted: deepspeed, for launcher = deepspeed\n"
+        "          deepspeed, for train.strategy = zero2\n"
+        "  found:  not installed here; an image has all that a recipe needs\n"
+        f"  fix:    {line} --launcher=torchrun train.strategy=ddp train.deepspeed=  # without deepspeed\n"
+        f"          {line} --engine docker  # in the image, after dray image build cpu --format docker\n",
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_needs_its_launcher_alone(monkeypatch) -> None:
+    monkeypatch.setattr(local, "find_spec", lambda _: None)
+    local.require(read_recipe(None, ["launcher=python"], ["t.py"]), lambda *_: "")
+    with pytest.raises(ConfigError, match="this Python lacks accelerate, which the recipe needs"):
+        local.require(read_recipe(None, ["launcher=accelerate"], ["t.py"]), lambda *_: "")
+    with pytest.raises(ConfigError) as refused:
+        local.require(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), lambda *words: " ".join(words))
+    assert refused.value.details["fix"] == (
+        "--engine docker  # in the image, after dray image build cpu --format docker"
+    )
 
 
 SEEDS = {

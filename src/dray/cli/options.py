@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +101,13 @@ def chosen(arguments: list[str] | None, launcher: str, context: typer.Context) -
     return Chosen(path, (*rest, *([f"launcher={launcher}"] if launcher else [])), command)
 
 
-def again(*options: str) -> list[str]:
-    """What the user has typed up to a command, with more options, which win over the same ones before them."""
+def again(*options: str, command: Sequence[str] = ()) -> list[str]:
+    """What the user has typed, with more options or settings, which win over the same ones before them."""
     program, *typed = sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
     name = Path(program).name
     dray = [sys.executable, "-m", "dray"] if name.endswith(".py") else [program]
-    return [*([name] if process.which(name) == program else dray), *typed, *options]
+    behind = ["--", *command] if command else []
+    return [*([name] if process.which(name) == program else dray), *typed, *options, *behind]
 
 
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]

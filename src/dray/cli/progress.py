@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
 from dray.runs.paths import RunPaths
@@ -25,7 +26,7 @@ class Progress:
     def __init__(self, plan: Plan, paths: RunPaths, only: int | None = None) -> None:
         world, train = plan.world, plan.recipe.train
         rank = (only or 0) * world.ranks_per_node
-        where = f"{_counted(world.size, 'rank')} on {_counted(len(world.nodes), 'node')} ({plan.engine})"
+        where = f"{counted(world.size, 'rank')} on {counted(len(world.nodes), 'node')} ({plan.engine})"
         self._lost = False
         self._view: Output | _Steps
         if train and rank == 0:
@@ -137,7 +138,3 @@ _EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
 
 def _figure(event: dict[str, Any], name: str, form: str) -> str:
     return f"{name} {event[name]:{form}}" if event[name] is not None else f"{name} not finite"
-
-
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}{'s' if number != 1 else ''}"

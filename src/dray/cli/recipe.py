@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from dray.cli.options import Overrides, RecipeFile
-from dray.config import checkout
-from dray.config.model import Spec, load, validate
+from dray.config import checkout, packages
+from dray.config.model import Spec, validate
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
 from dray.contract.findings import ConfigError
@@ -58,8 +58,14 @@ every = 100
 @app.command("list")
 def list_() -> None:
     """Print the recipes that come with dray. `scale=tiny` after a verb walks one with a small model and text."""
+    beyond: set[str] = set()
     for path in sorted((checkout.root() / "recipes").glob("*.toml")):
-        print(f"{path.stem:<28} {load(Recipe, path).about}")
+        recipe = read_recipe(path)
+        more = {package.module for package in packages.of(recipe) if not package.demo}
+        print(f"{path.stem + ' *' * bool(more):<30} {recipe.about}")
+        beyond |= more
+    names = " or ".join(sorted(beyond))
+    print(f"\n* needs {names}, which come with an image alone: dray run NAME scale=tiny --engine docker")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,8 @@ def run(
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
     asked = chosen(arguments, launcher, context)
     settings = asked.recipe()
+    if engines.get(engine).image == "python":
+        local.require(settings, lambda *more: shlex.join(again(*more, command=asked.command)))
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
         one_machine = engine in engines.names("local")

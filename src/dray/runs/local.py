@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from dray import engines, process
-from dray.config import checkout
+from dray.config import checkout, packages
 from dray.config.recipe import Recipe
 from dray.containers import network as containers
+from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
 from dray.images import store
@@ -49,6 +52,27 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     if kind == "file":
         return str(store.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
     return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
+
+
+def require(recipe: Recipe, again: Callable[..., str]) -> None:
+    """Refuse what this Python has no package for. `again` is the command line of the user, with more options."""
+    missing = [one for one in packages.of(recipe) if find_spec(one.module) is None]
+    if missing:
+        names = " and ".join(dict.fromkeys(one.module for one in missing))
+        other = [again(*dict.fromkeys(word for one in missing for word in one.without)) + f"  # without {names}"]
+        build = f"dray image build {recipe.image} --format docker"
+        raise ConfigError(
+            f"this Python lacks {names}, which the recipe needs",
+            where=sys.executable,
+            wanted="\n".join(f"{one.module}, for {one.setting}" for one in missing),
+            found="not installed here; an image has all that a recipe needs",
+            fix="\n".join(
+                [
+                    *(other if all(one.without for one in missing) else []),
+                    f"{again('--engine', 'docker')}  # in the image, after {build}",
+                ]
+            ),
+        )
 
 
 def hf_home() -> str | None:

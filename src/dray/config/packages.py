@@ -1,0 +1,40 @@
+"""Which Python packages a recipe needs beside torch: an image has all of them, another Python may not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dray.config.recipe import Recipe
+from dray.config.training import STRATEGIES
+
+
+class Package(NamedTuple):
+    """A package, and which setting needs it."""
+
+    module: str
+    setting: str
+    without: tuple[str, ...] = ()
+    """What to add to the command line to do without it."""
+    demo: bool = True
+    """Whether `make demo` installs it. It leaves out DeepSpeed, which outside an image compiles its operators in each
+    run, for minutes, with this machine's compiler."""
+
+
+def of(recipe: Recipe) -> list[Package]:
+    """All that this recipe needs."""
+    train, found = recipe.train, list[Package]()
+    if recipe.launcher in ("accelerate", "deepspeed"):
+        without = ("--launcher=torchrun", *(["accelerate="] if recipe.accelerate else []))
+        setting = f"launcher = {recipe.launcher}"
+        found.append(Package(recipe.launcher, setting, without, demo=recipe.launcher != "deepspeed"))
+    if train:
+        found.append(Package("transformers", "[train]"))
+    if train and STRATEGIES[train.strategy].deepspeed:
+        own = [f"train.{key}=" for key in ("deepspeed", "offload") if getattr(train, key)]
+        setting = f"train.strategy = {train.strategy}"
+        found.append(Package("deepspeed", setting, ("train.strategy=ddp", *own), demo=False))
+    if recipe.lora and recipe.lora.enabled:
+        found.append(Package("peft", "[lora]", ("lora.enabled=false",)))
+    if recipe.analog and recipe.analog.enabled:
+        found.append(Package("aihwkit_lightning", "[analog]", ("analog.enabled=false",), demo=False))
+    return found
