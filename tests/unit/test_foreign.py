@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import stat
 import subprocess
@@ -12,19 +14,23 @@ from typing import get_args
 import pytest
 
 from dray import engines, render
+from dray.cli import model
+from dray.config import checkout
 from dray.config.image import Variant
 from dray.config.site import Site
 from dray.contract.findings import ConfigError
 from dray.contract.values import control_characters
 from dray.facts import Facts, parse, to_text
 from dray.planning.plan import plan
-from dray.runs.paths import make_run_folder, of_job
+from dray.runs import desk
+from dray.runs.paths import RunPaths, make_run_folder, of_job
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from jobs import Job
 
 NOBODY = 65534
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif")
+LOCAL = Facts(scheduler="local", nodelist="node1", nodes=1, address="127.0.0.1", engine="bare", image=sys.executable)
 SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
 NAMES = ["../x", "/tmp/x", ".", "..", ".x", "-x", "a/b", "a b", "x" * 129, "x\ntouch PWNED", "x\n", "é", "$(touch x)"]
 
@@ -260,3 +266,140 @@ class TestFolders:
                 write(read_recipe(SMOKE), FACTS, runs=tmp_path, run=name)
         assert not list(theirs.iterdir())
         assert of_job(tmp_path, "smoke-cpu", 17) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+class TestAnotherUsersRun:
+    """Its recipe has code of that user's run by whoever evaluates it: by the environment, and beside the model."""
+
+    CODE = "from transformers import PretrainedConfig\nopen({!r}, 'w')\nclass Evil(PretrainedConfig):\n    pass\n"
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        code = tmp_path / "code"
+        code.mkdir()
+        (code / "sitecustomize.py").write_text(f"open({str(tmp_path / 'by environment')!r}, 'w')\n")
+        recipe = read_recipe(
+            SMOKE, ["model.trust_remote_code=true", f"env.PYTHONPATH={code}", 'pass_env=["AWS_PROFILE"]']
+        )
+        made = write(recipe, LOCAL, runs=tmp_path / "runs", run="theirs")[1]
+        made.final_model.mkdir()
+        (made.final_model / "evil.py").write_text(self.CODE.format(str(tmp_path / "by model")))
+        settings = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}, "architectures": ["X"]}
+        (made.final_model / "config.json").write_text(json.dumps(settings))
+        for path in (made.run, *made.run.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        return made.run
+
+    def verb(self, run: Path, *words: str) -> tuple[list[str], str]:
+        """Which code has run, and what was printed."""
+        env = {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "HF_HOME": str(run.parents[1])}
+        ended = dray(*words[:1], run, *words[1:], cwd=run.parents[1], **env)
+        assert ended.returncode != 0
+        return sorted(path.name for path in run.parents[1].glob("by *")), ended.stderr
+
+    def test_its_environment(self, run: Path) -> None:
+        ran, said = self.verb(run, "push", "a/b")
+        assert ran == []
+        assert said.splitlines()[:3] == [
+            "dray: warning: the run is another user's: its env, pass_env and model.trust_remote_code are not taken",
+            f"  found:  {run} of user {NOBODY}, mode 0700",
+            "  fix:    --trust-run takes them: code of that user then runs as you",
+        ]
+        assert self.verb(run, "push", "a/b", "--trust-run")[0] == ["by environment"]
+
+    def test_its_model_s_code(self, run: Path) -> None:
+        pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+        assert self.verb(run, "generate", "x")[0] == []
+        assert self.verb(run, "generate", "x", "--trust-run")[0] == ["by environment", "by model"]
+
+    def test_every_verb_has_the_flag(self) -> None:
+        for verb in (model.evaluate, model.generate, model.export, model.push):
+            assert "trust_run" in inspect.signature(verb).parameters
+
+    def test_its_model_has_no_links(self, run: Path) -> None:
+        """A push would follow them, into this user's own files."""
+        link = RunPaths(run).final_model / "more.json"
+        link.symlink_to("/etc/shadow")
+        with pytest.raises(ConfigError, match="links in another user's model") as wrong:
+            desk.ended(run)
+        assert wrong.value.details["where"] == str(link)
+        assert desk.ended(run, trust=True)[1] == link.parent
+
+    def test_what_counts_as_another_user_s(self, run: Path) -> None:
+        given = {"env": {}, "pass_env": (), "trust_remote_code": False}
+
+        def taken() -> dict[str, object]:
+            recipe = desk.trained(run)[0].recipe
+            found = {"env": recipe.env, "pass_env": recipe.pass_env}
+            return {**found, "trust_remote_code": recipe.model.trust_remote_code}
+
+        paths = RunPaths(run)
+        for path in (paths.run, paths.folder, paths.plan):  # the last one that is theirs decides
+            assert taken() == given
+            os.chown(path, 0, 0)
+        assert taken() == {
+            "env": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(run.parents[1] / "code")},
+            "pass_env": ("AWS_PROFILE",),
+            "trust_remote_code": True,
+        }
+        for path in (paths.run, paths.folder, paths.plan):
+            mode = path.stat().st_mode
+            path.chmod(mode | stat.S_IWOTH)
+            assert taken() == given
+            path.chmod(mode)
+        assert desk.trained(run, trust=True)[0].recipe.pass_env == ("AWS_PROFILE",)
+
+
+class TestCheckout:
+    @pytest.fixture
+    def found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """In one of its folders, with a package that is in no clone."""
+        (tmp_path / "found" / "containers" / "steps").mkdir(parents=True)
+        monkeypatch.delenv("DRAY_HOME", raising=False)
+        monkeypatch.chdir(tmp_path / "found" / "containers" / "steps")
+        monkeypatch.setattr(checkout, "_CLONE", tmp_path / "none")
+        return tmp_path / "found"
+
+    def test_the_package_s_own_clone_comes_first(self, found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkout, "_CLONE", ROOT)
+        assert checkout.root() == checkout.root(build=True) == ROOT
+
+    def test_one_of_this_user_s_is_found(self, found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checkout, "_INSTALLED", tmp_path / "wheel")
+        (tmp_path / "wheel" / "containers" / "steps").mkdir(parents=True)
+        assert checkout.root() == checkout.root(build=True) == found
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+    @pytest.mark.parametrize("part", [".", "containers", "containers/steps"])
+    @pytest.mark.parametrize("how", ["owned", "writable"])
+    def test_one_of_another_user_s_is_not(
+        self, found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, how: str
+    ) -> None:
+        if how == "owned":
+            os.chown(found / part, NOBODY, NOBODY)
+        else:
+            (found / part).chmod(0o1777)
+        with pytest.raises(ConfigError, match="no dray checkout found") as wrong:
+            checkout.root()
+        assert wrong.value.details["found"] == f"{found}, which another user may change"
+        monkeypatch.setattr(checkout, "_INSTALLED", tmp_path / "wheel")
+        (tmp_path / "wheel" / "containers" / "steps").mkdir(parents=True)
+        assert checkout.root() == tmp_path / "wheel"
+
+
+def test_a_private_file_is_not_shared(tmp_path: Path) -> None:
+    """A recipe of another user's may name it as accelerate's configuration."""
+    private, mine = tmp_path / "a key", tmp_path / "mine.toml"
+    private.write_text("hush: 1\n")
+    mine.write_text(f'name = "x"\nlauncher = "accelerate"\naccelerate = "{private}"\n[command]\nargv = ["true"]\n')
+    for mode, shared in ((0o600, False), (0o640, True)):
+        private.chmod(mode)
+        assert read_recipe(mine).accelerate == "hush: 1\n"  # in a folder that is as private
+        if shared:
+            assert read_recipe(mine, ["runs.share=group"]).accelerate == "hush: 1\n"
+            continue
+        with pytest.raises(ConfigError, match="a private file would be copied") as wrong:
+            read_recipe(mine, ["runs.share=group"])
+        assert "hush" not in str(wrong.value)
+        assert wrong.value.details["fix"] == f"runs.share=none, or chmod g+r '{private}'"

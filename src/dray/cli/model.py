@@ -14,6 +14,9 @@ from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, write
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the model of a run, and let it generate text.")
+TrustRun = Annotated[
+    bool, typer.Option("--trust-run", help="Of another user's run, take its env, pass_env and trust_remote_code, too.")
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; its checkpoints/final is the model.")]
 
 
@@ -25,9 +28,10 @@ def evaluate(
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.dataset=some.txt."),
     ] = None,
     engine: Engine = "bare",
+    trust_run: TrustRun = False,
 ) -> None:
     """Evaluate the model of a run on the recipe's datasets, or on others, on this machine's CPUs."""
-    plan, final = desk.ended(run)
+    plan, final = desk.ended(run, trust=trust_run)
     recipe = write.over(plan.recipe, overrides or [])
     job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"))
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("data", "evaluate")))
@@ -41,9 +45,10 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
     engine: Engine = "bare",
+    trust_run: TrustRun = False,
 ) -> None:
     """Print a prompt and what the model of a run makes of it, on this machine's CPUs."""
-    plan, final = desk.ended(run)
+    plan, final = desk.ended(run, trust=trust_run)
     recipe = plan.recipe
     job = jobs.Generate(
         str(final),
@@ -65,9 +70,10 @@ def export(
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
     shard_gb: Annotated[float, typer.Option(min=1e-6, help="Largest file, and so the memory it takes.")] = 4.0,
     engine: Engine = "bare",
+    trust_run: TrustRun = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU."""
-    plan, paths = desk.trained(run)
+    plan, paths = desk.trained(run, trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     steps = _steps(folder, plan.run, step)
     chosen = step or steps[-1]
@@ -114,9 +120,10 @@ def push(
     public: Annotated[bool, typer.Option("--public", help="Readable by all; else private.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, without the model.")] = False,
     engine: Engine = "bare",
+    trust_run: TrustRun = False,
 ) -> None:
     """Push the model of a run to the hub, with its card, as the owner of HF_TOKEN."""
-    plan, folder = desk.ended(run)
+    plan, folder = desk.ended(run, trust=trust_run)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:

@@ -7,6 +7,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+from dray.contract import files
 from dray.contract.findings import ConfigError
 
 _MARK = "containers/steps"
@@ -16,21 +17,25 @@ _INSTALLED = _PACKAGE / "checkout"  # in a wheel alone (hatch_build.py)
 
 
 def root(*, build: bool = False) -> Path:
-    """The checkout: DRAY_HOME, else the working folder or one above it, else the package's own. `build`: writable."""
+    """The checkout: DRAY_HOME, else the clone that this package is in, else the working folder or one above it that is
+    this user's or root's, else the wheel's own. `build`: writable.
+    """
     named = os.environ.get("DRAY_HOME")
     if named:
         if (Path(named) / _MARK).is_dir():
             return Path(named).resolve()
         raise ConfigError("DRAY_HOME is not a dray checkout", found=named, wanted=f"a folder with {_MARK}/ in it")
     folder = Path.cwd().resolve()
-    own: list[Path] = [_CLONE] if build else [_CLONE, _INSTALLED]
-    for candidate in (folder, *folder.parents, *own):
+    above = [found for found in (folder, *folder.parents) if (found / _MARK).is_dir()]
+    own = [found for found in above if all(map(files.is_own, (found, found / "containers", found / _MARK)))]
+    for candidate in (_CLONE, *own, *([] if build else [_INSTALLED])):
         if (candidate / _MARK).is_dir():
             return candidate
     raise ConfigError(
         "no dray checkout found",
         where=folder,
-        wanted=f"a folder with {_MARK}/ in it",
+        wanted=f"a folder of yours or root's, which not all may write, with {_MARK}/ in it",
+        found=f"{above[0]}, which another user may change" if above else "",
         fix="dray init FOLDER && cd FOLDER; or change into your clone of dray, or set DRAY_HOME to it",
     )
 

@@ -59,6 +59,12 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: in
         raise
 
 
+def is_own(path: str | os.PathLike[str]) -> bool:
+    """Whether this user or root decides what is there: no other user owns it, and not everybody may write to it."""
+    found = os.stat(path)
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+
+
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
     """The last lines of a log; none where there is no log."""
     try:

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 from dray import engines
 from dray.config.recipe import Command, Preflight, Recipe
-from dray.contract import jobs
-from dray.contract.findings import ConfigError
+from dray.contract import files, jobs
+from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
 from dray.runs import local, write
@@ -20,8 +20,11 @@ from dray.runs.follow import Output
 from dray.runs.paths import RunPaths, new_id, newest_attempt
 
 
-def trained(run: Path) -> tuple[Plan, RunPaths]:
-    """The plan of a run of dray's trainer, and its newest attempt."""
+def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
+    """The plan of a run of dray's trainer, and its newest attempt.
+
+    Of another user's run the plan has nothing that decides which code runs here, unless you trust it.
+    """
     paths = newest_attempt(run)
     plan = write.read(paths)
     if plan.recipe.command:
@@ -33,18 +36,47 @@ def trained(run: Path) -> tuple[Plan, RunPaths]:
             fix="load what your program saved with your program; dray recipe new mine.toml writes a recipe for the "
             "trainer",
         )
-    return plan, paths
+    return plan if trust or not (found := _of_others(paths)) else _harmless(plan, found), paths
 
 
-def ended(run: Path) -> tuple[Plan, Path]:
+def _of_others(paths: RunPaths) -> str:
+    """What of a run another user owns, or may write, in words; empty for this user's and for root's."""
+    for path in (paths.run, paths.folder, paths.plan):
+        if not files.is_own(path):
+            found = path.stat()
+            return f"{path} of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}"
+    return ""
+
+
+def _harmless(plan: Plan, found: str) -> Plan:
+    recipe = plan.recipe
+    about = Finding(
+        "the run is another user's: its env, pass_env and model.trust_remote_code are not taken",
+        found=found,
+        fix="--trust-run takes them: code of that user then runs as you",
+    )
+    print(f"dray: {about.level}: {about}", file=sys.stderr)
+    model = recipe.model.model_copy(update={"trust_remote_code": False})
+    return plan.model_copy(update={"recipe": recipe.model_copy(update={"env": {}, "pass_env": (), "model": model})})
+
+
+def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
     """The plan of a run that has ended, and its model's folder."""
-    plan, paths = trained(run)
+    plan, paths = trained(run, trust=trust)
     if not paths.final_model.is_dir():
         raise ConfigError(
             "the run has no final model",
             where=paths.final_model,
             found="a run that has not ended",
             fix="let it end: the same command again resumes from its checkpoints, where checkpoint.folder is set",
+        )
+    links = [path for path in paths.final_model.rglob("*") if path.is_symlink()]
+    if links and not trust and _of_others(paths):
+        raise ConfigError(
+            "links in another user's model may lead to files of yours",
+            where=links[0],
+            found=f"a link to {links[0].readlink()}",
+            fix="copy the run with its files: cp -rL; or --trust-run",
         )
     return plan, paths.final_model
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,7 +39,7 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     beside = path.absolute().parent if path else Path.cwd()
     recipe = _placed(recipe, beside)
     if recipe.accelerate:
-        recipe = _with(recipe, ["accelerate"], _read(beside / recipe.accelerate))
+        recipe = _with(recipe, ["accelerate"], _accelerate(beside / recipe.accelerate, recipe.runs.share))
     if recipe.train and recipe.train.deepspeed:
         file = beside / recipe.train.deepspeed
         recipe = deepspeed.agreed(recipe, _read(file), file)
@@ -70,6 +71,20 @@ def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  
     if isinstance(table, dict):
         return {**table, key: _with(table[key], rest, value)}
     return table.model_copy(update={key: _with(getattr(table, key), rest, value) if rest else value})
+
+
+def _accelerate(path: Path, share: str) -> str:
+    """The configuration, which the run folder gets a copy of: a recipe of another user's may name any file of yours."""
+    text = _read(path)
+    if share != "none" and not path.stat().st_mode & 0o044:
+        raise ConfigError(
+            "a private file would be copied into a run folder that your group reads",
+            where=f"accelerate = {path}",
+            wanted="runs.share = none, or a file that your group may read",
+            found=f"mode {path.stat().st_mode & 0o777:o}",
+            fix=f"runs.share=none, or chmod g+r {shlex.quote(str(path))}",
+        )
+    return text
 
 
 def _read(path: Path) -> str:
