@@ -15,7 +15,7 @@ from typing import Any
 from dray.contract import files, run_folder, scratch
 from dray.contract.cores import render
 from dray.contract.findings import DrayError, Finding, UnfitError
-from dray.runner import address, children, control, cores, node, record, rendezvous
+from dray.runner import address, children, control, cores, node, output, record, rendezvous
 from dray.runner.start import Start
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -28,6 +28,7 @@ def main(path: str) -> int:
     with open(path, "rb") as file:
         plan = json.load(file)
     world = plan["world"]
+    os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     number = os.environ.get(world["identity"]["node"], "unknown")
     links = lock = None
     try:

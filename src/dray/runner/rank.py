@@ -3,6 +3,8 @@
 A launcher such as torchrun answers 1 for every failure, so the rank's own code would be lost without this.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -13,6 +15,10 @@ if __name__ == "__main__":
 
 from dray.contract import cores, exit_codes, run_folder
 from dray.runner import children
+
+TYPE_CHECKING = False  # typing's own would cost more than all else here
+if TYPE_CHECKING:
+    from dray.runner import output
 
 _GRACE = 10.0  # seconds from the launcher's death to the rank's
 
@@ -35,13 +41,16 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     ranks = children.Children()
+    between = _filter()
     try:
-        ranks.start(command, on_parent_death=signal.SIGKILL)
+        ranks.start(command, on_parent_death=signal.SIGKILL, output=between.writer if between else None)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
         return _failed(folder, rank, node, code, children.ended_with(code), log)
     stopped, code = False, 0
+    if between:
+        between.watch(ranks)
     while ranks.running:
         events = ranks.wait()
         for number in events.signals:
@@ -50,9 +59,21 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         if events.signals and os.getppid() != launcher:
             ranks.end(_GRACE)
         code = events.ended.get(0, 0)
+    if between:
+        between.finish()
     if code == 0 or stopped:  # a rank that was stopped is no cause
         return children.exit_code(code)
     return _failed(folder, rank, node, children.exit_code(code), children.ended_with(code), log)
+
+
+def _filter() -> output.Filter | None:
+    """Between the rank and its log, where pass_env has handed in what no log may show."""
+    if not os.environ.get("DRAY_PASSED"):
+        return None
+    from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
+
+    values = output.passed()
+    return output.Filter(values) if values else None
 
 
 def _bind() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 from dray.contract import files, run_folder
+from dray.runner import output
 
 
 def write(folder: str, name: str, **fields: object) -> None:
@@ -16,7 +17,7 @@ def write(folder: str, name: str, **fields: object) -> None:
     target = f"{folder}/{run_folder.failure(name)}"
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        files.write_atomic(target, json.dumps({"time": time.time(), **fields}, indent=1))
+        files.write_atomic(target, json.dumps({"time": time.time(), **output.redacted(fields)}, indent=1))
     except OSError as error:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
 

@@ -1,0 +1,93 @@
+"""What a rank writes, on its way to its log: values that pass_env handed in are not written down."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from dray.contract import secrets
+from dray.runner import children
+
+PASSED = "DRAY_PASSED"  # the names in pass_env, for those of a node's processes that have no plan
+_CHUNK = 65536  # what a pipe holds
+
+
+def passed() -> dict[str, str]:
+    """The values that no log or record may show, and their names."""
+    return secrets.passed(os.environ.get(PASSED, "").split(), os.environ)
+
+
+def redacted(fields: Mapping[str, object]) -> dict[str, object]:
+    """A record's fields without these values."""
+    values = passed()
+
+    def clean(field: object) -> object:
+        if isinstance(field, list):
+            return [clean(part) for part in field]
+        return secrets.redacted(field, values) if isinstance(field, str) else field
+
+    return {name: clean(field) for name, field in fields.items()}
+
+
+class Filter:
+    """A pipe between a rank's two streams and this process's own, which is the log."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        self._names = {value.encode(errors="surrogateescape"): f"[{name}]".encode() for value, name in values.items()}
+        self._any = re.compile(b"|".join(map(re.escape, self._names)))  # the longer ones come first
+        self._held, self._open = b"", True
+
+    def watch(self, ranks: children.Children) -> None:
+        """Once the rank has the writer: write on whenever it writes."""
+        os.close(self.writer)
+
+        def call() -> None:
+            self.pass_on()
+            if not self._open:
+                ranks.forget(self.reader)
+
+        ranks.watch(self.reader, call)
+
+    def pass_on(self) -> bool:
+        """Write on what has come; whether anything has."""
+        try:
+            new = os.read(self.reader, _CHUNK)
+        except BlockingIOError:
+            return False
+        self._open = bool(new)
+        text = self._held + new
+        # The end may be the beginning of a value, whose rest is still to come.
+        end = len(text) - max(_begun(text, value) for value in self._names)
+        self._held = text[self._write(text, end) :]
+        return self._open
+
+    def finish(self) -> None:
+        """Write what is left. The rank has ended; what it started may hold the pipe open, and is not waited for."""
+        while self.pass_on():
+            pass
+        self._write(self._held, len(self._held))
+
+    def _write(self, text: bytes, end: int) -> int:
+        """Write at least up to there, and each value that begins before it whole; where that ended."""
+        parts, done = [], 0
+        for found in self._any.finditer(text):
+            if found.start() < end:
+                parts += [text[done : found.start()], self._names[found[0]]]
+                done = found.end()
+        parts.append(text[done:end])
+        clean = b"".join(parts)
+        try:
+            while clean:
+                clean = clean[os.write(1, clean) :]
+        except OSError:  # a disk that is full must not end the run
+            pass
+        return max(done, end)
+
+
+def _begun(text: bytes, value: bytes) -> int:
+    """How much of the value the text ends with."""
+    lengths = range(min(len(value) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(value[:length])), 0)

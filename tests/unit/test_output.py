@@ -1,0 +1,111 @@
+"""Values that pass_env hands in are in no log of a rank, no record and no result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray import runner
+from dray.runner import output, rank
+
+TOKEN = "a token of my own"
+
+
+def supervised(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (folder / "logs").mkdir(exist_ok=True)
+    given = {"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": TOKEN, "DRAY_PASSED": "HF_TOKEN"}
+    argv = [sys.executable, "-S", "-E", str(rank.__file__), str(folder), "2", "node2", *command]
+    return subprocess.run(argv, env={**given, **env}, timeout=60, check=False, capture_output=True, text=True)
+
+
+def log(folder: Path) -> str:
+    return (folder / "logs" / "rank-1.log").read_text()
+
+
+def test_neither_log_nor_record_has_it(tmp_path: Path) -> None:
+    ended = supervised(tmp_path, "sh", "-c", 'echo "with $HF_TOKEN."; echo "$HF_TOKEN" >&2; exit 3')
+    assert ended.returncode == 3
+    assert log(tmp_path) == "with [HF_TOKEN].\n[HF_TOKEN]\n"
+    record = json.loads((tmp_path / "failures" / "rank-1.json").read_text())
+    assert record["last_lines"] == ["with [HF_TOKEN].", "[HF_TOKEN]"]
+
+
+def test_all_of_it_arrives(tmp_path: Path) -> None:
+    assert supervised(tmp_path, "seq", "200000").returncode == 0
+    assert log(tmp_path) == "".join(f"{number}\n" for number in range(1, 200001))
+
+
+def test_a_line_without_an_end_arrives_too(tmp_path: Path) -> None:
+    supervised(tmp_path, "printf", "it ends with %s", TOKEN[:-1])
+    assert log(tmp_path) == f"it ends with {TOKEN[:-1]}"
+
+
+def test_what_the_rank_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    ended = supervised(tmp_path, "sh", "-c", "echo begun; sleep 600 & echo $! >pid", PWD=str(tmp_path))
+    try:
+        assert (ended.returncode, log(tmp_path)) == (0, "begun\n")
+    finally:
+        pid = Path("pid")
+        os.kill(int(pid.read_text()), 9)
+        pid.unlink()
+
+
+@pytest.mark.parametrize("names", ["", "UNSET", "SHORT"])
+def test_where_there_is_nothing_to_hide_a_rank_writes_to_its_log_itself(tmp_path: Path, names: str) -> None:
+    supervised(tmp_path, "sh", "-c", "readlink /proc/self/fd/1", DRAY_PASSED=names, SHORT="1")
+    assert log(tmp_path) == f"{tmp_path}/logs/rank-1.log\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 19, 1000])
+def test_a_value_that_comes_in_pieces(tmp_path: Path, size: int, capfd) -> None:
+    values = {TOKEN: "A", "a to": "B", "überlang": "C"}
+    between = output.Filter(values)
+    text = f"x a {TOKEN}{TOKEN} {TOKEN[:6]}\n überlang über {TOKEN}".encode()
+    for start in range(0, len(text), size):
+        os.write(between.writer, text[start : start + size])
+        between.pass_on()
+    os.close(between.writer)
+    between.finish()
+    os.close(between.reader)
+    assert capfd.readouterr().out == "x a [A][A] [B]ke\n [C] über [A]"
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os\n"
+        "from dray.runner import output\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "between = output.Filter({'12345678': 'A'})\n"
+        "os.write(between.writer, b'text')\n"
+        "os.close(between.writer)\n"
+        "between.finish()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_node_s_record_has_it_neither(plan: dict[str, Any], tmp_path: Path) -> None:
+    """A launcher's own lines are in the node's log, which nothing filters."""
+    plan |= {"recipe": {"pass_env": ["HF_TOKEN"]}, "launcher": [f"/not there/{TOKEN}"]}
+    plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
+    (tmp_path / "logs" / "node-0.log").write_text(f"it is {TOKEN}\n")
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", "PATH": os.environ["PATH"]}
+    argv = [sys.executable, "-m", "dray.runner", str(tmp_path / "plan.json")]
+    ended = subprocess.run(argv, env={**env, "HF_TOKEN": TOKEN}, timeout=60, check=False, capture_output=True)
+    assert ended.returncode == 127
+    record = json.loads((tmp_path / "failures" / "node-0.json").read_text())
+    assert record["last_lines"] == ["it is [HF_TOKEN]"]
+    assert TOKEN not in json.dumps(record)
+
+
+def test_it_loads_little() -> None:
+    source = str(Path(runner.__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {source!r}); import dray.runner.output; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
+    assert not {"pathlib", "typing", "json", "pydantic"} & set(loaded.stdout.split())
