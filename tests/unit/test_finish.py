@@ -270,3 +270,14 @@ class TestLost:
         (paths.failures / "rank-3.json").write_text(json.dumps({**RECORD, "time": survivor}))
         (paths.failures / "node-1-lost-0.json").write_text(json.dumps({**RECORD, **self.LOST}))
         assert finish(paths, code=1).exit_code == code
+
+
+def test_a_result_holds_no_value_that_was_handed_in(root: Path, tmp_path: Path, monkeypatch) -> None:
+    """An engine's own lines are in the node's log, which nothing filters; here its runner left no record."""
+    monkeypatch.setenv("HF_TOKEN", "a token of my own")
+    paths = begun(root, tmp_path, 'pass_env=["HF_TOKEN"]')
+    paths.node_log(0).write_text("bad: a token of my own\nbad: hf_" + "a1" * 10 + "\n")
+    result = finish(paths, code=3)
+    assert result.cause
+    assert result.cause.last_lines == ["bad: [HF_TOKEN]", "bad: [secret]"]
+    assert "a token of my own" not in paths.result.read_text() + summary(result, paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dray.contract import exit_codes, files
+from dray.contract import exit_codes, files, secrets
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
@@ -41,6 +42,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
+    cause = cause and _redacted(cause, plan)
     result = Result(
         **_printable(
             {
@@ -70,6 +72,13 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
             print(problem, text, sep="\n", file=sys.stderr)
     return result
+
+
+def _redacted(cause: Cause, plan: Plan | None) -> Cause:
+    """Without what pass_env handed in: a launcher's or an engine's own lines pass no filter of the ranks'."""
+    values = secrets.passed(plan.recipe.pass_env if plan else (), os.environ)
+    lines = [secrets.redacted(line, values) for line in cause.last_lines]
+    return cause.model_copy(update={"why": secrets.redacted(cause.why, values), "last_lines": lines})
 
 
 class _Left:
