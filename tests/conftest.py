@@ -94,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in NEEDS:
         config.addinivalue_line("markers", f"{marker}: runs only where this part is there")
     config.addinivalue_line("markers", "slow: in slow.txt; .ci/run leaves it out")
+    config.addinivalue_line("markers", "hostile(group): a hostile or unlucky case, which `make hostile` counts")
     if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
         _measure_subprocesses(measured)
 

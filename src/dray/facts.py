@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dray import engines
+from dray.config.model import explained
 from dray.contract.findings import ConfigError, counted
 from dray.hostlist import expand
 
@@ -128,7 +129,7 @@ def parse(text: str, *, where: str) -> Facts:
         raise ConfigError(
             "the facts are not usable",
             where=where,
-            found="\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in wrong.errors()),
+            found=explained(wrong),
             fix="slurm/probe.sh writes them, and is to be of the image's version of dray; a file of your own needs the "
             "same keys",
         ) from wrong

@@ -256,9 +256,10 @@ def test_a_missing_file_names_its_neighbours(file: Path) -> None:
 def test_a_path_that_cannot_be_read(file: Path) -> None:
     Path("loop.toml").symlink_to("loop.toml")
     assert refusal(Path("loop.toml")) == (
-        "truck loop.toml cannot be read\n  wanted: a readable TOML file\n  found:  Too many levels of symbolic links"
+        "truck loop.toml cannot be read\n  where:  loop.toml\n  wanted: a readable TOML file\n"
+        "  found:  Too many levels of symbolic links"
     )
-    assert refusal(Path()) == ("truck . cannot be read\n  wanted: a readable TOML file\n  found:  a folder")
+    assert refusal(Path()) == "truck . cannot be read\n  where:  .\n  wanted: a readable TOML file\n  found:  a folder"
 
 
 def test_describe_lists_every_key_with_its_documentation() -> None:

@@ -134,5 +134,5 @@ def test_the_stage_may_be_the_recipes(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a file that the recipe names cannot be read"):
+    with pytest.raises(ConfigError, match="the DeepSpeed file cannot be read"):
         read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["train.deepspeed=deepspeed/none.json"])

@@ -55,7 +55,7 @@ def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the hostfile cannot be read"):
         hosts.read(tmp_path / "gone")
     (tmp_path / "odd").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="the hostfile cannot be read"):
+    with pytest.raises(ConfigError, match="the hostfile is not UTF-8 text"):
         hosts.read(tmp_path / "odd")
 
 
@@ -139,7 +139,7 @@ class TestSecret:
         [
             (0o640, "5" * 64, "others can read the secret"),
             (0o600, "5" * 31, "the secret is too short"),
-            (0o600, "é" * 64, "the secret cannot be read"),
+            (0o600, "é" * 64, "the secret is not ASCII"),
         ],
     )
     def test_a_file_that_is_no_secret(self, tmp_path: Path, mode: int, text: str, problem: str) -> None:

@@ -68,10 +68,10 @@ def test_no_record(sif):
     ("text", "found"),
     [
         ("{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
-        (KNOWN.model_dump_json().replace(ONE, "1"), "sif.sha256 String should match pattern '^[0-9a-f]{64}$'"),
+        (KNOWN.model_dump_json().replace(ONE, "1"), "sif.sha256: String should match pattern '^[0-9a-f]{64}$'"),
         (
             KNOWN.model_dump_json().replace("variant", "kind"),
-            "variant Field required\nkind Extra inputs are not permitted",
+            "variant: Field required\nkind: Extra inputs are not permitted",
         ),
     ],
 )

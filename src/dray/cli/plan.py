@@ -12,6 +12,7 @@ from dray import facts, render
 from dray.cli.options import Arguments, GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, chosen, report
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
+from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
@@ -83,11 +84,10 @@ def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | N
 
 
 def _read(name: str, site: str, gpu_memory: float | None) -> Facts:
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        fix = "slurm/probe.sh writes facts, inside a job"
-        raise ConfigError("the facts cannot be read", where=name, found=error.strerror, fix=fix) from error
+    if name == "-":
+        text = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin else ""
+    else:
+        text = files.text(name, "the facts", fix="slurm/probe.sh writes facts, inside a job")
     seen = facts.parse(text, where="standard input" if name == "-" else name)
     if site not in ("", seen.site):
         raise ConfigError("the facts already name a site", where=name, wanted=seen.site, found=site, fix="omit --site")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from dray.config.recipe import Recipe
 from dray.config.training import STRATEGIES
+from dray.contract.files import parse_json
 from dray.contract.findings import ConfigError
 
 # What both DeepSpeed and a recipe set. The optimizer and the schedule are dray's own, so their sections go.
@@ -80,20 +82,12 @@ def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
 
 def _parsed(text: str, path: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = {key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1}
+        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
         if twice:
             raise ConfigError("a key is there twice", where=path, found=", ".join(sorted(twice)), fix="remove one")
         return dict(pairs)
 
-    try:
-        file = json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            "the DeepSpeed file is not JSON",
-            where=f"{path}, line {error.lineno}, column {error.colno}",
-            found=error.msg,
-            fix="JSON has no comments and no comma after the last entry",
-        ) from error
+    file = parse_json(text, "the DeepSpeed file", path, pairs=once)
     if not isinstance(file, dict):
         raise ConfigError("the DeepSpeed file is no object", where=path, wanted="{...}", found=type(file).__name__)
     return file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import json
 import re
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from dray.config.schema import Schema
-from dray.contract import secrets
+from dray.contract import files, secrets
 from dray.contract.findings import ConfigError
 
 S = TypeVar("S", bound="Spec")
@@ -23,6 +22,10 @@ Keys = tuple[str | int, ...]
 Table = dict[str, Any]
 
 _SHOWN = 60
+_LIMIT = 256 << 10
+_TOML_STRINGS = re.compile(
+    r'"""[\s\S]*?(?:"""|\Z)|' r"'''[\s\S]*?(?:'''|\Z)|" r'"(?:[^"\\\n]|\\.)*+"?|' r"'[^'\n]*+'?|#[^\n]*+"
+)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TOML_PLACE = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
@@ -72,8 +75,8 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     for override in overrides:
         key, equals, raw = override.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
-        if not equals or not all(keys):
-            lines.append((secrets.redacted(override), "expected key=value, such as a.b=1 (command line)"))
+        if not equals or not all(keys) or len(keys) > files.DEPTH:
+            lines.append((secrets.redacted(override)[:_SHOWN], "expected key=value, such as a.b=1 (command line)"))
             continue
         if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
             lines.append((ascii(override), "expected UTF-8 text (command line)"))
@@ -84,36 +87,28 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     if spec and not lines:
         return spec
     schema = Schema(model)
-    lines += [_line(error, schema, written, typed) for error in errors]
+    more = len(errors) - _SHOWN  # a file of another kind may have thousands
+    lines += [_line(error, schema, written, typed) for error in errors[:_SHOWN]]
     lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
     width = max(len(label) for label, _ in lines)
-    raise ConfigError(
-        f"{what} has {len(lines)} error{'s' if len(lines) > 1 else ''}",
-        found="\n".join(f"{label:<{width}}   {text}".strip() for label, text in lines),
-    )
+    shown = [f"{label:<{width}}   {text}".strip() for label, text in lines] + [f"and {more} more"] * (more > 0)
+    raise ConfigError(f"{what} has {len(lines)} error{'s' if len(lines) > 1 else ''}", found="\n".join(shown))
+
+
+def explained(wrong: ValidationError) -> str:
+    """What is wrong with data that no user wrote by hand, a line each."""
+    found = wrong.errors(include_url=False, include_input=False)
+    lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}".removeprefix(": ")[:200] for error in found[:_SHOWN]]
+    return "\n".join([*lines, *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])])
 
 
 def _read(path: Path, kind: str) -> str:
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        _missing(path, kind)
-    except OSError as refused:
-        raise ConfigError(
-            f"{kind} {path} cannot be read",
-            wanted="a readable TOML file",
-            found="a folder" if isinstance(refused, IsADirectoryError) else refused.strerror,
-        ) from refused
-    try:
-        return raw.removeprefix(codecs.BOM_UTF8).decode()  # some editors write the mark; TOML forbids it
-    except UnicodeDecodeError as wrong:
-        *before, row = wrong.object[: wrong.start].decode().split("\n")
-        raise ConfigError(
-            f"{kind} {path} is not UTF-8 text",
-            where=f"{path}:{len(before) + 1}:{len(row) + 1}",
-            found=f"byte 0x{wrong.object[wrong.start]:02x}",
-            fix="save the file as UTF-8",
-        ) from wrong
+        return files.text(path, f"{kind} {path}", wanted="a readable TOML file", limit=_LIMIT)
+    except ConfigError as refused:
+        if isinstance(refused.__cause__, FileNotFoundError):
+            _missing(path, kind)
+        raise
 
 
 def _missing(path: Path, kind: str) -> NoReturn:
@@ -128,21 +123,44 @@ def _missing(path: Path, kind: str) -> NoReturn:
 
 def _parse(text: str, path: Path, kind: str) -> Table:
     try:
-        return tomllib.loads(text)
-    # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError, thousands of brackets are too deep.
-    except (ValueError, RecursionError) as wrong:
+        return parse_toml(text)
+    except ValueError as wrong:
         problem = f"{kind} {path} is not valid TOML"
         rows = text.split("\n")
         place = _TOML_PLACE.fullmatch(str(wrong))
         if not place:
             raise ConfigError(problem, where=path, found=wrong) from wrong
         line, column = int(place[2] or len(rows)), int(place[3] or len(rows[-1]) + 1)
-        row = rows[line - 1].replace("\t", " ").rstrip()
+        row = rows[line - 1].replace("\t", " ")
+        start = max(0, column - _SHOWN)
         raise ConfigError(
             problem,
             where=f"{path}:{line}:{column}",
-            found=f"{place[1]}\n{secrets.redacted(row)}\n{'^':>{column}}",
+            found=f"{place[1]}\n{secrets.redacted(row)[start : column + _SHOWN].rstrip()}\n{'^':>{column - start}}",
         ) from wrong
+
+
+def parse_toml(text: str) -> Table:
+    """TOML's tables; ValueError for what is none, and for what nothing that follows could hold."""
+    bare = _TOML_STRINGS.sub("", text)
+    # Each dotted key costs the square of its length.
+    deep = any(part.count(".") > files.DEPTH for part in re.split(r"[][{}=,\n]", bare))
+    try:
+        table = {} if deep else tomllib.loads(text)
+        deep = deep or files.too_deep(table)
+        if not deep and not _fits(table):
+            raise ValueError("a whole number of more than 64 bits")
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"more than {files.DEPTH} tables or lists within one another")
+    return table
+
+
+def _fits(value: object) -> bool:
+    """Whether each whole number is one that TOML has; a hexadecimal one may have more digits than Python writes."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(_fits, inner)) and not (isinstance(value, int) and value.bit_length() > 63)
 
 
 def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
@@ -156,8 +174,8 @@ def _apply(model: type[Spec], data: Table, keys: Keys, raw: str) -> Table:
 
 def _value(raw: str) -> object:
     try:
-        parsed = tomllib.loads(f"value = {raw}")
-    except (ValueError, RecursionError):
+        parsed = parse_toml(f"value = {raw}")
+    except ValueError:
         return raw
     value = parsed["value"]
     # A line break starts another key, and a time limit such as 01:30:00 is text to every model of ours.
@@ -221,7 +239,9 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
     if shown:
         found = json.dumps(value, ensure_ascii=False)
         label = override or f"{label} = {found if len(found) <= _SHOWN else found[:_SHOWN] + '...'}"
-    return secrets.redacted(label), f"{text} (command line)" if override else text
+    label = secrets.redacted(label)
+    label = label if len(label) <= 2 * _SHOWN else f"{label[: 2 * _SHOWN]}..."
+    return label, f"{text} (command line)" if override else text
 
 
 def _suggest(name: str, valid: list[str], place: str) -> str:

@@ -86,9 +86,9 @@ class Recipe(Spec):
     """The SHA-256 that the SIF must have, as `dray image build` prints it."""
     launcher: Launcher = "torchrun"
     """What starts the ranks in the container."""
-    nodes: Count = 1
+    nodes: Annotated[int, Field(ge=1, le=65_536)] = 1
     """Nodes to request. If the scheduler gives another number, dray uses that."""
-    ranks_per_node: Count | None = None
+    ranks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Ranks on a node without GPUs. With GPUs there is one rank for each."""
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """Port of the first node, for the rendezvous and torch's store. Default: a free one."""

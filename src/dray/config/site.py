@@ -12,7 +12,7 @@ from dray.config.model import Spec
 from dray.contract import secrets
 from dray.contract.cores import parse
 
-Cores = Annotated[str, Field(pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")]
+Cores = Annotated[str, Field(pattern=r"^[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*$")]
 # Variables of the job are allowed: $SCRATCH/data.
 BindPath = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
 # A site's file may break a sentence over lines; node.sh has it in a comment.

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LIMIT = 8192
+"""Cores of one machine: Linux itself counts no further."""
+
 
 def parse(text: str) -> list[int]:
-    """The cores of a list."""
+    """The cores of a list; ValueError where it names one that no machine has, or more than a machine has."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
+        low, high = int(first), int(last or first)
+        if max(low, high) >= LIMIT:
+            raise ValueError(f"{part[:40]}: cores are numbered from 0 to {LIMIT - 1}")
+        cores += range(low, high + 1)
+        if len(cores) > LIMIT:
+            raise ValueError(f"more than {LIMIT} cores in one list")
     return cores
 
 

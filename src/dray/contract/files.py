@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
+import shlex
 import stat
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
+from dray.contract.findings import ConfigError
+
+DEPTH = 64
+"""Tables and lists within one another; Python itself gives up at some hundreds."""
 _LIMIT = 16 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -14,6 +22,8 @@ _KINDS = {
     stat.S_IFCHR: "a device, not a file",
     stat.S_IFBLK: "a device, not a file",
 }
+_UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -40,6 +50,78 @@ def read(path: str | os.PathLike[str], *, limit: int = _LIMIT) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", os.fspath(path))
     return content
+
+
+def text(path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT) -> str:
+    """The UTF-8 text of a user's file; `what` names it in the ConfigError of one that cannot be read."""
+    try:
+        raw = read(path, limit=limit)
+    except OSError as refused:
+        raise ConfigError(
+            f"{what} cannot be read", where=path, wanted=wanted, found=refused.strerror, fix=fix
+        ) from refused
+    name = shlex.quote(os.fspath(path))
+    if raw.startswith(_UTF16_MARKS):
+        raise ConfigError(
+            f"{what} is not UTF-8 text",
+            where=path,
+            found="UTF-16",
+            fix=f"iconv -f UTF-16 -t UTF-8 {name} > FILE, and use that FILE",
+        )
+    try:
+        decoded = raw.removeprefix(_UTF8_MARK).decode()  # some editors write the mark
+    except UnicodeDecodeError as wrong:
+        *before, row = wrong.object[: wrong.start].decode().split("\n")
+        raise ConfigError(
+            f"{what} is not UTF-8 text",
+            where=f"{os.fspath(path)}:{len(before) + 1}:{len(row) + 1}",
+            found=f"byte 0x{wrong.object[wrong.start]:02x}",
+            fix="save the file as UTF-8",
+        ) from wrong
+    if "\r" in decoded and "\n" not in decoded:
+        raise ConfigError(
+            f"{what} has no lines", where=path, wanted="lines that end in LF", found="lines that end in CR alone",
+            fix=f"tr '\\r' '\\n' < {name} > FILE, and use that FILE",
+        )  # fmt: skip
+    return decoded
+
+
+def parse_json(
+    content: str, what: str, where: object, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:  # noqa: ANN401  any JSON value
+    """What the JSON says; ConfigError where it is none, or nothing that could be written down again."""
+    place = str(where)
+    try:
+        value = json.loads(content, object_pairs_hook=pairs)
+        if _ESCAPED_SURROGATE.search(content):
+            json.dumps(value, ensure_ascii=False).encode()
+        found = f"more than {DEPTH} lists within one another" if too_deep(value) else ""
+    except json.JSONDecodeError as wrong:
+        place, found = f"{where}, line {wrong.lineno}, column {wrong.colno}", wrong.msg
+    except RecursionError:
+        found = f"more than {DEPTH} lists within one another"
+    except UnicodeEncodeError:
+        found = "half of a character (a lone surrogate)"
+    except ValueError:
+        found = "a number of thousands of digits"
+    if found:
+        raise ConfigError(f"{what} is not valid JSON", where=place, found=found)
+    return value
+
+
+def too_deep(value: object) -> bool:
+    """Whether there are more than DEPTH tables and lists within one another."""
+    level = [value]
+    for _ in range(DEPTH + 1):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666) -> None:

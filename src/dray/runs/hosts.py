@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 import socket
 from collections.abc import Sequence
@@ -11,13 +12,17 @@ from pathlib import Path
 
 from dray import engines
 from dray.config.recipe import Recipe
+from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.facts import Engine, Facts
+from dray.hostlist import LIMIT
 from dray.planning.world import port_of
 from dray.runs import local
 
 _SECRET_LENGTH = 32
 _NEW_SECRET = "(umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > ~/.dray-secret)"  # noqa: S105  a line to type
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")  # or an IPv4 address
+_SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})")
 _FORM = "one line for each machine: its name or address, and slots=N for N ranks on it, as in `box1 slots=8`"
 
 
@@ -77,10 +82,12 @@ class Hosts:
                 wanted="--secret FILE, with the same content on each machine",
                 fix=f"{_NEW_SECRET}, then copy it to each machine and add --secret ~/.dray-secret",
             )
-        try:
-            secret, mode = file.read_text(encoding="ascii").strip(), file.stat().st_mode
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("the secret cannot be read", where=file, found=error, fix=_NEW_SECRET) from error
+        secret = files.text(file, "the secret", fix=_NEW_SECRET).strip()
+        mode = file.stat().st_mode
+        if not secret.isascii():
+            raise ConfigError(
+                "the secret is not ASCII", where=file, wanted="random letters and digits", fix=_NEW_SECRET
+            )
         if mode & 0o077:
             raise ConfigError(
                 "others can read the secret",
@@ -111,27 +118,30 @@ class Hosts:
 
 def read(path: Path) -> Hosts:
     """The file, in the form that DeepSpeed and MPI have too."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "the hostfile cannot be read", where=path, wanted=_FORM, found=getattr(error, "strerror", None) or error
-        ) from error
-    names: list[str] = []
+    text = files.text(path, "the hostfile", wanted=_FORM)
+    names: dict[str, None] = {}  # in their order
     slots: set[int | None] = set()
     for number, raw in enumerate(text.splitlines(), start=1):
         fields = raw.partition("#")[0].split()
         if not fields:
             continue
-        count = fields[1].removeprefix("slots=") if fields[1:] else ""
-        if len(fields) > 2 or (fields[1:] and not (fields[1].startswith("slots=") and count.isdigit() and int(count))):
+        where = f"{path}:{number}"
+        count = _SLOTS.fullmatch(fields[1]) if fields[1:] else None
+        if fields[0].count(":") > 1:
             raise ConfigError(
-                "a line of the hostfile is not understood", where=f"{path}:{number}", wanted=_FORM, found=raw.strip()
+                "an IPv6 address is in the hostfile", where=where, wanted="a name or an IPv4 address",
+                found=ascii(fields[0][:80]), fix="write the machine's name, as `hostname` prints it there",
+            )  # fmt: skip
+        if len(fields) > 2 or not _NAME.fullmatch(fields[0]) or (fields[1:] and not count):
+            raise ConfigError(
+                "a line of the hostfile is not understood", where=where, wanted=_FORM, found=ascii(raw.strip()[:80])
             )
         if fields[0] in names:
-            raise ConfigError("a machine is in the hostfile twice", where=f"{path}:{number}", found=fields[0])
-        names.append(fields[0])
-        slots.add(int(count) if count else None)
+            raise ConfigError("a machine is in the hostfile twice", where=where, found=fields[0])
+        if len(names) == LIMIT:
+            raise ConfigError("the hostfile names too many machines", where=where, wanted=f"at most {LIMIT:,}")
+        names[fields[0]] = None
+        slots.add(int(count[1]) if count else None)
     if not names:
         raise ConfigError("the hostfile names no machine", where=path, wanted=_FORM)
     if len(slots) > 1:
@@ -150,6 +160,6 @@ def _is_here(name: str) -> bool:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0]
         with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
             probe.bind(address[4])
-    except OSError:
+    except (OSError, UnicodeError):  # a part of more than 63 characters is no name
         return False
     return True

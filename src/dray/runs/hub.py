@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from dray.contract import files
 from dray.contract.findings import ConfigError
 
 _NETWORK = ("HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
@@ -19,12 +20,8 @@ def passed() -> tuple[str, ...]:
 
 
 def _token(file: Path) -> str:
-    try:
-        mode, token = file.stat().st_mode & 0o777, file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "the file of the hub's token cannot be read", where=f"HF_TOKEN_PATH={file}", found=error
-        ) from error
+    token = files.text(file, "the file of the hub's token").strip()
+    mode = file.stat().st_mode & 0o777
     if mode & 0o077 or not token:
         raise ConfigError(
             "others can read the hub's token" if token else "the file of the hub's token is empty",

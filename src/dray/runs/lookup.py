@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dray.config.recipe import Recipe
+from dray.contract.files import parse_json, read
+from dray.contract.findings import ConfigError
 from dray.facts import Facts, Files
 
 
@@ -31,7 +32,7 @@ def _configuration(recipe: Recipe, home: str) -> dict[str, Any] | None:
             vocabulary = tokenizer.get("vocab_size", 257)  # one for each byte
             return {"model_type": model.type, "vocab_size": vocabulary, **model.config}
         return {**_json(model.name, model.revision, home), **model.config}
-    except (OSError, ValueError):
+    except (OSError, ConfigError, ValueError):  # the nodes say what is wrong with it
         return None
 
 
@@ -41,8 +42,10 @@ def _json(name: str, revision: str, home: str) -> dict[str, Any]:
     if not name.startswith(("/", ".")):
         cached = _cached(home, "models", name)
         ref = cached / "refs" / revision
-        folder = cached / "snapshots" / (ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision)
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        folder = cached / "snapshots" / (read(ref).decode().strip() if ref.is_file() else revision)
+    found = parse_json(read(folder / "config.json").decode(), "the model", folder)
+    if not isinstance(found, dict):
+        raise ConfigError("the model's config.json is no table", where=folder)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -11,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import ValidationError
+
 from dray import __version__, render
 from dray.config import deepspeed, sites
-from dray.config.model import load, validate
+from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import files, node
 from dray.contract.files import write_atomic
@@ -42,7 +43,7 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
         recipe = _with(recipe, ["accelerate"], _accelerate(beside / recipe.accelerate, recipe.runs.share))
     if recipe.train and recipe.train.deepspeed:
         file = beside / recipe.train.deepspeed
-        recipe = deepspeed.agreed(recipe, _read(file), file)
+        recipe = deepspeed.agreed(recipe, files.text(file, "the DeepSpeed file"), file)
     return recipe
 
 
@@ -75,7 +76,7 @@ def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  
 
 def _accelerate(path: Path, share: str) -> str:
     """The configuration, which the run folder gets a copy of: a recipe of another user's may name any file of yours."""
-    text = _read(path)
+    text = files.text(path, "the file that the recipe names")
     if share != "none" and not path.stat().st_mode & 0o044:
         raise ConfigError(
             "a private file would be copied into a run folder that your group reads",
@@ -85,13 +86,6 @@ def _accelerate(path: Path, share: str) -> str:
             fix=f"runs.share=none, or chmod g+r {shlex.quote(str(path))}",
         )
     return text
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("a file that the recipe names cannot be read", where=path, found=error) from error
 
 
 def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
@@ -165,8 +159,9 @@ def _requeued(recipe: Recipe, facts: Facts, runs: Path) -> str | None:
 
 def read(paths: RunPaths) -> Plan:
     """The plan of an attempt, where this version of dray reads it."""
-    text = files.read(paths.plan).decode()
-    found, version = json.loads(text).get("version"), Plan.model_fields["version"].default
+    text = files.text(paths.plan, "the run's plan")
+    plan = files.parse_json(text, "the run's plan", paths.plan)
+    found, version = plan.get("version") if isinstance(plan, dict) else None, Plan.model_fields["version"].default
     if found != version:
         raise ConfigError(
             "this run was planned by another version of dray",
@@ -176,4 +171,7 @@ def read(paths: RunPaths) -> Plan:
             fix="use that version of dray, or begin an attempt with this one: dray run RECIPE "
             f"--runs={paths.run.parent} --run={paths.run.name}",
         )
-    return Plan.model_validate_json(text)
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as wrong:
+        raise ConfigError("the run's plan is damaged", where=paths.plan, found=explained(wrong)) from wrong

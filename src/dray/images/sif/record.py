@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dray.config.image import Digest
-from dray.config.model import Spec
+from dray.config.model import Spec, explained
+from dray.contract.files import read as read_file
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 
@@ -50,17 +51,16 @@ def read(sif: Path) -> Record | None:
     """The record, if there is one."""
     path = path_for(sif)
     try:
-        return Record.model_validate_json(path.read_bytes())
+        return Record.model_validate_json(read_file(path))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError("the image's record cannot be read", where=path, found=error.strerror) from error
     except ValidationError as wrong:
-        lines = [f"{'.'.join(map(str, error['loc']))} {error['msg']}".strip() for error in wrong.errors()]
         raise ConfigError(
             "the image's record is damaged",
             where=path,
-            found="\n".join(lines),
+            found=explained(wrong),
             fix="build the image again; or remove the record, and give --digest",
         ) from wrong
 

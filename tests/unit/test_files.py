@@ -1,0 +1,216 @@
+"""What a user names in the place of a file, and what is in it: read in time, or refused in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dray.config.model import load
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.contract import cores, files
+from dray.contract.findings import ConfigError
+from dray.hostlist import LIMIT
+from dray.images.sif import record
+from dray.runs import hosts, write
+
+pytestmark = pytest.mark.hostile("files")
+
+PLACES = {
+    "recipe": lambda path: load(Recipe, path),
+    "site": lambda path: load(Site, path),
+    "hostfile": hosts.read,
+    "secret": hosts.Hosts(Path("hosts"), ("a", "b"), None).secret,
+    "deepspeed": lambda path: write.read_recipe(Path("recipes/smoke-cpu.toml").absolute(), [f"train.deepspeed={path}"]),
+}
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def sock(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+def unreadable(path: Path) -> None:
+    path.write_text("")
+    path.chmod(0)
+
+
+def large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 30)
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "fifo": (fifo, "a FIFO, not a file"),
+    "socket": (sock, "a socket, not a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "a device, not a file"),
+    "folder": (Path.mkdir, "a folder"),
+    "unreadable": (unreadable, "Permission denied"),
+    "large": (large, "more than "),
+    "loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+}
+
+
+@pytest.fixture
+def ordinary_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Root reads everything."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    if os.geteuid() == 0:
+        for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+            folder.chmod(0o755)
+        os.chown(tmp_path, 65534, -1)
+        os.seteuid(65534)
+    yield
+    if os.getuid() == 0:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_no_file(place: str, kind: str, tmp_path: Path, ordinary_user: None) -> None:
+    path = tmp_path / "x.toml"
+    make, found = KINDS[kind]
+    make(path)
+    with pytest.raises(ConfigError) as refused:
+        PLACES[place](path)
+    assert refused.value.problem.endswith("cannot be read")
+    assert refused.value.details["found"].startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem", "found"),
+    [
+        ("name = 'x'\n".encode("utf-16"), "is not UTF-8 text", "UTF-16"),
+        ("name = 'x'\n".encode("utf-16-be"), "is not ", None),
+        (b"name = 'x'\rabout = 'y'\r", "has no lines", "lines that end in CR alone"),
+        (b"name = '\xe9'\n", "is not UTF-8 text", "byte 0xe9"),
+    ],
+    ids=["utf-16", "utf-16-be without its mark", "cr", "latin-1"],
+)
+@pytest.mark.parametrize("place", ["recipe", "site", "hostfile"])
+def test_text_of_another_kind(place: str, content: bytes, problem: str, found: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        PLACES[place](path)
+    assert found is None or problem in refused.value.problem
+    assert found is None or refused.value.details["found"] == found
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes("\ufeffbox1\nbox2\n".encode())
+    assert hosts.read(tmp_path / "hosts").names == ("box1", "box2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "[" * 100_000,
+        "x = " + "[" * 100 + "]" * 100,
+        ".".join(["a"] * 100_000) + " = 1",
+        "[" + " . ".join(["'a'"] * 40_000) + "]",
+        "x = " + "{a=" * 100 + "1" + "}" * 100,
+        '"' + r"\"" * 100_000,
+    ],
+    ids=["open", "closed", "dotted", "quoted", "tables", "quotes"],
+)
+def test_toml_that_is_too_deep(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load(Recipe, tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000, "1" * 4301, "9" * 400])
+def test_numbers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text(f"name = 'x'\nnodes = {digits}\n")
+    with pytest.raises(ConfigError):
+        load(Recipe, tmp_path / "x.toml")
+    (tmp_path / "x.toml").write_text("name = 'x'\n[command]\nargv = ['a']\n")
+    with pytest.raises(ConfigError):
+        load(Recipe, tmp_path / "x.toml", [f"nodes={digits}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[" * 100_000, "more than 64 lists within one another"),
+        ('{"a":' * 100 + "1" + "}" * 100, "more than 64 lists within one another"),
+        ("9" * 5000, "a number of thousands of digits"),
+        ('{"\\ud800": 1}', "half of a character (a lone surrogate)"),
+        ("{,}", "Expecting property name enclosed in double quotes"),
+    ],
+)
+def test_json_that_is_none(text: str, found: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        files.parse_json(text, "it", "x.json")
+    assert (refused.value.problem, refused.value.details["found"]) == ("it is not valid JSON", found)
+    with pytest.raises(ConfigError):
+        write.deepspeed.agreed(load(Recipe, Path(__file__).parents[2] / "recipes/smoke-cpu.toml"), text, Path("x.json"))
+
+
+def test_half_of_a_pair_is_no_lone_surrogate() -> None:
+    assert files.parse_json(r'"\ud83d\ude00"', "it", "x") == "😀"
+
+
+@pytest.mark.parametrize("text", ["0-99999999999", "8192", "9" * 5000, "0-8191,0", "1-2-3", "a"])
+def test_cores_that_no_machine_has(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cores|invalid literal|digits"):
+        cores.parse(text)
+    (tmp_path / "x.toml").write_text(f'name = "x"\nabout = ""\ncores = ["{text}"]\n')
+    with pytest.raises(ConfigError):
+        load(Site, tmp_path / "x.toml")
+
+
+def test_a_hostfile_of_a_million_lines(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("".join(f"n{number}\n" for number in range(1_000_000)))
+    with pytest.raises(ConfigError, match=r"names too many machines\n.*:65537\n.*at most 65,536"):
+        hosts.read(tmp_path / "hosts")
+    (tmp_path / "hosts").write_text("".join(f"n{number}\n" for number in range(LIMIT)))
+    assert len(hosts.read(tmp_path / "hosts").names) == LIMIT
+
+
+@pytest.mark.parametrize("line", ["fe80::1", "::1", "[::1] slots=2", "[fe80::1%eth0]"])
+def test_ipv6_in_a_hostfile(line: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"box1\n{line}\n")
+    with pytest.raises(ConfigError, match="an IPv6 address is in the hostfile") as refused:
+        hosts.read(tmp_path / "hosts")
+    assert refused.value.details["where"].endswith("hosts:2")
+
+
+@pytest.mark.parametrize(
+    "line", ["n[1-3]", "a,b", "a slots=²", "a slots=" + "9" * 5000, "é", "a\0b", "-a", "a slots=2 slots=2", "a\x1b[2J"]
+)
+def test_lines_that_name_no_machine(line: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(line)
+    with pytest.raises(ConfigError, match="a line of the hostfile is not understood"):
+        hosts.read(tmp_path / "hosts")
+
+
+def test_a_name_that_no_resolver_takes(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a" * 64 + "\n" + "b" * 200 + "\n")
+    with pytest.raises(ConfigError, match="no line is this machine"):
+        hosts.read(tmp_path / "hosts").here()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"version": 1}', '{"version": "\\ud800"}', "\0", "1"])
+def test_a_run_s_plan_that_is_none(text: str, tmp_path: Path) -> None:
+    paths = write.RunPaths(tmp_path)
+    paths.plan.parent.mkdir()
+    paths.plan.write_text(text)
+    with pytest.raises(ConfigError, match="plan"):
+        write.read(paths)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "{}", "\0", '{"variant": ' + "9" * 5000 + "}"])
+def test_an_image_s_record_that_is_none(text: str, tmp_path: Path) -> None:
+    record.path_for(tmp_path / "x.sif").write_text(text)
+    with pytest.raises(ConfigError, match="the image's record is damaged"):
+        record.read(tmp_path / "x.sif")
