@@ -73,12 +73,17 @@ def sign(
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
 
 
-def sbom(image: Image) -> None:
-    """Print the bill of materials: CycloneDX JSON with every package, its licence and its hash."""
+def sbom(
+    image: Image,
+    spdx: Annotated[bool, typer.Option("--spdx", help="In SPDX 2.3, in place of CycloneDX 1.6.")] = False,
+) -> None:
+    """Print the bill of materials as JSON: every package, its licence and its hash."""
     sif = sif_format.read(_file(image))
-    found = contents.file(sif, "opt/dray/sbom.json")
+    name = f"opt/dray/sbom{'.spdx' if spdx else ''}.json"
+    found = contents.file(sif, name)
     if found is None:
-        raise ConfigError("dray did not build this image", where=sif.path, wanted="/opt/dray/sbom.json in it")
+        problem = "dray did not build this image, or an older one did" if spdx else "dray did not build this image"
+        raise ConfigError(problem, where=sif.path, wanted=f"/{name} in it")
     print(found.decode(), end="")
 
 

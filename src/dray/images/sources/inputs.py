@@ -27,7 +27,7 @@ INPUTS_LABEL = "dray.inputs"
 README, BUILDER = "README.md", "builder.tar"
 BUNDLE_ONLY = (SUMS, SIGNATURE, README, BUILDER)
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
-_LATER = re.compile(r"steps/([6-9]\d-.*|sbom\.py)|dray/.*|labels|Containerfile")
+_LATER = re.compile(r"steps/([6-9]\d-.*|(sbom|spdx)\.py)|dray/.*|labels|Containerfile")
 
 
 @dataclass(frozen=True, kw_only=True)
