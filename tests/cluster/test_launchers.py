@@ -178,21 +178,24 @@ def test_a_node_without_the_image(sbatch, cluster, sif: Path) -> None:
     assert (cause["node"], cause["why"]) == ("n2", "/tmp/own.sif is not there\n  wanted: the image")
 
 
-def test_ranks_that_torchrun_starts_again(sbatch, root: Path, folder: Path) -> None:
-    """The other rank is at work when one dies: one that had ended well could not begin anew."""
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_all_ranks_start_again(sbatch, root: Path, folder: Path, launcher: str) -> None:
     dies_once = (
-        "import os, pathlib, sys, time; rank = os.environ['RANK']; again = pathlib.Path('begun-' + rank).exists(); "
-        "pathlib.Path('begun-' + rank).touch(); print('again', again, flush=True); "
-        "sys.exit(0) if again else sys.exit(5) if rank == '1' else time.sleep(60)"
+        "import os, sys, time; again = os.environ['TORCHELASTIC_RESTART_COUNT']; print('again', again, flush=True); "
+        "sys.exit(0) if again == '1' else time.sleep(5 if os.environ['RANK'] == '1' else 60) or sys.exit(5)"
     )
     ended = sbatch(
-        f"{root}/slurm/multinode.sh", QUICK, "max_restarts=1", "ranks_per_node=1", "--", "python3", "-c", dies_once,
+        f"{root}/slurm/multinode.sh", QUICK, f"launcher={launcher}", "max_restarts=1", "ranks_per_node=1",
+        "--", "python3", "-c", dies_once,
         workdir="/shared/home/my scripts",
     )  # fmt: skip
     assert ended.code == 0, ended.output
     logs = "".join(path.read_text() for path in (ended.attempt / "logs").glob("rank-*.log"))
-    assert (logs.count("again False"), logs.count("again True")) == (2, 2)
-    assert list((ended.attempt / "failures").iterdir()) == []
+    assert (logs.count("again 0"), logs.count("again 1")) == (2, 2)
+    result = ended.result()
+    cause = result["restart_cause"]
+    assert (result["restarts"], cause["rank"], cause["node"], cause["code"]) == (1, 1, "n2", 5)
+    assert "restarts: 1, the first time after rank 1 on n2: exit code 5\n" in ended.output
 
 
 def test_a_site_s_interface_and_its_nodes_own_disks(sbatch, cluster, root: Path, folder: Path) -> None:

@@ -18,6 +18,7 @@ from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.result import summary
+from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
@@ -281,3 +282,47 @@ def test_a_result_holds_no_value_that_was_handed_in(root: Path, tmp_path: Path, 
     assert result.cause
     assert result.cause.last_lines == ["bad: [HF_TOKEN]", "bad: [secret]"]
     assert "a token of my own" not in paths.result.read_text() + summary(result, paths)
+
+
+class TestRestarts:
+    """The runners have moved what failed before each of them."""
+
+    @pytest.fixture
+    def before(self, paths: RunPaths) -> Path:
+        for number in (1, 2):
+            (paths.failures / f"restart-{number}").mkdir()
+        record = {**RECORD, "time": 1.0, "rank": 2, "code": 9, "why": "exit code 9"}
+        (paths.failures / "restart-1" / "rank-2.json").write_text(json.dumps(record))
+        (paths.failures / "restart-1" / "rank-1.json").write_text(json.dumps({**RECORD, "time": 2.0}))
+        return paths.failures / "restart-1"
+
+    def test_the_cause_is_what_ended_the_run_and_the_first_is_kept(self, paths: RunPaths, before: Path) -> None:
+        result = finish(paths, code=1)
+        assert (result.restarts, result.restart_cause and result.restart_cause.code) == (2, 9)
+        assert (result.exit_code, result.cause and result.cause.rank) == (3, 3)
+        assert summary(result, paths).splitlines()[-3:] == [
+            "restarts: 2, the first time after rank 2 on n2: exit code 9",
+            f"run folder: {paths.run}",
+            "exit code: 3",
+        ]
+
+    def test_a_run_that_was_stopped_or_ended_well_after_it_keeps_them_too(self, paths: RunPaths, before: Path) -> None:
+        result = finish(paths, code=143, stopped=Stop("scancel", "2026-11-22T21:00:00Z"))
+        assert (result.status, result.cause, result.restarts) == ("stopped", None, 2)
+        assert result.restart_cause
+        assert result.restart_cause.rank == 2
+
+    @pytest.mark.parametrize("content", [None, b"", b"[" * 100000, b'{"time": "now"}'])
+    def test_a_record_that_is_gone_or_damaged_does_not_hide_the_number(
+        self, paths: RunPaths, before: Path, content: bytes | None
+    ) -> None:
+        for path in before.iterdir():
+            path.unlink()
+        if content is not None:
+            (before / "rank-2.json").write_bytes(content)
+        result = finish(paths, code=1)
+        assert (result.restarts, result.exit_code, bool(result.restart_cause)) == (2, 3, content is not None)
+
+    def test_what_is_no_folder_counts_nothing(self, paths: RunPaths) -> None:
+        (paths.failures / "restart-1").touch()
+        assert finish(paths, code=1).restarts == 0

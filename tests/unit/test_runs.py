@@ -175,6 +175,8 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "preflight": "cxi, 122.50 GB/s of bus bandwidth, in 4.2 s",
         "cause": None,
         "reason": None,
+        "restarts": 0,
+        "restart_cause": None,
         "at": None,
         "checkpoint": None,
         "warnings": [],

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dray.contract import exit_codes, files, secrets
+from dray.contract import exit_codes, files, run_folder, secrets
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths
@@ -36,13 +36,14 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
     figures = left.tried(paths.metrics, left.figures) or {}
+    restarts, first = left.tried(paths.failures, left.restarts) or (0, None)
     status = "stopped" if stopped else "failed" if code else "done"
     # Ranks that were stopped may die in any way; none of them is a cause.
-    cause = (left.first_cause() or left.unrecorded()) if status == "failed" else None
+    cause = (left.first_cause(paths.failures) or left.unrecorded()) if status == "failed" else None
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
-    cause = cause and _redacted(cause, plan)
+    cause, first = (one and _redacted(one, plan) for one in (cause, first))
     result = Result(
         **_printable(
             {
@@ -53,6 +54,8 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
                 "world_size": plan.world.size if plan else None,
                 "hosts": [node.name for node in plan.world.nodes] if plan else [],
                 "cause": cause.model_dump() if cause else None,
+                "restarts": restarts,
+                "restart_cause": first.model_dump() if first else None,
                 "reason": stopped.reason if stopped else None,
                 "at": stopped.at if stopped else None,
                 "checkpoint": left.newest_checkpoint(plan) if status != "done" else None,
@@ -96,9 +99,14 @@ class _Left:
             self.warnings.append(f"{what} cannot be read: {_reason(error)}")
             return None
 
-    def first_cause(self) -> Cause | None:
+    def restarts(self) -> tuple[int, Cause | None]:
+        """How often the runners have started all ranks again, and what failed before the first time."""
+        count = sum(path.is_dir() for path in self.paths.failures.glob("restart-*"))
+        return count, self.first_cause(self.paths.folder / run_folder.restart(1)) if count else None
+
+    def first_cause(self, folder: Path) -> Cause | None:
         """The earliest record of a failure. A node that was lost is the cause of what died of that."""
-        paths = self.tried(self.paths.failures, lambda: sorted(self.paths.failures.iterdir())) or []
+        paths = self.tried(folder, lambda: sorted(folder.iterdir())) or []
         records = [self._record(path) for path in paths if path.suffix == ".json"]
         return min(records, key=lambda record: record[0])[1] if records else None
 

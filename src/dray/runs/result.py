@@ -46,6 +46,10 @@ class Result(BaseModel):
     sample: str | None = None
     preflight: str | None = None
     cause: Cause | None = None
+    restarts: int = 0
+    """How often the runners have started all ranks again."""
+    restart_cause: Cause | None = None
+    """What failed before the first restart; `cause` is what ended the run."""
     reason: str | None = None
     """What stopped it."""
     at: str | None = None
@@ -58,7 +62,7 @@ class Result(BaseModel):
 
 def summary(result: Result, paths: RunPaths) -> str:
     """The last words of a run."""
-    lines = [*_ended(result, paths), *(f"warning: {warning}" for warning in result.warnings)]
+    lines = [*_ended(result, paths), *_restarts(result), *(f"warning: {warning}" for warning in result.warnings)]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 
@@ -66,11 +70,23 @@ def summary(result: Result, paths: RunPaths) -> str:
 def _ended(result: Result, paths: RunPaths) -> list[str]:
     if result.cause:
         cause = result.cause
-        who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
-        lines = [f"failed: {who}{' on ' + cause.node if cause.node else ''}: {cause.why}"]
+        lines = [f"failed: {_who(cause)}: {cause.why}"]
         lines += [f"  | {line}" for line in cause.last_lines[-12:]]
         return [*lines, f"  log: {cause.log}"] if cause.log else lines
     return _stopped(result, paths) if result.status == "stopped" else _done(result)
+
+
+def _who(cause: Cause) -> str:
+    who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
+    return f"{who}{' on ' + cause.node if cause.node else ''}"
+
+
+def _restarts(result: Result) -> list[str]:
+    if not result.restarts:
+        return []
+    first = result.restart_cause
+    why = f", the first time after {_who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
+    return [f"restarts: {result.restarts}{why}"]
 
 
 def _done(result: Result) -> list[str]:
