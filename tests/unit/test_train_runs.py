@@ -189,7 +189,7 @@ def test_a_broken_checkpoint_is_said_and_the_one_before_is_taken(run: BEGUN, har
     for step in (2, 4):
         shutil.copytree(first.folder / f"checkpoints/step-{step}", again.folder / f"checkpoints/step-{step}")
     newest = again.folder / "checkpoints/step-4"
-    file = sorted(newest.glob("*.distcp"))[0]
+    file = sorted(newest.glob("*.safetensors"))[0]
     if harm == "flip":
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
@@ -211,12 +211,12 @@ def test_a_checkpoint_of_another_version_is_refused(run: BEGUN) -> None:
     newest = again.folder / "checkpoints/step-2"
     shutil.copytree(first.folder / "checkpoints/step-2", newest)
     manifest = json.loads((newest / "manifest.json").read_text())
-    (newest / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "version": 3}))
     assert again.end(code=78).log().read_text().splitlines()[-5:] == [
         "the checkpoint was written by another version of dray",
         f"  where:  {newest}/manifest.json",
-        "  wanted: checkpoint version 1",
-        f"  found:  checkpoint version 2, written by dray {manifest['dray']}",
+        "  wanted: checkpoint version 2",
+        f"  found:  checkpoint version 3, written by dray {manifest['dray']}",
         "  fix:    resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, "
         "and another checkpoint.folder",
     ]

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, read without surprises; files of ours, complete or not there; the ends of logs."""
+"""Files that somebody else wrote, read without surprises; who may write one; files of ours, complete or not there; logs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BinaryIO:
     """A file to read; OSError says so where it is none: opening a FIFO waits for ever, and a device has no end."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW)
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        handle = os.open(path, flags)
     except ValueError:  # NUL or a lone surrogate
         raise OSError(errno.EINVAL, "no path of a file", os.fspath(path)) from None
     except OSError as refused:
@@ -145,6 +146,19 @@ def is_own(path: str | os.PathLike[str]) -> bool:
     """Whether this user or root decides what is there: no other user owns it, and not everybody may write to it."""
     found = os.stat(path)
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & stat.S_IWOTH
+
+
+def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str:
+    """What lets another user than this one and root decide what is in it; empty where nothing does."""
+    found = os.lstat(path)
+    kind = "folder" if folder else "file"
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
+        return f"no {kind}" if not stat.S_ISLNK(found.st_mode) else f"a link in place of a {kind}"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"a {kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+    if found.st_mode & 0o022:
+        return f"a {kind} that others may write, mode {stat.S_IMODE(found.st_mode):04o}"
+    return ""
 
 
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:

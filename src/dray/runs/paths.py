@@ -48,7 +48,7 @@ class RunPaths:
         make_run_folder(self.run, new=new, share=share)
         self.folder.mkdir()
         for inner in (self.logs, self.failures, self.checkpoints):
-            inner.mkdir(exist_ok=True)
+            inner.mkdir(mode=0o755, exist_ok=True)  # also with a umask that lets a group write
 
 
 def run_name(name: str) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import DrayError, counted
-from dray.train import objectives, strategies
+from dray.train import manifest, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.config import Config, read
@@ -111,11 +111,13 @@ def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # n
     state = strategy.weights()
     if dist.get_rank() == 0:
         part = final.with_name(f"{final.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
         if lora.on(network):
             lora.save_adapter(network, state, final.with_name("adapter"), base)
             network, state = lora.plain(network), lora.merged(network, state)
         network.save_pretrained(part, state_dict=state)
         tokens.save_pretrained(part)
+        manifest.seal_model(part)
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
 

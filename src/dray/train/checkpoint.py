@@ -1,37 +1,32 @@
 """Atomic checkpoints, and the newest one that is complete.
 
-A checkpoint is written into a folder of another name while training goes on, every file is synced, a manifest with
-sizes and checksums comes last, and then one rename. Whatever is killed at whatever moment leaves the one before.
+A checkpoint is written into a folder of another name while training goes on: each rank writes its shards as safetensors
+and its position as JSON, every file is synced, a manifest with sizes and checksums comes last, and then one rename.
+Whatever is killed at whatever moment leaves the one before. Nothing in it is a pickle, and nothing of it is believed
+that the manifest does not describe.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from dray.contract.findings import ConfigError, DrayError
-from dray.train.collectives import all_gather_json, barrier, broadcast_json, control_group
+from dray.train import manifest, saved, shards
+from dray.train.collectives import all_gather_json, on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.errors import say
-from dray.train.strategies.base import State, Strategy
+from dray.train.shards import MismatchError, Reader, Staged, Staging
+from dray.train.strategies.base import Strategy
 
-_MANIFEST = "manifest.json"
-_VERSION = 1  # of the manifest, and of what the files beside it hold
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
@@ -50,6 +45,7 @@ class Checkpoints:
         }
         self.order |= {"streaming": data.streaming, "dataset": dataset}
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self.newest: int | None = None  # the step of the newest that is complete
@@ -58,17 +54,19 @@ class Checkpoints:
         """All ranks together. It is there after `settle`."""
         self.settle()
         part = self.folder / f"step-{step}.part-{self.run}"
-        if self.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            try:
-                part.mkdir(parents=True)
-            except OSError as error:
-                self._cannot(error)
-        barrier()
+        on_rank_0(lambda: self._make(part))
         scaler = self.strategy.scaler
         own = {"feed": position, "scaler": scaler.state() if scaler else None}
         updates = step - (scaler.skipped if scaler else 0)
-        self._pending = self._writer.submit(self._write, part, self.strategy.state(), step, updates, own)
+        state = self.strategy.state()
+        staged = self._staging.fill(state)
+        if any(name.startswith("others.") for name in state):  # a forward pass may write these
+            self.fence()
+        self._pending = self._writer.submit(self._write, part, staged, step, updates, own)
+
+    def fence(self) -> None:
+        """Call it before the weights are changed: on a GPU they may still be copied."""
+        self._staging.fence()
 
     def settle(self) -> None:
         """Wait until what was begun is there."""
@@ -77,69 +75,107 @@ class Checkpoints:
             return
         try:
             pending.result()
-        except CheckpointException as error:  # no Exception to Python
-            self._cannot(next(cause for cause, _ in error.failures.values()))
+        except DrayError:
+            raise
         except Exception as error:
-            self._cannot(error)
+            raise self._failed(error) from error
 
     def newest_text(self) -> str:
         """From what a run can resume."""
         exists = self.newest is not None
         return f"the newest checkpoint is of step {self.newest}" if exists else "there is no checkpoint yet"
 
-    def _cannot(self, error: BaseException) -> NoReturn:
-        raise DrayError(
+    def _make(self, part: Path) -> None:
+        """No group may write there, whatever the umask: another's checkpoints are not read again."""
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            part.mkdir(mode=0o755)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> DrayError:
+        return DrayError(
             "the checkpoint cannot be written",
             wanted=f"room and permission to write in {self.folder}",
             found=" ".join(str(error).split())[-300:] or type(error).__name__,
             fix=f"check the disk and its quota; {self.newest_text()}",
         )
 
-    def _write(self, part: Path, state: State, step: int, updates: int, own: dict[str, Any]) -> None:
-        if self.strategy.device.type == "cuda":
-            torch.cuda.set_device(self.strategy.device)  # a new thread has the first one
-        save(state, checkpoint_id=part, process_group=control_group())
-        text = json.dumps(own, default=lambda array: array.tolist())
-        (part / f"rank-{self.rank}.json").write_text(text, encoding="utf-8")
-        # Each rank lists what it wrote itself: what others wrote may not be visible yet.
-        own_files = [path for path in part.iterdir() if path.name.startswith((f"__{self.rank}_", f"rank-{self.rank}."))]
-        own_files += [part / ".metadata"] if self.rank == 0 else []
-        files = _gathered({path.name: _sealed(path) for path in own_files})
-        if self.rank == 0:
-            manifest = {"version": _VERSION, "step": step, "updates": updates, **self.made_by, "world_size": self.world}
-            manifest |= {"order": self.order, "files": files}
-            with (part / _MANIFEST).open("w", encoding="utf-8") as file:
-                json.dump(manifest, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            _sync(part)
-            part.rename(self.folder / f"step-{step}")
-            _sync(self.folder)
-            self._prune()
-        barrier()
+    def _write(self, part: Path, staged: Staged, step: int, updates: int, own: dict[str, Any]) -> None:
+        ranks = on_all(lambda: self._write_own(part, staged, own))
+        on_rank_0(lambda: self._complete(part, ranks, step, updates))
         self.newest = step
+
+    def _write_own(self, part: Path, staged: Staged, own: dict[str, Any]) -> dict[str, Any]:
+        """What this rank has written. It says so itself: what others wrote may not be visible yet."""
+        text = json.dumps(own, default=lambda array: array.tolist()).encode()
+        staged.wait()
+        tensors, position = saved.files(self.rank)
+        try:
+            files = {position: manifest.written(part / position, text)}
+            if staged.tensors:
+                files[tensors] = manifest.written(part / tensors, staged.head, staged.numbers)
+        except OSError as error:
+            raise self._failed(error) from error
+        return {"files": files, "tensors": staged.tensors}
+
+    def _complete(self, part: Path, ranks: list[dict[str, Any]], step: int, updates: int) -> None:
+        files = {name: one for rank in ranks for name, one in rank["files"].items()}
+        tensors = shards.joined(
+            [rank["tensors"] for rank in ranks], [saved.files(rank)[0] for rank in range(self.world)]
+        )
+        found = {"version": saved.VERSION, "step": step, "updates": updates, **self.made_by, "world_size": self.world}
+        found |= {"order": self.order, "files": files, "tensors": tensors}
+        try:
+            manifest.write(part, found)
+            part.rename(self.folder / f"step-{step}")
+            manifest.sync(self.folder)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._prune()
 
     def resume(self) -> list[Any]:
         """Load the newest that is complete, if any; the feed's states. A broken one is reported and renamed."""
-        for step in _of_rank_0(lambda: _steps(self.folder)[::-1]):
+        for step in on_rank_0(self._own_steps)[::-1]:
             path = self.folder / f"step-{step}"
-            manifest = _of_rank_0(partial(_manifest, path))
-            troubles = self._troubles(path, manifest["files"]) if "files" in manifest else [manifest["trouble"]]
+            found = on_rank_0(partial(saved.look, path))
+            troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
             if troubles:
                 say(f"checkpoint {path} is skipped: {'; '.join(troubles[:3])}")
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            _require_version(path, manifest)
-            self._check_order(path, manifest["order"])
-            owns = [json.loads(own.read_text(encoding="utf-8")) for own in sorted(path.glob("rank-*.json"))]
+            self._check_order(path, found["order"])
+            read = self._converted(path, found) if found["version"] == saved.OF_DCP else path
+            if read != path:
+                found = manifest.read(read)
+            owns = [json.loads((read / saved.files(rank)[1]).read_bytes()) for rank in range(found["world_size"])]
             if self.strategy.scaler and owns[0]["scaler"]:
                 self.strategy.scaler.load(owns[0]["scaler"])
-            self._load(path, manifest["updates"])
+            self._load(read, found)
             self.newest = step
             say(f"resumed at step {step} from {path}")
             return [own["feed"] for own in owns]
         return []
+
+    def _own_steps(self) -> list[int]:
+        if self.folder.exists():
+            manifest.require_own(self.folder)
+        return _steps(self.folder)
+
+    def _converted(self, path: Path, found: dict[str, Any]) -> Path:
+        """The same checkpoint in a folder of its own, which goes when the next one has been written."""
+        from dray.train import dcp  # noqa: PLC0415  for checkpoints of before alone
+
+        part = path.with_name(f"{path.name}.part-{self.run}")
+
+        def convert() -> None:
+            self._make(part)
+            dcp.convert(path, part, found | {"version": saved.VERSION})
+
+        on_rank_0(convert)
+        return part
 
     def _check_order(self, path: Path, order: dict[str, Any]) -> None:
         """Another batch, sequence length, seed or dataset gives the same numbers other samples."""
@@ -152,20 +188,21 @@ class Checkpoints:
                     fix="restore it, or set another checkpoint.folder and model.name = the folder of a final model",
                 )
 
-    def _load(self, path: Path, updates: int) -> None:
+    def _load(self, path: Path, found: dict[str, Any]) -> None:
         try:
-            self.strategy.load(lambda state: load(state, checkpoint_id=path), updates)
-        except CheckpointException as error:
+            self.strategy.load(Reader(path, found["tensors"]).fill, found["updates"])
+        except MismatchError as error:
             raise ConfigError(
                 "the checkpoint is of another model",
                 wanted="the tensors of this recipe's model",
-                found=f"in {path}: {' '.join(str(next(cause for cause, _ in error.failures.values())).split())[:300]}",
+                found=f"in {path}: {error}",
                 fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
             ) from error
 
-    def _troubles(self, path: Path, files: dict[str, Any]) -> list[str]:
+    def _troubles(self, path: Path, found: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""
-        return list(_gathered(_wrong(path, files, slice(self.rank, None, self.world))).values())
+        some = slice(self.rank, None, self.world)
+        return [trouble for rank in all_gather_json(saved.wrong(path, found, some)) for trouble in rank]
 
     def _prune(self) -> None:
         """The newest `keep` stay; what was cut off goes."""
@@ -177,72 +214,8 @@ class Checkpoints:
                     shutil.rmtree(part, ignore_errors=True)
 
 
-def _of_rank_0(look: Callable[[], Any]) -> Any:  # noqa: ANN401  what `look` returns
-    """What rank 0 sees: another node may see an older state of a shared folder."""
-    return broadcast_json(look() if dist.get_rank() == 0 else None)
-
-
-def _gathered(own: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for part in all_gather_json(own) for name, value in part.items()}
-
-
 def _steps(folder: Path) -> list[int]:
     return sorted(int(name) for path in folder.glob("step-*") if (name := path.name.removeprefix("step-")).isdigit())
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return {"trouble": f"its manifest cannot be read ({error})"}
-    return found if "files" in found else {"trouble": "its manifest names no files"}
-
-
-def _require_version(path: Path, manifest: dict[str, Any]) -> None:
-    if manifest.get("version") != _VERSION:
-        raise ConfigError(
-            "the checkpoint was written by another version of dray",
-            where=path / _MANIFEST,
-            wanted=f"checkpoint version {_VERSION}",
-            found=f"checkpoint version {manifest.get('version')}, written by dray {manifest.get('dray')}",
-            fix="resume with an image of that version; or begin with its model: model.name=RUN/checkpoints/final, and "
-            "another checkpoint.folder",
-        )
-
-
-def troubles(path: Path) -> list[str]:
-    """What differs from the manifest, of all files."""
-    manifest = _manifest(path)
-    return list(_wrong(path, manifest["files"]).values()) if "files" in manifest else [manifest["trouble"]]
-
-
-def _wrong(path: Path, files: dict[str, Any], some: slice = slice(None)) -> dict[str, str]:
-    found = {}
-    for name in sorted(files)[some]:
-        try:
-            if _described(path / name) != files[name]:
-                found[name] = f"{name} is not what was written"
-        except OSError as error:
-            found[name] = f"{name}: {error.strerror}"
-    return found
-
-
-def _sealed(path: Path) -> dict[str, Any]:
-    """Synced to the disk, with size and checksum."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return _described(path)
-
-
-def _described(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def due(step: int, every: tuple[tuple[int, int], ...]) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dray.contract import findings
+from dray.contract.findings import DrayError
 
 _control: dist.ProcessGroup | None = None
 
@@ -51,7 +55,7 @@ def all_gather_json(value: Any) -> list[Any]:  # noqa: ANN401  any JSON value
     parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
     padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
     dist.all_gather(parts, padded, group=_control)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
 
 
 def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
@@ -63,4 +67,31 @@ def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
     dist.broadcast(size, 0, group=_control)
     buffer = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
     dist.broadcast(buffer, 0, group=_control)
-    return json.loads(bytes(buffer.tolist()))
+    return json.loads(bytes(buffer.numpy()))
+
+
+def on_all(do: Callable[[], Any]) -> list[Any]:
+    """What it returns on each rank. Where it fails on one, all fail alike: none waits for that one for ever."""
+    try:
+        own = {"value": do()}
+    except DrayError as error:
+        own = {"finding": error.finding._asdict()}
+    return _or_raised(all_gather_json(own))
+
+
+def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
+    """What it returns on rank 0: another node may see an older state of a shared folder."""
+    own: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            own = {"value": do()}
+        except DrayError as error:
+            own = {"finding": error.finding._asdict()}
+    return _or_raised([broadcast_json(own)])[0]
+
+
+def _or_raised(ranks: list[dict[str, Any]]) -> list[Any]:
+    for own in ranks:
+        if "finding" in own:
+            raise findings.error(own["finding"])
+    return [own["value"] for own in ranks]

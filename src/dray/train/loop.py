@@ -120,6 +120,7 @@ class Loop:
                 loss, _ = self.strategy.losses(batch.to(self.strategy.device))
                 self.strategy.backward(loss * share)
             self._sums[0] += loss.detach()
+        self.checkpoints.fence()
         norm = self.strategy.update(learning_rate(self.config, step))
         if self.strategy.scaler is None:
             self._bad = torch.where(norm.isfinite(), self._bad, self._bad.clamp(max=step + 1))

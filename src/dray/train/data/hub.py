@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
+from dray.train import manifest
 
 # The hub's copy of each dataset as parquet, whatever its own format or code.
 _PARQUET = "refs/convert/parquet"
@@ -108,6 +109,7 @@ def _no(what: str, found: str, fix: str, *, code: int = exit_codes.CONFIG) -> No
 def model(name: str, revision: str, *, weights: bool, code: bool) -> str:
     """The folder of a model or tokenizer: a folder's own path, or what the hub has by that name, brought here."""
     if name.startswith(("/", ".")):
+        manifest.check_model(Path(name), weights=weights, required=False)
         return name
     kinds = [
         "*.json",

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from dray.contract.findings import ConfigError
-from dray.train import objectives
+from dray.train import manifest, objectives
 from dray.train.config import Config
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -73,6 +73,7 @@ def save_adapter(network: Any, weights: dict[str, torch.Tensor], folder: Path, b
     adapter = copy(network.peft_config["default"])
     adapter.base_model_name_or_path = None if base.startswith(("/", ".")) else base or None
     adapter.save_pretrained(folder)
+    manifest.seal_model(folder)
 
 
 def merged(network: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # noqa: ANN401

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from dray.contract.jobs import Evaluate
-from dray.train import objectives, strategies
+from dray.train import manifest, objectives, strategies
 from dray.train.collectives import init_distributed
 from dray.train.config import of_plan
 from dray.train.data import datasets, tokenizer
@@ -17,6 +18,7 @@ from dray.train.model import build
 def run(job: Evaluate) -> None:
     """On the CPU, one sample at a time."""
     config = of_plan(job.plan)
+    manifest.check_model(Path(job.model), weights=False)  # they are checked as they are read
     saved = replace(
         config.model, name=job.model, weights=True, tokenizer="", config={}, dtype="auto", attn_implementation="auto"
     )

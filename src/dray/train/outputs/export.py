@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from dray.contract.findings import DrayError
 from dray.contract.jobs import Export
-from dray.train import checkpoint
+from dray.train import saved
 from dray.train.config import of_plan
 from dray.train.data import tokenizer
 from dray.train.model import build, lora
+from dray.train.shards import TYPES, Reader, whole
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _KINDS = ("weights", "others")
@@ -32,25 +29,17 @@ Tensors = dict[str, torch.Tensor]
 
 def run(job: Export) -> None:
     """The folder is atomic."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is enough
-    path, target, config = Path(job.checkpoint), Path(job.target), of_plan(job.plan)
-    troubles = checkpoint.troubles(path)
-    if troubles:
-        raise DrayError(
-            "the checkpoint is incomplete",
-            wanted="the files of its manifest",
-            found=f"{'; '.join(troubles[:3])} in {path}",
-            fix="take another one: --step",
-        )
+    target, config = Path(job.target), of_plan(job.plan)
+    reader = saved.opened(Path(job.checkpoint))
     tokens = tokenizer.load(config)
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     config = replace(config, model=replace(config.model, attn_implementation="auto"))
-    names, kind = _names(path), _TYPES[job.dtype]
+    names, kind = _names(reader), _TYPES[job.dtype]
     if config.lora:  # it is merged into the whole model, which is in memory then
         network: Any = build.build(config, tokens, filled=True)
-        whole = {name: weight.detach() for name, weight in network.named_parameters()} | _read(path, names)
+        whole = {name: weight.detach() for name, weight in network.named_parameters()} | _read(reader, names)
         shell, merged = lora.plain(network), lora.merged(network, whole)
         meta = {name: kept.to("meta") for name, kept in merged.items()}
         sizes = {name: kept.to(_type(kept.dtype, kind)) for name, kept in meta.items()}
@@ -61,7 +50,7 @@ def run(job: Export) -> None:
     split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(job.shard_gb * 1e9))
     for file, some in split.filename_to_tensors.items():
         shard = {name: merged[name].to(sizes[name].dtype).contiguous() for name in some if name in merged}
-        shard = shard or _read(path, {name: names[name] for name in some}, kind)
+        shard = shard or _read(reader, {name: names[name] for name in some}, kind)
         save_file(shard, part / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -76,10 +65,9 @@ def run(job: Export) -> None:
     print(f"{target}: {size / 1e6:,.1f} MB of {job.dtype} weights", flush=True)
 
 
-def _names(path: Path) -> dict[str, tuple[str, Any]]:
-    """What is in the checkpoint by name, without the optimizer's: its kind, and its size and type."""
-    held = FileSystemReader(path).read_metadata().state_dict_metadata
-    split = ((*key.partition("."), tensor) for key, tensor in held.items())
+def _names(reader: Reader) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What is in the checkpoint by name, without the optimizer's: its kind, and its shape and type."""
+    split = ((*key.partition("."), tensor) for key, tensor in reader.tensors.items())
     return {name: (kind, tensor) for kind, _, name, tensor in split if kind in _KINDS}
 
 
@@ -87,16 +75,15 @@ def _type(kept: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype and kept.is_floating_point else kept
 
 
-def _empty(names: dict[str, tuple[str, Any]], dtype: torch.dtype | None) -> Tensors:
+def _empty(names: dict[str, tuple[str, dict[str, Any]]], dtype: torch.dtype | None) -> Tensors:
     return {
-        name: torch.empty(tensor.size, dtype=_type(tensor.properties.dtype, dtype))
+        name: torch.empty(tensor["shape"], dtype=_type(TYPES[tensor["dtype"]], dtype))
         for name, (_, tensor) in names.items()
     }
 
 
-def _read(path: Path, names: dict[str, tuple[str, Any]], dtype: torch.dtype | None = None) -> Tensors:
+def _read(reader: Reader, names: dict[str, tuple[str, dict[str, Any]]], dtype: torch.dtype | None = None) -> Tensors:
     found = _empty(names, dtype)
-    kinds = {kind for kind, _ in names.values()}
-    state = {kind: {name: found[name] for name in names if names[name][0] == kind} for kind in kinds}
-    load(state, checkpoint_id=path, no_dist=True)
+    for name, tensor in found.items():
+        reader.fill(whole(names[name][0], {name: tensor}))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dray.contract.findings import ConfigError
 from dray.contract.jobs import Generate
-from dray.train import objectives
+from dray.train import manifest, objectives
 
 _MANY = 64  # tokens, by default
 
 
 def run(job: Generate) -> None:
     """Print the prompt and what comes after it; of a conversation the answer alone."""
+    manifest.check_model(Path(job.model))
     chat = objectives.named(job.objective).conversations
     architectures = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code).architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):

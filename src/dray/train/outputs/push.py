@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from httpx2 import TransportError
 from huggingface_hub import HfApi, constants
@@ -11,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from dray.contract.exit_codes import CONFIG, FAILED
 from dray.contract.findings import ConfigError, DrayError
 from dray.contract.jobs import Push
+from dray.train import manifest
 
 
 def run(job: Push) -> None:
@@ -22,6 +24,7 @@ def run(job: Push) -> None:
             found="HF_TOKEN is not set",
             fix="create one on the hub's page of tokens, and export HF_TOKEN=...",
         )
+    manifest.check_model(Path(job.model))
     try:
         hub = HfApi()
         hub.create_repo(job.name, private=job.private, exist_ok=True)
@@ -32,7 +35,12 @@ def run(job: Push) -> None:
                 found=f"{constants.ENDPOINT}/{job.name} is public",
                 fix="take another name, make that one private on its page, or add --public",
             )
-        hub.upload_folder(repo_id=job.name, folder_path=job.model, commit_message="A model trained with dray")
+        hub.upload_folder(
+            repo_id=job.name,
+            folder_path=job.model,
+            commit_message="A model trained with dray",
+            ignore_patterns=manifest.NAME,  # the hub has files of its own beside these
+        )
     except (HFValidationError, HfHubHTTPError, TransportError, OSError) as error:
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
         raise DrayError(

@@ -15,11 +15,11 @@ from dray.train.collectives import all_gather_json, broadcast_json
 from dray.train.config import Config
 from dray.train.objectives.base import Batch
 from dray.train.scaler import Scaler
-
-State = dict[str, dict[str, torch.Tensor]]
-"""`weights`, and AdamW's `exp_avg` and `exp_avg_sq`; each by the weights' names. `others` are the model's buffers."""
+from dray.train.shards import Shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("weights", *MOMENTS)
+"""What a checkpoint holds of each weight that is trained. Its `others` are the model's buffers."""
 
 
 class Strategy(Protocol):
@@ -41,11 +41,11 @@ class Strategy(Protocol):
     def update(self, lr: float) -> torch.Tensor:
         """One step of the optimizer; the gradients' norm before they were clipped."""
 
-    def state(self) -> State:
-        """Copies of what a checkpoint holds, in the host's memory: shards of tensors, or some of the whole ones."""
+    def state(self) -> Shards:
+        """What this rank writes of a checkpoint. Between them the ranks have each number once; nothing is copied."""
 
-    def load(self, read: Callable[[State], None], updates: int) -> None:
-        """The same back, on any number of ranks: `read` fills the tensors that it is given."""
+    def load(self, fill: Callable[[Shards], None], updates: int) -> None:
+        """The same back, on any number of ranks: `fill` reads into the shards that it is given."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, on rank 0."""

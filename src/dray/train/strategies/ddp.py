@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +14,8 @@ from dray.train.config import Config
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.scaler import Scaler
-from dray.train.strategies.base import MOMENTS, State, adamw, buffers
+from dray.train.shards import Shards, divided, whole
+from dray.train.strategies.base import MOMENTS, adamw, buffers
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,7 +31,6 @@ class Ddp:
         self._module = self._distributed(module)
         self._optimizer = adamw(self.network, config)
         self._prime(updates=0)
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
 
     def _prime(self, updates: int) -> None:
         """Give AdamW its averages now: a checkpoint may be loaded, or written, before a step was taken."""
@@ -85,32 +83,30 @@ class Ddp:
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def state(self) -> State:
-        copies: Any = self._stager.stage(self._share())
-        return copies  # type: ignore[no-any-return]
+    def state(self) -> Shards:
+        return divided(self._shards(), dist.get_rank(), dist.get_world_size())
 
-    def _share(self) -> State:
-        """Every rank has all of it, and each keeps a share, so that they hold and write it once between them."""
-        rank, count = dist.get_rank(), dist.get_world_size()
-        return {kind: dict(list(named.items())[rank::count]) for kind, named in self._tensors().items()}
+    def _shards(self) -> Shards:
+        """What this rank has."""
+        return {name: shard for kind, named in self._tensors().items() for name, shard in whole(kind, named).items()}
 
-    def _tensors(self) -> State:
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         named = dict(self._named())
         if lora.on(self.network):  # the others are frozen
             named = {name: weight for name, weight in named.items() if weight.requires_grad}
-        state = {"weights": {name: weight.detach() for name, weight in named.items()}}
+        found = {"weights": {name: weight.detach() for name, weight in named.items()}}
         for moment in MOMENTS:
-            state[moment] = {
+            found[moment] = {
                 name: self._optimizer.state[weight][moment] for name, weight in named.items() if weight.requires_grad
             }
-        return {**state, "others": buffers(self.network)}
+        return {**found, "others": buffers(self.network)}
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.network.named_parameters()
 
-    def load(self, read: Callable[[State], None], updates: int) -> None:
+    def load(self, fill: Callable[[Shards], None], updates: int) -> None:
         self._prime(updates)
-        read(self._tensors())
+        fill(self._shards())
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()
@@ -124,9 +120,9 @@ class Ddp:
     def weights(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, weight in (*self._named(), *buffers(self.network).items()):
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if dist.get_rank() == 0:
-                found[name] = whole.detach().cpu()
+                found[name] = full.detach().cpu()
         return found
 
 

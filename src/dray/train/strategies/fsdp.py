@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dray.train.objectives.base import LossModule
-from dray.train.strategies.base import State
+from dray.train.shards import Shard, Shards, divided
 from dray.train.strategies.ddp import HALF, Ddp
 
 
@@ -28,14 +29,30 @@ class Fsdp(Ddp):
             fully_shard(part, mp_policy=policy)
         return module
 
-    def _share(self) -> State:
-        return self._tensors()
+    def state(self) -> Shards:
+        """Its shards, and a part of the buffers, which every rank has."""
+        found = self._shards()
+        others = {name: found.pop(name) for name in list(found) if name.startswith("others.")}
+        return {**found, **divided(others, dist.get_rank(), dist.get_world_size())}
+
+    def _shards(self) -> Shards:
+        found = self._tensors()
+        return {f"{kind}.{name}": _shard(tensor) for kind, named in found.items() for name, tensor in named.items()}
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for module in self.network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # after an evaluation some are whole still
         return super()._named()
+
+
+def _shard(tensor: torch.Tensor) -> Shard:
+    """FSDP2 gives each rank as many rows as any other, and the last ones what is left."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Shard(shape, 0, tensor)
+    each, width = -(-shape[0] // tensor.device_mesh.size()), math.prod(shape[1:])
+    return Shard(shape, min(each * tensor.device_mesh.get_local_rank(), shape[0]) * width, tensor.to_local())
 
 
 def _layers(network: torch.nn.Module) -> list[torch.nn.Module]:

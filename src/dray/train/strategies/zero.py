@@ -24,7 +24,8 @@ from dray.contract.findings import ConfigError
 from dray.train.config import Config
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.scaler import Scaler, exhausted
-from dray.train.strategies.base import MOMENTS, State, adamw, buffers
+from dray.train.shards import Shard, Shards, divided, whole
+from dray.train.strategies.base import KINDS, MOMENTS, adamw, buffers
 
 _REDUCED = 1 << 24  # numbers in a bucket that is reduced over ranks
 _READ = 1 << 26  # weights in a bucket that is read from a checkpoint, each with its two averages
@@ -96,27 +97,29 @@ class Zero:
             self.scaler.skipped = int(self._engine.skipped_steps)
         return torch.as_tensor(self._engine.get_global_grad_norm() or 0.0, device=self.device)
 
-    def state(self) -> State:
-        others = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers(self.network).items()}
-        found = self._gathered(("weights", *MOMENTS), dist.get_world_size())
-        return {**found, "others": others if dist.get_rank() == 0 else {}}
+    def state(self) -> Shards:
+        found = divided(whole("others", buffers(self.network)), dist.get_rank(), dist.get_world_size())
+        for name, weight in self._named:
+            shape = _shape(weight)
+            for kind in KINDS:
+                begin, values = self._shard(weight, kind)
+                found[f"{kind}.{name}"] = Shard(tuple(shape), begin, values[: max(shape.numel() - begin, 0)])
+        return found
 
-    def _gathered(self, kinds: tuple[str, ...], owners: int) -> State:
-        """Whole tensors, reduced a bucket at a time; each bucket on one of the first `owners` ranks alone."""
-        found: State = {kind: {} for kind in kinds}
-        tensors = [(kind, name, weight) for name, weight in self._named for kind in kinds]
-        limit = min(_REDUCED, -(-sum(_shape(weight).numel() for *_, weight in tensors) // owners))
-        for number, bucket in enumerate(_bucketize(tensors, limit)):
-            sizes = [_shape(weight).numel() for *_, weight in bucket]
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """The whole trained weights on rank 0, reduced a bucket at a time."""
+        found: dict[str, torch.Tensor] = {}
+        for bucket in _bucketize(self._named, _REDUCED):
+            sizes = [_shape(weight).numel() for _, weight in bucket]
             flat = torch.zeros(sum(sizes), device=self.device)
             slots = torch.split(flat, sizes)
-            for (kind, _, weight), slot in zip(bucket, slots, strict=True):
-                start, shard = self._shard(weight, kind)
+            for (_, weight), slot in zip(bucket, slots, strict=True):
+                start, shard = self._shard(weight, "weights")
                 slot[start : start + shard.numel()].copy_(shard[: max(slot.numel() - start, 0)])
-            dist.reduce(flat, number % owners)
-            if dist.get_rank() == number % owners:
-                for (kind, name, weight), slot in zip(bucket, slots, strict=True):
-                    found[kind][name] = slot.view(_shape(weight)).to("cpu", copy=True)
+            dist.reduce(flat, 0)
+            if dist.get_rank() == 0:
+                for (name, weight), slot in zip(bucket, slots, strict=True):
+                    found[name] = slot.view(_shape(weight)).to("cpu", copy=True)
         return found
 
     def _shard(self, weight: Any, kind: str) -> tuple[int, torch.Tensor]:  # noqa: ANN401  DeepSpeed's attributes
@@ -130,12 +133,12 @@ class Zero:
         shard: torch.Tensor = found.detach().flatten()
         return dist.get_rank() * shard.numel(), shard
 
-    def load(self, read: Callable[[State], None], updates: int) -> None:
-        read({"others": buffers(self.network)})
+    def load(self, fill: Callable[[Shards], None], updates: int) -> None:
+        fill(whole("others", buffers(self.network)))
         for bucket in _bucketize(self._named, _READ):
-            kinds = ("weights", *MOMENTS)
-            state = {kind: {name: torch.empty(_shape(weight)) for name, weight in bucket} for kind in kinds}
-            read(state)
+            state = {kind: {name: torch.empty(_shape(weight)) for name, weight in bucket} for kind in KINDS}
+            for kind, tensors in state.items():
+                fill(whole(kind, tensors))
             for name, weight in bucket:
                 self._set(weight, {kind: tensors[name] for kind, tensors in state.items()})
         if self.scaler:
@@ -153,8 +156,8 @@ class Zero:
                 safe_set_local_optimizer_state(weight, _own_shard(values[moment], weight.ds_tensor.numel()), moment)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        whole: torch.Tensor = safe_get_full_fp32_param(weight) if self._stage == 3 else weight
-        return whole.detach().float()
+        full: torch.Tensor = safe_get_full_fp32_param(weight) if self._stage == 3 else weight
+        return full.detach().float()
 
     def clamp(self, weight: Any, bound: torch.Tensor) -> None:  # noqa: ANN401  DeepSpeed's attributes
         start, shard = self._shard(weight, "weights")
@@ -183,7 +186,7 @@ class Zero:
             weight.data.copy_(value.view_as(weight.data))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        found = self._gathered(("weights",), 1)["weights"]
+        found = self._gathered()
         keeps = dist.get_rank() == 0
         for name, weight in self.network.named_parameters():
             frozen = None if weight.requires_grad else self._frozen(weight)
@@ -219,9 +222,9 @@ def _bucketize(tensors: list[Any], limit: int) -> Iterator[list[Any]]:
         yield bucket
 
 
-def _own_shard(whole: torch.Tensor, length: int) -> torch.Tensor:
+def _own_shard(full: torch.Tensor, length: int) -> torch.Tensor:
     """This rank's shard of the flattened tensor; the last one is padded with zeros."""
-    flat = whole.flatten()
+    flat = full.flatten()
     begin = dist.get_rank() * length
     part = flat[begin : begin + length]
     return torch.nn.functional.pad(part, (0, length - part.numel()))

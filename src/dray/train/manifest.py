@@ -1,0 +1,156 @@
+"""manifest.json of a checkpoint or a final model: which files belong to it, with sizes and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from dray.contract.files import open_regular, open_to_others
+from dray.contract.findings import ConfigError, DrayError
+
+NAME = "manifest.json"
+_INSIDE = re.compile(r"(\w[\w.-]*/)*\.?\w[\w.-]*", re.ASCII)  # a path that leads nowhere else
+_PROSE = "*.md"  # of a final model; a user may write in its card
+
+
+def written(path: Path, *parts: bytes | memoryview) -> dict[str, Any]:
+    """Write a new file and bring it to the disk; its size and checksum. No group may write it, whatever the umask."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with ThreadPoolExecutor(1) as other, os.fdopen(handle, "wb") as file:
+        checksum = other.submit(_checksum, parts)
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"bytes": sum(map(len, parts)), "sha256": checksum.result()}
+
+
+def _checksum(parts: Iterable[bytes | memoryview]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def write(folder: Path, manifest: dict[str, Any]) -> None:
+    """The last file of a folder."""
+    written(folder / NAME, json.dumps(manifest).encode())
+    sync(folder)
+
+
+def natural(value: object) -> bool:
+    """Whether it is a number of things; JSON's true is none."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def sync(folder: Path) -> None:
+    """Bring the names in it to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def parse(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
+    """JSON in which no name stands twice."""
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest, or `trouble`: why it is none."""
+    try:
+        found = parse((folder / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        return {"trouble": f"its manifest cannot be read ({error})"}
+    match found:
+        case {"version": int(), "files": dict(files)} if all(_named(name, one) for name, one in files.items()):
+            return dict(found)
+    return {"trouble": "its manifest names no files, or not as they are named"}
+
+
+def _named(name: str, file: Any) -> bool:  # noqa: ANN401  any JSON value
+    match file:
+        case {"bytes": size, "sha256": str()}:
+            return bool(_INSIDE.fullmatch(name)) and natural(size)
+    return False
+
+
+def wrong(folder: Path, files: dict[str, Any], some: slice = slice(None)) -> dict[str, str]:
+    """Those of the files that are not as the manifest says, with the reason."""
+    found = {}
+    for name in sorted(files)[some]:
+        try:
+            if _described(folder / name) != {key: files[name][key] for key in ("bytes", "sha256")}:
+                found[name] = f"{name} is not what was written"
+        except OSError as error:
+            found[name] = f"{name}: {error.strerror}"
+    return found
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with open_regular(path, link=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def require_own(folder: Path) -> None:
+    """Refuse a folder of another user, or into which another may write; so its files."""
+    seen = [(str(folder), open_to_others(folder, folder=True))]
+    with os.scandir(folder) as entries:
+        seen += [(one.path, open_to_others(one.path)) for one in entries if one.is_file(follow_symlinks=False)]
+    for path, found in seen:
+        if found:
+            raise ConfigError(
+                "the checkpoint is open to other users",
+                where=path,
+                wanted=f"of user {os.geteuid()}, and written by no other",
+                found=found,
+                fix=f"chmod -R go-w '{folder}' where it is yours, and you know who wrote it; else name another "
+                "checkpoint.folder",
+            )
+
+
+def seal_model(folder: Path) -> None:
+    """Write the manifest of a model that `from_pretrained` loads; its card may be written later."""
+    (folder / NAME).unlink(missing_ok=True)
+    write(folder, {"version": 1, "files": {name: _described(folder / name) for name in _names(folder)}})
+
+
+def _names(folder: Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not (path.is_dir() or path.match(_PROSE)))
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def check_model(folder: Path, *, weights: bool = True, required: bool = True) -> None:
+    """Refuse a final model that is not as the run wrote it; a model that no run of ours wrote has no manifest."""
+    if not required and not (folder / NAME).exists():
+        return
+    manifest = read(folder)
+    files = manifest.get("files", {})
+    troubles = [manifest["trouble"]] if "trouble" in manifest else []
+    looked = {name: one for name, one in files.items() if weights or not name.endswith(".safetensors")}
+    troubles += wrong(folder, looked).values()
+    if not troubles:
+        troubles += [f"{name} was added" for name in _names(folder) if name not in {NAME, *files}]
+    if troubles:
+        raise DrayError(
+            "the model is not as its run wrote it",
+            where=folder,
+            wanted=f"the files of {NAME}",
+            found="; ".join(troubles[:3]),
+            fix="write it again from a checkpoint: dray export RUN; a model that you changed yourself belongs into a "
+            f"folder of its own without {NAME}, which model.name names",
+            code=ConfigError.exit_code,
+        )
