@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from dray.contract import jobs  # noqa: E402
+from dray.contract.findings import DrayError  # noqa: E402
+from dray.train.data import hub  # noqa: E402
 from helpers import ROOT  # noqa: E402
 from hubs import Repositories, serving  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
@@ -160,6 +163,23 @@ def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path, fo
         code, output = forks.job(jobs.Export(str(checkpoint), str(made), "fp32", 4.0, plan), tmp_path / "job")
         assert (code, said in output, made.exists()) == (1, True, False), output
         file.write_bytes(kept)
+
+
+def test_a_model_that_somebody_changed_is_not_used(runs, tmp_path: Path, forks: Forks) -> None:
+    """Code beside a model is run by transformers, and a recipe may trust it."""
+    run, changed = runs["ended"], tmp_path / "final"
+    shutil.copytree(run.folder / "checkpoints" / "final", changed)
+    (changed / "modeling_mine.py").write_text("")
+    plan = json.loads(run.paths.plan.read_text())
+    for job in (
+        jobs.Evaluate(str(changed), plan),
+        jobs.Generate(str(changed), "causal", "", 1, 0.0, 0, trust_remote_code=False),
+        jobs.Push(str(changed), "me/mine", private=True),
+    ):
+        code, output = forks.job(job, tmp_path / "job")
+        assert (code, "modeling_mine.py was added" in output) == (78, True), output
+    with pytest.raises(DrayError, match="the model is not as its run wrote it"):  # a recipe's model.name
+        hub.model(str(changed), "main", weights=True, code=False)
 
 
 def test_a_card_says_what_it_is(runs) -> None:

@@ -29,6 +29,9 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 TYPES = {name: dtype for dtype, name in _NAMES.items()}
 """By the names that safetensors has for them."""
@@ -90,7 +93,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.cuda.Event | None = None
 
@@ -115,12 +118,14 @@ class Staging:
                 tensors[name] = [dtype, list(shape), begin, length]
                 at = end
         if self._stream is not None:
-            self._copied = torch.cuda.Event(blocking=True)
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
         text = json.dumps(head).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
-        data = memoryview(self._buffer.numpy())[:size]
-        return Staged(len(text).to_bytes(8, "little") + text, data, tensors, dict(rows), self._copied)
+        data: Any = self._buffer.numpy()  # numpy's arrays are buffers, and its types do not say so
+        return Staged(
+            len(text).to_bytes(8, "little") + text, memoryview(data)[:size], tensors, dict(rows), self._copied
+        )
 
     def fence(self) -> None:
         """What the GPU is told to do from now on, it does after the copies; this process does not wait."""

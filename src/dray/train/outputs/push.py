@@ -17,6 +17,7 @@ from dray.train import manifest
 
 def run(job: Push) -> None:
     """Print its address."""
+    manifest.check_model(Path(job.model))
     if not os.environ.get("HF_TOKEN"):
         raise ConfigError(
             "the hub takes no model without a token",
@@ -24,7 +25,6 @@ def run(job: Push) -> None:
             found="HF_TOKEN is not set",
             fix="create one on the hub's page of tokens, and export HF_TOKEN=...",
         )
-    manifest.check_model(Path(job.model))
     try:
         hub = HfApi()
         hub.create_repo(job.name, private=job.private, exist_ok=True)

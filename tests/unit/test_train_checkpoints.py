@@ -1,0 +1,404 @@
+"""A checkpoint's files: any ranks read what any others wrote, and what somebody has crafted is refused unread."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from dray.contract.findings import ConfigError, DrayError  # noqa: E402
+from dray.train import dcp, manifest, saved, shards  # noqa: E402
+from dray.train.shards import MismatchError, Reader, Shard, Shards, Staging  # noqa: E402
+
+pytestmark = pytest.mark.torch
+MADE_BY = {"run": "one", "image_sha256": "", "dray": "0", "order": {}}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Of several types, one without dimensions, one without numbers and one that is no row in memory."""
+    torch.manual_seed(1)
+    return {
+        "weights.a": torch.randn(7, 3),
+        "weights.b": torch.randn(5).bfloat16(),
+        "weights.turned": torch.randn(4, 6).T,
+        "others.scalar": torch.tensor(41),
+        "others.none": torch.empty(0, 3),
+        "others.mask": torch.tensor([True, False, True]),
+    }
+
+
+def whole(named: dict[str, torch.Tensor]) -> Shards:
+    return {name: Shard(tuple(tensor.shape), 0, tensor) for name, tensor in named.items()}
+
+
+def rows(named: dict[str, torch.Tensor], rank: int, count: int) -> Shards:
+    """As FSDP has them: of 5 rows on 4 ranks the last has none."""
+    found = {}
+    for name, tensor in named.items():
+        if tensor.dim() == 0:
+            found |= {name: Shard((), 0, tensor)} if rank == 0 else {}
+            continue
+        each, width = -(-len(tensor) // count), tensor[:1].numel()
+        begin = min(each * rank, len(tensor))
+        found[name] = Shard(tuple(tensor.shape), begin * width, tensor[begin : begin + each])
+    return found
+
+
+WAYS: dict[str, Callable[[dict[str, torch.Tensor], int, int], Shards]] = {
+    "ddp": lambda named, rank, count: shards.divided(whole(named), rank, count),
+    "fsdp": rows,
+}
+
+
+def write(folder: Path, way: str, count: int, staging: Staging | None = None) -> dict[str, Any]:
+    """A checkpoint of step 3, of so many ranks; its manifest."""
+    folder.mkdir(mode=0o755, parents=True)
+    files, own = {}, []
+    for rank in range(count):
+        staged = (staging or Staging(torch.device("cpu"))).fill(WAYS[way](tensors(), rank, count))
+        staged.wait()
+        numbers, position = saved.files(rank)
+        files[numbers] = manifest.written(folder / numbers, staged.head, staged.numbers)
+        files[position] = manifest.written(folder / position, b'{"feed": [[0, 0, 2, [7]]], "scaler": null}')
+        own.append(staged.tensors)
+    joined = shards.joined(own, [saved.files(rank)[0] for rank in range(count)])
+    found = {"version": 2, "step": 3, "updates": 3, "world_size": count, "files": files, "tensors": joined} | MADE_BY
+    manifest.write(folder, found)
+    return found
+
+
+@pytest.mark.parametrize(("way", "count"), [("ddp", 1), ("ddp", 3), ("fsdp", 4), ("ddp", 60)])
+@pytest.mark.parametrize(("then", "others"), [("ddp", 2), ("fsdp", 3)])
+def test_any_ranks_read_what_any_wrote(tmp_path: Path, way: str, count: int, then: str, others: int) -> None:
+    folder = tmp_path / "step-3"
+    write(folder, way, count, Staging(torch.device("cpu")))  # one buffer for all of them
+    reader = saved.opened(folder)
+    read = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    for rank in range(others):
+        reader.fill(WAYS[then](read, rank, others))
+    reader.fill(whole({"weights.turned": read["weights.turned"]}))  # a reader's own order in memory
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors().items())
+    wide = {"weights.b": torch.zeros(5)}
+    reader.fill(whole(wide))
+    assert torch.equal(wide["weights.b"], tensors()["weights.b"].float())
+
+
+def test_ranks_of_a_whole_model_write_as_much_as_one_another() -> None:
+    sizes = [sum(one.values.numel() for one in WAYS["ddp"](tensors(), rank, 3).values()) for rank in range(3)]
+    assert sizes == [18, 18, 18]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("weights.c", torch.zeros(1), "weights.c is missing"),
+        ("weights.a", torch.zeros(3, 7), "weights.a has the shape [7, 3], and not [3, 7]"),
+    ],
+)
+def test_another_model_is_told(tmp_path: Path, name: str, tensor: torch.Tensor, said: str) -> None:
+    write(tmp_path / "step-3", "ddp", 1)
+    with pytest.raises(MismatchError) as refused:
+        saved.opened(tmp_path / "step-3").fill(whole({name: tensor}))
+    assert str(refused.value) == said
+
+
+def shard(number: int, place: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def craft(found: dict[str, Any]) -> None:
+        found["tensors"]["weights.a"]["shards"][number][place] = value
+
+    return craft
+
+
+def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], None]:
+    def craft(found: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            found = found[key]
+        if value is None:
+            del found[keys[-1]]
+        else:
+            found[keys[-1]] = value
+
+    return craft
+
+
+A, NUMBERS = ("tensors", "weights.a"), "rank-0.safetensors"
+SUM = {"bytes": 0, "sha256": ""}
+NO_STEP = "its manifest is not of this step, or not of a checkpoint"
+CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "offset beyond the file": (shard(1, 1, 1 << 40), "tensor weights.a lacks numbers: 18 to 1099511627776"),
+    "more than the file": (shard(0, 2, 1 << 40), "tensor weights.a has more numbers than rank-0.safetensors"),
+    "overlap": (shard(1, 1, 17), "tensor weights.a has numbers twice: 17 to 18"),
+    "shard lost": (lambda found: found["tensors"]["weights.a"]["shards"].pop(), "18 numbers in its shards, and 21"),
+    "huge shape": (put([1 << 40, 1 << 40], *A, "shape"), "tensor weights.a has 21 numbers in its shards, and 1208925"),
+    "no such type": (put("V8", *A, "dtype"), "tensor weights.a has no type, shape and shards"),
+    "another type": (put("I32", *A, "dtype"), "rank-0.safetensors holds other tensors than the manifest says"),
+    "negative": (put([-7, -3], *A, "shape"), "tensor weights.a has no type, shape and shards"),
+    "true": (shard(0, 1, False), "tensor weights.a has a shard that is no file, offset and length"),
+    "text": (put("all", *A, "shards"), "tensor weights.a has no type, shape and shards"),
+    "no list": (put([7], *A, "shards"), "tensor weights.a has a shard that is no file, offset and length"),
+    "file elsewhere": (shard(0, 0, "../x.safetensors"), "'../x.safetensors', which is no file of this checkpoint"),
+    "absolute": (put(SUM, "files", "/etc/passwd"), "its manifest names no files, or not as they are named"),
+    "upwards": (put(SUM, "files", "../../x"), "its manifest names no files, or not as they are named"),
+    "no checksum": (put({"bytes": 3}, "files", NUMBERS), "its manifest names no files, or not as they are named"),
+    "no tensors": (put(None, "tensors"), "its manifest names no tensors"),
+    "no numbers": (
+        put({"dtype": "F32", "shape": [0], "shards": []}, "tensors", "weights.b"),
+        "holds other tensors",
+    ),
+    "another step": (put(4, "step"), NO_STEP),
+    "many ranks": (put(1 << 50, "world_size"), NO_STEP),
+    "no order": (put([], "order"), NO_STEP),
+    "updates": (put(-1, "updates"), NO_STEP),
+}
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(DrayError) as error:
+        saved.opened(folder)
+    assert error.value.problem == "the checkpoint is incomplete"
+    return error.value.finding.found
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_manifest_is_refused(tmp_path: Path, case: str) -> None:
+    craft, said = CRAFTED[case]
+    found = write(tmp_path / "step-3", "ddp", 3)
+    craft(found)
+    (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(found))
+    assert said in refused(tmp_path / "step-3")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"version": 2, "version": 2, "files": {}}', "a name stands twice in an object"),
+        ("[" * 200_000, "its manifest cannot be read"),
+        ("[]", "its manifest names no files"),
+        ("{", "its manifest cannot be read"),
+        ("\x00", "its manifest cannot be read"),
+    ],
+)
+def test_what_is_no_manifest(tmp_path: Path, text: str, said: str) -> None:
+    write(tmp_path / "step-3", "ddp", 1)
+    (tmp_path / "step-3" / "manifest.json").write_text(text)
+    assert said in refused(tmp_path / "step-3")
+
+
+HEADS = {
+    "offsets beyond the end": {"weights.a": {"dtype": "F32", "shape": [21], "data_offsets": [0, 1 << 50]}},
+    "overlap": {
+        "weights.a": {"dtype": "F32", "shape": [21], "data_offsets": [0, 84]},
+        "weights.b": {"dtype": "F32", "shape": [21], "data_offsets": [0, 84]},
+    },
+    "huge": {"weights.a": {"dtype": "F32", "shape": [1 << 62, 1 << 62], "data_offsets": [0, 84]}},
+}
+
+
+@pytest.mark.parametrize("head", [*HEADS.values(), None])
+def test_a_crafted_safetensors_with_the_right_checksum(tmp_path: Path, head: dict[str, Any] | None) -> None:
+    folder = tmp_path / "step-3"
+    found, text = write(folder, "ddp", 1), json.dumps(head).encode() if head else b""
+    (folder / NUMBERS).unlink()
+    length = (len(text) if head else 1 << 60).to_bytes(8, "little")
+    found["files"][NUMBERS] = manifest.written(folder / NUMBERS, length, text, b"\0" * 400)
+    (folder / "manifest.json").write_text(json.dumps(found))
+    assert NUMBERS in refused(folder) or "has more numbers than" in refused(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"feed": 1}', '{"feed": [["x", 0, 0, []]], "scaler": null}', "[" * 99999])
+def test_a_crafted_position_with_the_right_checksum(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "step-3"
+    found = write(folder, "ddp", 1)
+    (folder / "rank-0.json").unlink()
+    found["files"]["rank-0.json"] = manifest.written(folder / "rank-0.json", text.encode())
+    (folder / "manifest.json").write_text(json.dumps(found))
+    assert "rank-0.json" in refused(folder)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "lost", "flip", "cut"])
+def test_a_file_that_is_not_what_was_written(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "step-3"
+    write(folder, "ddp", 1)
+    file, data = folder / NUMBERS, (folder / NUMBERS).read_bytes()
+    file.unlink()
+    (tmp_path / "elsewhere").write_bytes(data)
+    if kind == "link":
+        file.symlink_to(tmp_path / "elsewhere")
+    elif kind == "fifo":
+        os.mkfifo(file)
+    elif kind != "lost":
+        file.write_bytes(data[:-1] + (bytes([data[-1] ^ 1]) if kind == "flip" else b""))
+        file.chmod(0o644)
+    assert NUMBERS in refused(folder)
+
+
+def another_users(path: Path) -> str:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    os.chown(path, 4242, -1)
+    return f"of user 4242, mode {path.stat().st_mode & 0o777:04o}"
+
+
+def group_may_write(path: Path) -> str:
+    path.chmod(0o775)
+    return "that others may write, mode 0775"
+
+
+@pytest.mark.parametrize("harm", [another_users, group_may_write])
+@pytest.mark.parametrize("part", ["", "manifest.json", NUMBERS])
+def test_what_others_may_write_is_refused(tmp_path: Path, harm: Callable[[Path], str], part: str) -> None:
+    folder = tmp_path / "step-3"
+    write(folder, "ddp", 1)
+    found = harm(folder / part)
+    with pytest.raises(ConfigError) as error:
+        saved.opened(folder)
+    path, kind = folder / part, "file" if part else "folder"
+    assert str(error.value) == (
+        "the checkpoint is open to other users\n"
+        f"  where:  {path}\n  wanted: of user {os.geteuid()}, and written by no other\n  found:  a {kind} {found}\n"
+        f"  fix:    chmod -R go-w '{folder}' where it is yours, and you know who wrote it; else name another "
+        "checkpoint.folder"
+    )
+
+
+def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        write(tmp_path / "step-3", "ddp", 1)
+    finally:
+        os.umask(before)
+    assert saved.opened(tmp_path / "step-3").tensors
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A checkpoint as torch's DCP has written it, of weights, averages and a buffer."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder = tmp_path / "step-3"
+    folder.mkdir(mode=0o755)
+    named = {
+        kind: {"a.b": torch.arange(12.0).view(4, 3) + number} for number, kind in enumerate(("weights", "exp_avg"))
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        save({**named, "others": {"half": torch.arange(4).bfloat16()}}, checkpoint_id=folder)
+    (folder / "rank-0.json").write_text('{"feed": null, "scaler": null}')
+    seal(folder)
+    return folder
+
+
+def seal(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    sums = {path.name: manifest._described(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    found = {"version": 1, "step": 3, "updates": 3, "world_size": 1, "files": sums} | MADE_BY
+    (folder / "manifest.json").write_text(json.dumps(found))
+
+
+def convert(old: Path) -> Reader:
+    new = old.with_name("step-3.part-x") / "step-3"
+    new.mkdir(mode=0o755, parents=True)
+    dcp.convert(old, new, saved.look(old) | {"version": 2})
+    return saved.opened(new)
+
+
+def test_a_checkpoint_of_dcp_is_converted(old: Path) -> None:
+    read = {"weights.a.b": torch.zeros(4, 3), "exp_avg.a.b": torch.zeros(4, 3), "others.half": torch.zeros(4)}
+    convert(old).fill(whole(read))
+    assert read["weights.a.b"].tolist() == torch.arange(12.0).view(4, 3).tolist()
+    assert read["exp_avg.a.b"].tolist() == (torch.arange(12.0).view(4, 3) + 1).tolist()
+    assert read["others.half"].tolist() == [0, 1, 2, 3]
+
+
+class Planted:
+    def __init__(self, act: Any, *arguments: Any) -> None:
+        self.act, self.arguments = act, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.act, self.arguments
+
+
+@pytest.mark.parametrize("act", [os.system, exec, open, getattr, torch.load])
+def test_a_planted_index_runs_nothing(old: Path, act: Any) -> None:
+    mark = old.parent / "mark"
+    arguments = {os.system: (f"touch {mark}",), exec: (f"open({str(mark)!r}, 'w')",), open: (str(mark), "w")}
+    planted = Planted(act, *arguments.get(act, (str(mark), "x")))
+    (old / ".metadata").write_bytes(pickle.dumps(planted))
+    seal(old)
+    with pytest.raises(ConfigError, match="the checkpoint of an older dray cannot be read") as error:
+        convert(old)
+    assert ".metadata names " in error.value.finding.found
+    assert not mark.exists()
+
+
+def test_planted_numbers_run_nothing(old: Path) -> None:
+    """torch.save's file in place of a tensor, of the length that the index has."""
+    mark, file = old.parent / "mark", next(old.glob("*.distcp"))
+    size = file.stat().st_size
+    torch.save(Planted(os.system, f"touch {mark}"), file)
+    file.write_bytes(file.read_bytes().ljust(size, b"\0")[:size])
+    seal(old)
+    with pytest.raises(ConfigError, match="the checkpoint of an older dray cannot be read"):
+        convert(old)
+    assert not mark.exists()
+
+
+def test_an_older_one_that_others_may_write_is_not_converted(old: Path) -> None:
+    (old / ".metadata").chmod(0o664)
+    with pytest.raises(ConfigError, match="the checkpoint is open to other users"):
+        convert(old)
+
+
+MODEL = {"config.json": "{}", "model.safetensors": "numbers", "parts/x.jinja": "x"}
+
+
+@pytest.fixture
+def final(tmp_path: Path) -> Path:
+    folder = tmp_path / "final"
+    for name, text in MODEL.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    manifest.seal_model(folder)
+    (folder / "README.md").write_text("a card")
+    manifest.check_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", '{"auto_map": 1}', "config.json is not what was written"),
+        ("model.safetensors", "Numbers", "model.safetensors is not what was written"),
+        ("model.safetensors", None, "model.safetensors: No such file or directory"),
+        ("modeling.py", "print(1)", "modeling.py was added"),
+        ("parts/adapter_config.json", "{}", "parts/adapter_config.json was added"),
+        ("manifest.json", "{}", "its manifest names no files, or not as they are named"),
+        ("manifest.json", None, "its manifest cannot be read"),
+    ],
+)
+def test_a_final_model_is_as_its_run_wrote_it(final: Path, name: str, text: str | None, said: str) -> None:
+    if text is None:
+        (final / name).unlink()
+    else:
+        (final / name).write_text(text)
+    with pytest.raises(DrayError, match="the model is not as its run wrote it") as error:
+        manifest.check_model(final)
+    assert (error.value.finding.code, error.value.finding.where) == (78, str(final))
+    assert said in error.value.finding.found
+
+
+def test_a_model_of_somebody_else_needs_no_manifest(final: Path) -> None:
+    (final / "manifest.json").unlink()
+    manifest.check_model(final, required=False)
+    manifest.seal_model(final)
+    (final / "model.safetensors").write_text("Numbers")
+    manifest.check_model(final, weights=False)
+    with pytest.raises(DrayError):
+        manifest.check_model(final, required=False)
