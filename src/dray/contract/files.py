@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, read without surprises; who may write one; files of ours, complete or not there; logs."""
+"""Files that somebody else wrote, read without surprises; who may write them; files of ours, complete or not there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import shlex
 import stat
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 from dray.contract.findings import ConfigError
 
@@ -26,7 +27,7 @@ _UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BufferedReader:
     """A file to read; OSError says so where it is none: opening a FIFO waits for ever, and a device has no end."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW)
     try:
