@@ -234,6 +234,27 @@ def test_what_was_compiled_once_is_kept(checkout):
         step.unlink()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="who builds is another user only for root")
+def test_roots_umask_changes_nothing(checkout, tmp_path):
+    """Neither a clone that only root reads nor what root fetches."""
+    first = checkout.build()
+    assert first.returncode == 0, first.stderr
+    folder, base = tmp_path / "my work", tmp_path / "base.tar"
+    shutil.copytree(checkout.path, folder, symlinks=True, ignore=shutil.ignore_patterns("*.sif*", "inputs", "dray"))
+    shutil.copytree(checkout.path / "src" / "dray", folder / "src" / "dray")
+    shutil.copy(checkout.base, base)
+    for path in (base, folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & 0o700)
+    mine = Checkout(folder, base)
+    built = subprocess.run(
+        mine.argv("build", VARIANT), env=mine.env(), cwd=folder, umask=0o077, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    assert mine.sif.read_bytes() == checkout.sif.read_bytes()
+
+
 def test_a_step_that_fails(checkout):
     checkout.sif.parent.mkdir(exist_ok=True)
     before = checkout.sif.read_bytes() if checkout.sif.exists() else None

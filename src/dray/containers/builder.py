@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from docker.types import Mount
@@ -133,26 +134,28 @@ def _in_container(
     network: bool,
 ) -> int:
     """Under other names, since Apptainer finds no mount whose path has a space."""
-    mounts = [Mount(target="/dray/src", source=str(checkout / "src"), type="bind", read_only=True)]
     inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds)}
     for path, writes in binds.items():
-        mounts.append(Mount(target=inside[path], source=str(path), type="bind", read_only=not writes))
         if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
             os.chown(path, *sandbox.caller())
+    certificate: list[Mount] = []
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     if network:
         environment |= proxies(os.environ)
         bundle = certificates()
         if bundle:
-            mounts.append(sandbox.bind(bundle))
+            certificate.append(sandbox.bind(bundle))
             environment["SSL_CERT_FILE"] = str(bundle)
+    build = checkout / "build"
+    build.mkdir(exist_ok=True)
     with (
         docker.attempt("build in a container"),
+        TemporaryDirectory(prefix=".readable-", dir=build) as lent,
         sandbox.started(
             client,
             tools,
             [sandbox.mapped(word, inside) for word in argv],
-            mounts=mounts,
+            mounts=[*_mounts({checkout / "src": "/dray/src", **inside}, binds, Path(lent)), *certificate],
             environment=environment,
             network=network,
         ) as running,
@@ -160,6 +163,14 @@ def _in_container(
         for line in sandbox.lines(running.logs(stream=True)):
             on_line(sandbox.named(line, inside))
         return int(running.wait()["StatusCode"])
+
+
+def _mounts(inside: Mapping[Path, str], binds: Mapping[Path, bool], lent: Path) -> Iterator[Mount]:
+    """What is only read, the ordinary user can read."""
+    for path, target in inside.items():
+        writes = binds.get(path, False)
+        source = path if writes else sandbox.readable(path, lent)
+        yield Mount(target=target, source=str(source), type="bind", read_only=not writes)
 
 
 def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:

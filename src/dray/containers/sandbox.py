@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +58,44 @@ def started(
 def bind(path: Path, *, read_only: bool = True) -> Mount:
     """The same path inside."""
     return Mount(target=str(path), source=str(path), type="bind", read_only=read_only)
+
+
+def readable(path: Path, scratch: Path) -> Path:
+    """The path, where who builds inside can read all of it; else a copy in `scratch`, on the same disk, that all can.
+
+    Root's umask may be 077, and root does not build itself.
+    """
+    if os.getuid() != 0 or all(_can_read(one) for one in (path, *path.rglob("*"))):
+        return path
+    copy = scratch / f"{secrets.token_hex(4)}-{path.name}"
+    if path.is_dir():
+        shutil.copytree(path, copy, symlinks=True, copy_function=_lend)
+        for folder in (copy, *(one for one in copy.rglob("*") if one.is_dir() and not one.is_symlink())):
+            folder.chmod(0o755)
+    else:
+        _lend(path, copy)
+    return copy
+
+
+def _can_read(path: Path) -> bool:
+    found, (uid, gid) = path.lstat(), caller()
+    if stat.S_ISLNK(found.st_mode):
+        return True
+    wanted = 0o5 if stat.S_ISDIR(found.st_mode) else 0o4
+    shift = 6 if found.st_uid == uid else 3 if found.st_gid == gid else 0
+    return found.st_mode >> shift & wanted == wanted
+
+
+def _lend(source: str | Path, target: str | Path) -> None:
+    """Gigabytes that can be read already need no second copy."""
+    if _can_read(Path(source)):
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+    else:
+        shutil.copy2(source, target)
+        Path(target).chmod(0o755 if Path(source).stat().st_mode & stat.S_IXUSR else 0o644)
 
 
 def caller() -> tuple[int, int]:

@@ -85,6 +85,8 @@ def gather(
     chosen = base or bases.default(checkout, described.base, say=say)
     lock.require_fresh(checkout, described)
     build = checkout / "build"
+    if os.getuid() == 0:  # an ordinary user builds in the container, and copies of gigabytes would take minutes
+        os.umask(0o022)
     with alone(build):
         folder = build / "wheels"
         say("dray: wheels")
