@@ -157,7 +157,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
             break
     started.send_signal(number)
     out, err = started.communicate(timeout=60)
-    assert (started.returncode, err) == (130, "")
+    assert (started.returncode, err) == (128 + number, "")
     assert f"stopped by {number.name} at " in out
     (folder,) = runs.iterdir()
     assert json.loads((folder / "attempt-1" / "result.json").read_text())["status"] == "stopped"

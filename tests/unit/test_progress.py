@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,7 +130,13 @@ def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
         assert started.wait(60) == 130
     assert "stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once\n" in shown
     assert "told to end\n" in shown
-    assert "stopped by Ctrl-C at " in shown
+    assert shown.count("run folder: ") == 2
+    safe = "  safe:   what the command itself has saved\n"
+    again = f"  again:  {sys.executable} -m dray run launcher=python name=talk"
+    stopped, _, rest = shown.partition("stopped by Ctrl-C at ")[2].partition("\n")
+    run = run_of(tmp_path)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", stopped)
+    assert rest == f"{safe}{again} --run={run.name} -- sh -c {shlex.quote(TALK)}\nrun folder: {run}\n"
 
 
 @pytest.mark.torch

@@ -20,7 +20,7 @@ from dray.runs import paths as paths_module
 from dray.runs import write as writing
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
-from dray.runs.result import summary
+from dray.runs.result import Cause, summary
 from dray.runs.stop import Stop
 from dray.runs.write import read, read_recipe, write
 
@@ -179,6 +179,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "restart_cause": None,
         "at": None,
         "checkpoint": None,
+        "command": False,
         "warnings": [],
     }
     assert summary(result, paths) == (
@@ -219,9 +220,25 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
         None,
         None,
     )
+    stopped, folder = "stopped by scancel at 2026-11-22T21:00:00Z", f"run folder: {paths.run}"
     assert summary(result, paths) == (
-        "stopped by scancel at 2026-11-22T21:00:00Z, before the first step was logged\n"
-        f"  checkpoint: none; checkpoint.every in the recipe makes some\nrun folder: {paths.run}"
+        f"{stopped}, before the first step was logged\n"
+        "  safe:   nothing yet; checkpoint.every=N saves every N steps\n"
+        f"  again:  the same command with --run={paths.run}\n{folder}"
+    )
+    command = result.model_copy(update={"command": True})
+    assert summary(command, paths, again="dray run --run=r -- t.py") == (
+        f"{stopped}\n  safe:   what the command itself has saved\n  again:  dray run --run=r -- t.py\n{folder}"
+    )
+    kept = {"checkpoint": "/a b/checkpoints/step-50", "steps": 57}
+    left = f"  safe:   all up to step 50, in /a b/checkpoints/step-50\n  resume: dray run x --run=r\n{folder}"
+    assert summary(result.model_copy(update=kept), paths, again="dray run x --run=r") == (
+        f"{stopped}, after step 57\n{left}"
+    )
+    cause = Cause(node="n1", rank=1, code=9, why="exit code 9", log="l", last_lines=[])
+    failed = result.model_copy(update={**kept, "status": "failed", "cause": cause, "exit_code": 9})
+    assert summary(failed, paths, again="dray run x --run=r") == (
+        f"failed: rank 1 on n1: exit code 9\n  log: l\n{left}\nexit code: 9"
     )
 
 

@@ -238,12 +238,13 @@ class TestStopped:
         newest = f"{checkpoints}/step-40" if kept else None
         assert (result["status"], result["reason"], result["steps"]) == ("stopped", "the time limit", 47), err
         assert (script.returncode, result["exit_code"], result["checkpoint"]) == (143, 143, newest)
-        lines = out.splitlines()[-4:] if kept else out.splitlines()[-3:]
+        lines = out.splitlines()[-4:]
         assert lines[0] == f"stopped by the time limit at {result['at']}, after step 47"
+        again, folder = f"the same command with --run={run}", f"run folder: {run}"
         assert lines[1:] == (
-            [f"  checkpoint: {newest}", f"  resume:     the same command with --run={run}", f"run folder: {run}"]
+            [f"  safe:   all up to step 40, in {newest}", f"  resume: {again}", folder]
             if kept
-            else ["  checkpoint: none; checkpoint.every in the recipe makes some", f"run folder: {run}"]
+            else ["  safe:   nothing yet; checkpoint.every=N saves every N steps", f"  again:  {again}", folder]
         )
 
     PROGRAM = "trap 'exit 7' INT TERM; touch begun; while :; do sleep 0.1; done"
@@ -290,7 +291,8 @@ class TestStopped:
         code = 128 + signal.Signals[f"SIG{name}"]
         assert (script.returncode, result["exit_code"]) == (code, code), err
         assert (result["status"], result["reason"], result["cause"]) == ("stopped", f"SIG{name}", None)
-        assert f"stopped by SIG{name} at {result['at']}, before the first step was logged\n" in out
+        stopped = f"stopped by SIG{name} at {result['at']}\n  safe:   what the command itself has saved\n"
+        assert f"{stopped}  again:  the same command with --run={attempt.parent}\n" in out
 
     def test_a_run_that_ends_well_although_it_was_told_to_stop(self, job: Job) -> None:
         """TERM to the batch script alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -51,8 +52,12 @@ def run(
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
     asked = chosen(arguments, launcher, context)
     settings = asked.recipe()
+
+    def typed(*more: str) -> str:
+        return shlex.join(again(*more, command=asked.command))
+
     if engines.get(engine).image == "python":
-        local.require(settings, lambda *more: shlex.join(again(*more, command=asked.command)))
+        local.require(settings, typed)
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
         one_machine = engine in engines.names("local")
@@ -64,8 +69,8 @@ def run(
         name = run_id or machines.run_id(settings)
         if show:
             named = [] if run_id else ["--run", name]
-            typed = [word for word in again(*named) if word != "--print"]
-            print(machines.commands(typed, asked.command), end="")
+            argv = [word for word in again(*named) if word != "--print"]
+            print(machines.commands(argv, asked.command), end="")
             return
         only: int | None = machines.here(node)
         proof = machines.secret(secret)
@@ -84,9 +89,9 @@ def run(
             watch, stopping = progress.update, progress.stopping
             code, stopped = local.run(plan, paths, watch=watch, stopping=stopping, only=only), None
         except KeyboardInterrupt as stop:  # all that was started is gone by now
-            code, stopped = 130, Stop(str(stop) or "Ctrl-C", utc())
+            code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
     result = finish(paths, code=code, stopped=stopped)
-    print(summary(result, paths))
+    print(summary(result, paths, again=typed() if run_id else typed(f"--run={plan.run}")))
     raise typer.Exit(result.exit_code)
 
 

@@ -61,6 +61,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
                 "checkpoint": left.newest_checkpoint(plan) if status != "done" else None,
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
+                "command": plan is not None and plan.recipe.train is None,
                 "warnings": left.warnings,
             }
         )

@@ -56,24 +56,28 @@ class Result(BaseModel):
     """When it was stopped."""
     checkpoint: str | None = None
     """The newest checkpoint of a run that was stopped or failed."""
+    command: bool = False
+    """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
     """What of the run's files could not be read."""
 
 
-def summary(result: Result, paths: RunPaths) -> str:
-    """The last words of a run."""
-    lines = [*_ended(result, paths), *_restarts(result), *(f"warning: {warning}" for warning in result.warnings)]
+def summary(result: Result, paths: RunPaths, again: str = "") -> str:
+    """The last words of a run. `again` is what to type for its next attempt."""
+    again = again or f"the same command with --run={paths.run}"
+    lines = [*_ended(result, again), *_restarts(result), *(f"warning: {warning}" for warning in result.warnings)]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 
 
-def _ended(result: Result, paths: RunPaths) -> list[str]:
+def _ended(result: Result, again: str) -> list[str]:
     if result.cause:
         cause = result.cause
         lines = [f"failed: {_who(cause)}: {cause.why}"]
         lines += [f"  | {line}" for line in cause.last_lines[-12:]]
-        return [*lines, f"  log: {cause.log}"] if cause.log else lines
-    return _stopped(result, paths) if result.status == "stopped" else _done(result)
+        lines += [f"  log: {cause.log}"] if cause.log else []
+        return [*lines, *_left(result, again)] if result.checkpoint else lines
+    return _stopped(result, again) if result.status == "stopped" else _done(result)
 
 
 def _who(cause: Cause) -> str:
@@ -107,10 +111,15 @@ def _done(result: Result) -> list[str]:
     return [*lines, f"sample: {result.sample}"] if result.sample else lines
 
 
-def _stopped(result: Result, paths: RunPaths) -> list[str]:
-    """What stopped it, how far it was, and what there is to resume from."""
-    reached = f"after step {result.steps}" if result.steps else "before the first step was logged"
-    lines = [f"stopped by {result.reason} at {result.at}, {reached}"]
+def _stopped(result: Result, again: str) -> list[str]:
+    """What stopped it, how far it was, what is safe, and how to go on."""
+    reached = f", after step {result.steps}" if result.steps else ", before the first step was logged"
+    return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *_left(result, again)]
+
+
+def _left(result: Result, again: str) -> list[str]:
     if result.checkpoint:
-        return [*lines, f"  checkpoint: {result.checkpoint}", f"  resume:     the same command with --run={paths.run}"]
-    return [*lines, "  checkpoint: none; checkpoint.every in the recipe makes some"]
+        step = result.checkpoint.rpartition("-")[2]
+        return [f"  safe:   all up to step {step}, in {result.checkpoint}", f"  resume: {again}"]
+    own, none = "what the command itself has saved", "nothing yet; checkpoint.every=N saves every N steps"
+    return [f"  safe:   {own if result.command else none}", f"  again:  {again}"]
