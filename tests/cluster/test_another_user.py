@@ -1,0 +1,115 @@
+"""Another user of the same nodes: nothing of theirs is run, read or trained on, and nothing of the run's is seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+QUICK = "preflight.when=never"
+SHORT = ("ranks_per_node=1", "train.steps=4", "train.warmup_steps=0", QUICK)
+OTHER = "nobody"
+# A rank that waits until the other user is done.
+JOB = """
+import json, os, time
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    names = ("MASTER_ADDR", "MASTER_PORT", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
+             "TRITON_CACHE_DIR", "TRITON_HOME")
+    Path("seen.part").write_text(json.dumps({name: os.environ[name] for name in names}))
+    Path("seen.part").rename("seen.json")
+while not Path("go").exists():
+    time.sleep(0.05)
+seen = [None] * dist.get_world_size()
+dist.all_gather_object(seen, dist.get_rank())
+assert seen == list(range(dist.get_world_size())), seen
+"""
+
+
+@pytest.fixture
+def folder(cluster) -> Iterator[Path]:
+    """A folder of the cluster's user."""
+    made = cluster.shared / "home" / "my work"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    made.chmod(0o777)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def other(cluster) -> Iterator[Callable[..., Any]]:
+    """Run a command as the other user on a node; what they leave in /tmp is removed."""
+
+    def execute(*argv: str, node: str = "n2") -> Any:
+        return cluster.exec(argv, user=OTHER, node=node, workdir="/tmp", env={"HOME": "/tmp"})
+
+    yield execute
+    for node in ("n1", "n2"):
+        cluster.exec(["find", "/tmp", "-mindepth", "1", "-user", OTHER, "-delete"], user="root", node=node)
+
+
+def waited(path: Path, job: threading.Thread) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert job.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_nobody_else_reaches_a_run(sbatch, cluster, sif: Path, root: Path, folder: Path, other) -> None:
+    """Its ports are attacked from the other node, and its folders looked into, while it may restart."""
+    pwned = cluster.shared / "home" / "pwned"
+    (folder / "job.py").write_text(JOB)
+    shutil.copy(Path(__file__).parent / "scripts" / "attack.py", folder)
+    ended: list[Any] = []
+    words = (f"{root}/slurm/multinode.sh", QUICK, "max_restarts=1", "ranks_per_node=1", "--", "job.py")
+    job = threading.Thread(target=lambda: ended.append(sbatch(*words, workdir="/shared/home/my work")))
+    job.start()
+    try:
+        waited(folder / "seen.json", job)
+        seen = json.loads((folder / "seen.json").read_text())
+        attacked = other("apptainer", "exec", str(sif), "python3", "/shared/home/my work/attack.py", "n1", "n2")
+        own = other("ls", seen["TMPDIR"], node="n1")
+    finally:
+        (folder / "go").touch()
+        job.join()
+    assert attacked.code == 0, attacked.err
+    assert seen["MASTER_PORT"] in attacked.out.splitlines()[0].split()  # it was there to be attacked
+    paths = [path for name, path in seen.items() if not name.startswith("MASTER")]
+    assert {path[: len(seen["TMPDIR"])] for path in paths} == {seen["TMPDIR"]}
+    run = other("ls", f"/shared/{ended[0].folder.relative_to(cluster.shared)}")
+    assert [(one.code, one.out) for one in (own, run)] == [(2, "")] * 2
+    assert "Permission denied" in own.err
+    assert ended[0].code == 0, ended[0].output
+    assert not pwned.exists()
+
+
+def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, other) -> None:
+    """Compiled code under the names that torch takes by default; and tokens, which refuse the run."""
+    uid = cluster.exec(["id", "-u"]).out.strip()
+    name = cluster.exec(["id", "-un"]).out.strip()
+    planted = (f"/tmp/torchinductor_{name}", "/tmp/torchelastic_x", f"/tmp/dray-{uid}-x", "/tmp/.triton")
+    for node in ("n1", "n2"):
+        for path in planted:
+            assert other("sh", "-c", f"mkdir -m 777 {path} && touch {path}/evil.so", node=node).code == 0
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", "train.compile=true", *SHORT)
+    assert ended.code == 0, ended.output
+    for node in ("n1", "n2"):
+        assert other("find", *planted, "-type", "f", node=node).out.split() == [f"{path}/evil.so" for path in planted]
+    tokens = f"/tmp/dray-tokens-{uid}"
+    cluster.exec(["rm", "-rf", tokens], user="root", node="n2")
+    assert other("mkdir", "-m", "777", tokens).code == 0
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
+    assert ended.code == 78, ended.output
+    assert ended.result()["cause"]["why"].startswith("the token cache is open to other users")
