@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
@@ -156,6 +157,23 @@ SEEDS = {
     "lumi-1": ("gpt-neo-imdb", "image=rocm"),
     "lumi-2": ("gpt-neo-imdb", "image=rocm"),
 }
+
+
+def test_compiling_where_torch_s_path_has_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = ModuleSpec("torch", None, origin="/home/me/my work/.venv/lib/torch/__init__.py")
+    monkeypatch.setattr(local, "find_spec", lambda _: torch)
+    recipe = ROOT / "recipes" / "smoke-cpu.toml"
+    local.require(read_recipe(recipe), lambda *_: "")
+    with pytest.raises(ConfigError) as refused:
+        local.require(read_recipe(recipe, ["train.compile=true"]), lambda *more: " ".join(["dray", "run", *more]))
+    assert str(refused.value) == (
+        "torch.compile cannot compile where torch's own path has a space\n"
+        "  where:  /home/me/my work/.venv/lib/torch/__init__.py\n"
+        "  wanted: a path without a space: Inductor gives it to the C++ compiler as it is\n"
+        "  found:  train.compile = true\n"
+        "  fix:    dray run train.compile=false\n"
+        "          dray run --engine docker  # in the image, after dray image build cpu --format docker"
+    )
 
 
 @pytest.mark.parametrize("where", SEEDS)

@@ -57,10 +57,10 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
 def require(recipe: Recipe, again: Callable[..., str]) -> None:
     """Refuse what this Python has no package for. `again` is the command line of the user, with more options."""
     missing = [one for one in packages.of(recipe) if find_spec(one.module) is None]
+    build = f"dray image build {recipe.image} --format docker"
     if missing:
         names = " and ".join(dict.fromkeys(one.module for one in missing))
         other = [again(*dict.fromkeys(word for one in missing for word in one.without)) + f"  # without {names}"]
-        build = f"dray image build {recipe.image} --format docker"
         raise ConfigError(
             f"this Python lacks {names}, which the recipe needs",
             where=sys.executable,
@@ -72,6 +72,15 @@ def require(recipe: Recipe, again: Callable[..., str]) -> None:
                     f"{again('--engine', 'docker')}  # in the image, after {build}",
                 ]
             ),
+        )
+    torch = find_spec("torch")
+    if recipe.train and recipe.train.compile and torch and any(map(str.isspace, torch.origin or "")):
+        raise ConfigError(
+            "torch.compile cannot compile where torch's own path has a space",
+            where=torch.origin,
+            wanted="a path without a space: Inductor gives it to the C++ compiler as it is",
+            found="train.compile = true",
+            fix=f"{again('train.compile=false')}\n{again('--engine', 'docker')}  # in the image, after {build}",
         )
 
 
