@@ -50,13 +50,18 @@ def verify(
     image: Image,
     recipe: Annotated[Path | None, typer.Option(help="A recipe, whose image_digest the image must have.")] = None,
     digest: Annotated[str | None, typer.Option(help="sha256:... that the image must have.")] = None,
+    key: Annotated[
+        list[str] | None, typer.Option(help="The fingerprint of a key that may have signed it; may be repeated.")
+    ] = None,
     signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check who signed it.")] = True,
 ) -> None:
-    """Refuse an image with another digest, or one that is not signed with a key of the keyring."""
+    """Refuse an image with another digest, or one that is not signed with a key of the keyring, or with these."""
+    if key and not signature:
+        raise ConfigError("--key is for the signature", found="--no-signature", fix="leave out one of the two")
     sif = sif_format.read(_file(image))
     expected, source = identity.expected(sif.path, given=digest, recipe=recipe)
     found = identity.require(sif.path, expected, source)
-    signers = signatures.check(sif) if signature else []
+    signers = signatures.check(sif, key or ()) if signature else []
     print(
         f"{sif.path}\n{found} ({source})\n"
         + (f"signed by {', '.join(signers)}" if signature else "signature unchecked")

@@ -12,6 +12,7 @@ Variant = Literal["cpu", "cuda", "cuda12", "rocm"]
 # The GPUs of each variant.
 ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9A-F]{40}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dray.config.analog import Analog
-from dray.config.image import Variant
+from dray.config.image import Fingerprint, Variant
 from dray.config.model import SecretError, Spec
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
 from dray.contract import secrets
@@ -84,6 +84,8 @@ class Recipe(Spec):
     """The image's variant."""
     image_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """The SHA-256 that the SIF must have, as `dray image build` prints it."""
+    image_signers: tuple[Fingerprint, ...] = ()
+    """Fingerprints of keys, one of which must have signed the SIF. Each node checks it before it starts the image."""
     launcher: Launcher = "torchrun"
     """What starts the ranks in the container."""
     nodes: Annotated[int, Field(ge=1, le=65_536)] = 1

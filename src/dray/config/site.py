@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from dray.config.image import Variant
+from dray.config.image import Fingerprint, Variant
 from dray.config.model import Spec
 from dray.contract import secrets
 from dray.contract.cores import parse
@@ -101,6 +101,8 @@ class Site(Spec):
     """Patterns of host names, such as iris-*, if the name in Slurm is not enough."""
     image: Variant | None = None
     """The image variant for its GPUs."""
+    image_signers: tuple[Fingerprint, ...] = ()
+    """Fingerprints of keys, one of which must have signed each SIF that starts here."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     """GPUs of a node; the default of --gpus-per-node."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"

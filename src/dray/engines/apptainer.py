@@ -16,6 +16,7 @@ class Apptainer(Engine):
     schedulers = frozenset({"slurm", "hosts"})
     env_prefix = "APPTAINERENV_"
     host_libraries = True
+    verifies = True
 
     def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
         return [

@@ -68,6 +68,8 @@ class Engine:
     """Whether it puts libraries of the host into the container's library path."""
     names_devices: ClassVar[bool] = False
     """Whether each device of the host must be named."""
+    verifies: ClassVar[bool] = False
+    """Whether `NAME verify` checks who signed an image before it starts."""
     private_network: ClassVar[bool] = False
     """Whether nodes on one machine have a network of their own, and containers outlive the program that starts them."""
 

@@ -10,7 +10,7 @@ from dray.config.site import Site
 from dray.contract import run_folder as names
 from dray.contract.findings import counted
 from dray.facts import Facts, Files
-from dray.planning import advice, batch, binds, environment, launchers, memory, refusals, transport, world
+from dray.planning import advice, batch, binds, environment, launchers, memory, refusals, signatures, transport, world
 from dray.planning.schema import Plan
 
 _ACCESS = {
@@ -55,6 +55,7 @@ def plan(
         engine=facts.engine,
         image=facts.image,
         image_sha256=facts.image_sha256,
+        signers=signatures.signers(recipe, site),
         stage=site.stage if engine.image == "file" and engine.script_mounts else "",
         variant=recipe.image,
         site=f"site {site.name}",

@@ -45,6 +45,8 @@ class Plan(BaseModel):
     engine: Engine
     image: str
     image_sha256: str
+    signers: tuple[str, ...]
+    """Fingerprints of keys, one of which must have signed the image, where recipe or site demand it."""
     stage: str
     variant: str
     site: str

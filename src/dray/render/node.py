@@ -11,7 +11,7 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract import run_folder as names
-from dray.engines.base import Container, Mount, Shell
+from dray.engines.base import STAGED_IMAGE, Container, Mount, Shell
 from dray.planning.binds import Bind
 from dray.planning.schema import Plan
 
@@ -47,6 +47,7 @@ def node_script(plan: Plan) -> str:
         *_lines(_missing_secrets(plan)),
         _DEVICES if engine.names_devices else "",
         _stage(plan) if plan.stage else "",
+        _signed(plan) if plan.signers else "",
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
         f"{'node::start' if waits else 'exec'} {start}",
     ]
@@ -186,6 +187,20 @@ def _missing_secrets(plan: Plan) -> Iterator[str]:
 def _stage(plan: Plan) -> str:
     call = shlex.join(["node::stage", plan.image, plan.stage, plan.image_sha256])
     return f'image_id="${{{plan.world.identity["image"]}}}"\n{_file("stage")}\n\n{call}'
+
+
+def _signed(plan: Plan) -> str:
+    """Of the very file that starts, which is this node's own copy where there is one."""
+    record: dict[str, object] = {
+        "rank": None,
+        "code": exit_codes.UNFIT,
+        "why": f"{plan.image} is not signed as it must be\n  wanted: a signature with one of {' '.join(plan.signers)}",
+        "log": None,
+        "last_lines": [],
+    }
+    image = STAGED_IMAGE if plan.stage else plan.image
+    words = ["node::signed", plan.engine, image, json.dumps(record)[1:-1], *plan.signers]
+    return f"{_file('signed')}\n\n{' '.join(map(_quoted, words))}"
 
 
 def _quoted(argument: str) -> str:

@@ -21,6 +21,7 @@ def text(plan: Plan) -> str:
                 ("access", plan.reasons["access"]),
                 ("recipe", f"{plan.recipe.name}" + (f": {plan.recipe.about}" if plan.recipe.about else "")),
                 ("image", f"{plan.image} ({plan.variant}, started by {plan.engine})"),
+                *([("signed", f"with one of {' '.join(plan.signers)}: each node checks")] if plan.signers else []),
             ],
         ),
         (

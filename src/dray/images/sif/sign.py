@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +29,9 @@ _KEYS = {
 _FINGERPRINT = re.compile(r"^\s*(?:Fingerprint|F):\s+([0-9A-F]{40})\s*$", re.MULTILINE)
 
 
-def check(sif: Sif) -> list[str]:
-    """Who signed it. Each signature must hold, and its key be in the keyring."""
+def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
+    """Who signed it. Each signature must hold, its key be in the keyring, and one of them be of these keys, if any."""
+    asked = [_fingerprint(key) for key in keys]
     if not sif.signers():
         raise ConfigError(
             "the image is not signed", where=sif.path, fix=f"dray image sign {sif.path}; or verify --no-signature"
@@ -38,7 +39,16 @@ def check(sif: Sif) -> list[str]:
     done = _apptainer(["verify", "--local", "--json", str(sif.path)], sif=sif.path)
     if done.code == 0:
         signers = [key["Signer"] for key in json.loads(done.out)["SignerKeys"]]
-        return sorted({f"{signer['Name']} {signer['Fingerprint'].upper()}" for signer in signers})
+        found = sorted({f"{signer['Name']} {signer['Fingerprint'].upper()}" for signer in signers})
+        if asked and not any(one.endswith(key) for one in found for key in asked):
+            raise ConfigError(
+                "the image is signed with another key",
+                where=sif.path,
+                wanted="\n".join(asked),
+                found="\n".join(found),
+                fix="ask who built it for an image that is signed with this key",
+            )
+        return found
     if "unknown entity" in done.err:
         raise ConfigError(
             "the image is signed with a key that is not in the keyring",
@@ -53,6 +63,15 @@ def check(sif: Sif) -> list[str]:
         found=_last(done),
         fix="copy or build it again",
     )
+
+
+def _fingerprint(key: str) -> str:
+    """A whole one: two keys may have the same last digits."""
+    asked = key.upper().replace(" ", "").removeprefix("0X")
+    if not re.fullmatch("[0-9A-F]{40}", asked):
+        listed = _command("key list")
+        raise ConfigError("not a key's fingerprint", wanted="40 hexadecimal digits", found=key, fix=listed)
+    return asked
 
 
 def sign(sif: Sif, key: str = "") -> tuple[str, str]:
