@@ -65,11 +65,11 @@ def _package(part: Json, purpose: str) -> Json:
 
 def _declared(licenses: list[Json]) -> str:
     """One expression of all: ids, and references to what has only a name."""
-    words = [
+    names = [
         one.get("expression") or one["license"].get("id") or _reference(one["license"]["name"]) for one in licenses
     ]
-    several = len(words) > 1
-    return " AND ".join(f"({word})" if several and " OR " in word else word for word in words) or UNKNOWN
+    several = len(names) > 1
+    return " AND ".join(f"({word})" if several and " OR " in word else word for name in names) or UNKNOWN
 
 
 def _reference(name: str) -> str:

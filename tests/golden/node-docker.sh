@@ -35,10 +35,16 @@ number=DRAY_NODE name=DRAY_NODE_NAME read_only=readonly
 declare -a binds=() mounts=()
 
 node::unfit() { # PATH WANTED RECORD: the record is what the runner writes, once the container has started
-  local -r host="${!name:-$(</proc/sys/kernel/hostname)}" record="failures/node-${!number:-unknown}.json"
-  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$host" >&2
+  printf 'dray: %s is not there\n  wanted: %s\n  where:  node %s\n' "$1" "$2" "$(node::host)" >&2
+  node::record "$3"
+}
+
+node::host() { echo "${!name:-$(</proc/sys/kernel/hostname)}"; }
+
+node::record() { # RECORD: and the end of this node
+  local -r record="failures/node-${!number:-unknown}.json"
   # A disk that is full must not hide the exit code as well.
-  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$host" "$3" >"$record.part"; then
+  if printf '{"time": %s, "node": "%s", %s}\n' "$(date +%s.%N)" "$(node::host)" "$1" >"$record.part"; then
     mv -- "$record.part" "$record"
   fi || true
   exit 69
