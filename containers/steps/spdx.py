@@ -65,11 +65,11 @@ def _package(part: Json, purpose: str) -> Json:
 
 def _declared(licenses: list[Json]) -> str:
     """One expression of all: ids, and references to what has only a name."""
-    names = [
+    found = [
         one.get("expression") or one["license"].get("id") or _reference(one["license"]["name"]) for one in licenses
     ]
-    several = len(names) > 1
-    return " AND ".join(f"({word})" if several and " OR " in word else word for name in names) or UNKNOWN
+    several = len(found) > 1
+    return " AND ".join(f"({one})" if several and " OR " in one else one for one in found) or UNKNOWN
 
 
 def _reference(name: str) -> str:

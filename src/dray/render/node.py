@@ -199,8 +199,8 @@ def _signed(plan: Plan) -> str:
         "last_lines": [],
     }
     image = STAGED_IMAGE if plan.stage else plan.image
-    words = ["node::signed", plan.engine, image, json.dumps(record)[1:-1], *plan.signers]
-    return f"{_file('signed')}\n\n{' '.join(map(_quoted, words))}"
+    argv = ["node::signed", plan.engine, image, json.dumps(record)[1:-1], *plan.signers]
+    return f"{_file('signed')}\n\n{' '.join(map(_quoted, argv))}"
 
 
 def _quoted(argument: str) -> str:
