@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 
 import typer
 from typer.exceptions import TyperException
 
 from dray import __version__
 from dray.cli import usage
-from dray.contract import exit_codes, secrets
+from dray.cli.streams import Streams, require
+from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import DrayError
 
 app = typer.Typer(
@@ -49,17 +51,35 @@ def _register(named: str | None) -> None:
 
 
 def main() -> None:
-    """Run one verb. What a user can act on is printed without a traceback, with the contract's exit code."""
+    """Run one verb. All that goes wrong is printed without a traceback, with the contract's exit code."""
     argv = sys.argv[1:]
-    _register(argv[0] if argv else None)
-    cut = argv.index("--") if argv[:1] and argv[0] in _START and "--" in argv else len(argv)
+    if argv[:1] == ["finish"]:  # it has its own way with streams and folders: it cannot fail
+        raise SystemExit(_code(argv))
+    output = Streams()
+    code = _code(argv)
+    if refusal := output.refusal():
+        code = code or _say(refusal)
+    raise SystemExit(code)
+
+
+def _code(argv: list[str]) -> int:
     try:
-        raise SystemExit(app(argv[:cut], obj=argv[cut + 1 :], standalone_mode=False))
+        if argv[:1] != ["finish"]:
+            require(argv)
+        _register(argv[0] if argv else None)
+        cut = argv.index("--") if argv[:1] and argv[0] in _START and "--" in argv else len(argv)
+        return int(app(argv[:cut], obj=argv[cut + 1 :], standalone_mode=False) or exit_codes.DONE)
     except TyperException as wrong:
         if not wrong.format_message():  # nothing was typed, and typer has printed the help
-            raise SystemExit(exit_codes.CONFIG) from None
-        error: DrayError = usage.error(wrong)
-    except DrayError as refused:
-        error = refused
-    print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr)
-    raise SystemExit(error.exit_code)
+            return exit_codes.CONFIG
+        return _say(usage.error(wrong))
+    except typer.Abort:  # Ctrl-C, of which no verb made more
+        return 130
+    except Exception as raised:
+        return _say(unexpected.error(raised))
+
+
+def _say(error: DrayError) -> int:
+    with suppress(OSError):  # standard error may be full too; the exit code still tells
+        print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr, flush=True)
+    return error.finding.code

@@ -40,6 +40,14 @@ def root(*, build: bool = False) -> Path:
     )
 
 
+def home() -> Path:
+    """The user's home; a user id that no passwd knows, as containers have, has none where HOME is not set."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
+
+
 def write(folder: Path) -> None:
     """A new checkout, from which images build with the same bytes as from the one that this package was made from."""
     if folder.exists() and not folder.is_dir():

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import files, run_folder, scratch
+from dray.contract import files, run_folder, scratch, unexpected
 from dray.contract.cores import render
-from dray.contract.findings import DrayError, Finding, UnfitError
+from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.runner import address, children, control, cores, node, output, record, rendezvous
 from dray.runner.start import Start
 
@@ -25,8 +25,9 @@ _ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has starte
 
 def main(path: str) -> int:
     """What this node ended with: the launcher's exit code, or that of what kept it from being started."""
-    with open(path, "rb") as file:
-        plan = json.load(file)
+    plan = files.parse_json(files.text(path, "the plan"), "the plan", path)
+    if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
+        raise ConfigError("the plan is damaged", where=path, fix="begin the run again")
     world = plan["world"]
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     number = os.environ.get(world["identity"]["node"], "unknown")
@@ -47,7 +48,8 @@ def main(path: str) -> int:
                 return code
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
-    except DrayError as error:
+    except Exception as raised:
+        error = unexpected.error(raised)
         print(error, file=sys.stderr)
         found = error.finding
         if not isinstance(error, rendezvous.StoppedError):
@@ -217,4 +219,10 @@ def _record(plan: Mapping[str, Any], number: str, found: Finding, *, why: str) -
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    try:
+        ended = main(sys.argv[1])
+    except Exception as raised:  # a plan that cannot be read, or a folder in which no record can be left
+        error = unexpected.error(raised)
+        print(error, file=sys.stderr)
+        ended = error.finding.code
+    sys.exit(ended)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from dray.contract import exit_codes
+from dray.contract import exit_codes, unexpected
 from dray.contract.findings import DrayError
 
 
@@ -28,6 +28,12 @@ def guarded(main: Callable[..., None], *arguments: str) -> NoReturn:
     try:
         main(*arguments)
     except DrayError as error:
+        print(error, file=sys.stderr)
+        code = error.finding.code
+    except Exception as raised:
+        error = unexpected.error(raised)
+        if error.problem == unexpected.DEFECT:
+            traceback.print_exc()  # this is a log, in which a developer looks for it
         print(error, file=sys.stderr)
         code = error.finding.code
     except BaseException:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
+from dray.config import checkout
 from dray.containers import apptainer, builder
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import format as sif_format
@@ -106,7 +107,7 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
 def keyring() -> Path:
     """Where the keys are."""
     named = (os.environ.get(variable) for variable, _ in _KEYS.values())
-    return Path(next(filter(None, named), None) or Path.home() / _KEYS[_tool()][1])
+    return Path(next(filter(None, named), None) or checkout.home() / _KEYS[_tool()][1])
 
 
 @contextmanager

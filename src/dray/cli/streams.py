@@ -1,0 +1,74 @@
+"""What a verb is started with and did not choose: its streams, its folder, its words."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+
+_PATHS = ("HOME", "HF_HOME", "XDG_CONFIG_HOME", "TMPDIR")
+
+
+class _Output(io.FileIO):
+    """Standard output that a verb outlives: a training goes on where its terminal's log is full or gone."""
+
+    refused: OSError | None = None
+
+    def write(self, data: object) -> int:  # type: ignore[override]
+        try:
+            return super().write(data)  # type: ignore[call-overload,no-any-return]
+        except OSError as refused:
+            self.refused = self.refused or refused
+            return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+class Streams:
+    """Closed ones become /dev/null, so that no file that is opened later takes their number and gets our lines."""
+
+    def __init__(self) -> None:
+        for number in range(3):
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)
+        devnull = os.devnull
+        sys.stdin = sys.stdin or open(devnull, encoding="utf-8")  # noqa: PTH123, SIM115
+        sys.stderr = sys.stderr or open(devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        sys.stdout = sys.stdout or open(devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        self._out: _Output | None = None
+        if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+            self._out = _Output(1, "w", closefd=False)
+            sys.stdout = io.TextIOWrapper(
+                io.BufferedWriter(self._out), encoding=sys.stdout.encoding, errors="backslashreplace",
+                line_buffering=sys.stdout.line_buffering,
+            )  # fmt: skip
+
+    def refusal(self) -> DrayError | None:
+        """Why not all that was printed has arrived; a reader that has gone (`| head`) wanted no more."""
+        sys.stdout.flush()
+        refused = self._out.refused if self._out else None
+        if refused is None or isinstance(refused, BrokenPipeError):
+            return None
+        return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
+
+
+def require(argv: Sequence[str]) -> None:
+    """Refuse what would fail in the middle: a working folder that is gone, and names that no file of ours can hold."""
+    try:
+        folder = str(Path.cwd())
+    except OSError as gone:
+        raise ConfigError("the working folder is gone", found=gone.strerror, fix="cd into one that exists") from gone
+    named = {f"argument {number}": word for number, word in enumerate(argv, start=1)}
+    named |= {name: os.environ[name] for name in os.environ if name in _PATHS or name.startswith("DRAY_")}
+    for where, text in (named | {"the working folder": folder}).items():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                "a name is not UTF-8 text", where=where, wanted="UTF-8, as plans and scripts are", found=ascii(text),
+                fix="rename it",
+            ) from None  # fmt: skip
