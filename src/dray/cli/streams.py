@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dray.contract.findings import ConfigError, DrayError, UnfitError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _PATHS = ("HOME", "HF_HOME", "XDG_CONFIG_HOME", "TMPDIR")
 
@@ -18,12 +22,12 @@ class _Output(io.FileIO):
 
     refused: OSError | None = None
 
-    def write(self, data: object) -> int:  # type: ignore[override]
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
-            return super().write(data)  # type: ignore[call-overload,no-any-return]
+            return super().write(data)
         except OSError as refused:
             self.refused = self.refused or refused
-            return memoryview(data).nbytes  # type: ignore[arg-type]
+            return memoryview(data).nbytes
 
 
 class Streams:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from dray.contract import exit_codes, unexpected
-from dray.contract.findings import DrayError
 
 
 def say(text: str) -> None:
@@ -27,15 +26,12 @@ def guarded(main: Callable[..., None], *arguments: str) -> NoReturn:
     code = exit_codes.DONE
     try:
         main(*arguments)
-    except DrayError as error:
-        print(error, file=sys.stderr)
-        code = error.finding.code
     except Exception as raised:
-        error = unexpected.error(raised)
-        if error.problem == unexpected.DEFECT:
+        found = unexpected.error(raised)
+        if found.problem == unexpected.DEFECT:
             traceback.print_exc()  # this is a log, in which a developer looks for it
-        print(error, file=sys.stderr)
-        code = error.finding.code
+        print(found, file=sys.stderr)
+        code = found.finding.code
     except BaseException:
         traceback.print_exc()
         code = exit_codes.FAILED
