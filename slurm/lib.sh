@@ -122,8 +122,9 @@ lib::pyxis_mounts() { # PATH...: each at the same path inside, as srun --contain
 
 lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
   local facts answer digest="" tries
-  for ((tries = 0; tries < 4; tries++)); do # engine, image, digest, and then the plan
-    facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site")" || exit
+  local -a variables=()
+  for ((tries = 0; tries < 5; tries++)); do # engine, image, digest, variables, and then the plan
+    facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
     facts+=$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
     answer="$(lib::ask "$facts" "$@")" || exit
     case "$answer" in
@@ -145,6 +146,7 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
         lib::known image "${answer#*=}" cpu cuda cuda12 rocm
         image="$(lib::image "${answer#*=}")" || exit
         ;;
+      variables=*) read -ra variables <<<"${answer#*=}" ;;
       image_digest=) digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)" ;;
       *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
         "fix:    use an image and a checkout of the same version of dray" ;;

@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 # What this job and its first node are, as key=value lines on stdout. bash and /proc only.
-# Usage: probe.sh ENGINE IMAGE SITE     (inside a job, on its first node)
+# Usage: probe.sh ENGINE IMAGE SITE [VARIABLE...]     (inside a job, on its first node)
 set -euo pipefail
 
-probe::shell() { # this environment: the planner takes from it what the site and the recipe name
-  local entry name
-  local -r secret='TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|PASS|KEY|PAT|AUTH|COOKIE|WEBHOOK|CREDENTIALS?'
+probe::shell() { # [VARIABLE...]: the names of this environment; values only of libraries' variables, and of those that are asked for
+  local entry name asked=" $* "
+  local -r libraries='NCCL|RCCL|FI|UCX|GLOO|HSA|HIP|ROCR|CUDA|MIOPEN|OMP|KMP|MKL|TORCH|PYTORCH|TRITON|HF|WANDB|DS|ACCELERATE'
+  local -r secret='_(KEY|PAT|AUTH|COOKIE|CREDENTIALS?|SECRETS|PASSPHRASE)_|(TOKEN|PASSWORD|PASSWD|PASS|SECRET|APIKEY|WEBHOOK)_'
   while IFS= read -r -d '' entry; do
     name="${entry%%=*}"
     [[ "$entry" != *[[:cntrl:]]* ]] || continue
     # Of what may be a secret the planner, which is in the image, gets the name alone.
-    [[ ! "_${name^^}_" =~ ($secret)_ && "$entry" != *://*@* ]] || entry="$name=(set)"
+    if [[ "_${name^^}_" =~ $secret || "$entry" == *://*@* ]]; then
+      printf 'shell.%s=(set)\n' "$name"
+      continue
+    fi
+    [[ "$asked" != *" $name "* ]] || printf 'variable.%s\n' "$entry"
+    [[ "$name" =~ ^($libraries)_ ]] || entry="$name=(set)"
     printf 'shell.%s\n' "$entry"
   done <"/proc/$$/environ"
 }
@@ -39,7 +45,7 @@ home=${HOME:-}
 uid=$(id -u)
 gid=$(id -g)
 FACTS
-  probe::shell
+  probe::shell "${@:4}"
 }
 
 probe::main "$@"

@@ -76,7 +76,9 @@ class Facts(BaseModel):
     uid: int = 0
     gid: int = 0
     shell: Annotated[dict[str, str], Field(exclude=True, repr=False)] = {}
-    """The environment in which the run was started. It may hold secrets, and is never written down."""
+    """The environment in which the run was started. It may hold secrets, and is never written down.
+
+    A job's probe tells the values of libraries' variables alone."""
 
     def hosts(self) -> list[str]:
         """The nodes by name; their number must be what the scheduler says."""

@@ -182,11 +182,13 @@ class TestTheJob:
     def test_the_planner_gets_no_secret(self, tmp_path: Path) -> None:
         secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSHPASS", "MY_AUTH", "x_password"), "hush")
         env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1",
-               "URL": "https://me:hush@there", "SCRATCH": "/s", **secrets}  # fmt: skip
-        argv = [ROOT / "slurm" / "probe.sh", "apptainer", "/i", "generic"]
+               "URL": "https://me:hush@there", "SCRATCH": "/s", "HF_HOME": "/h", **secrets}  # fmt: skip
+        argv = [ROOT / "slurm" / "probe.sh", "apptainer", "/i", "generic", "SCRATCH", "HF_TOKEN", "URL", "GONE", "*"]
         ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
         assert "hush" not in ended.stdout
-        assert {"shell.HF_TOKEN=(set)", "shell.SSHPASS=(set)", "shell.SCRATCH=/s"} <= set(ended.stdout.splitlines())
+        lines = ended.stdout.splitlines()
+        assert {"shell.HF_TOKEN=(set)", "shell.SSHPASS=(set)", "shell.SCRATCH=(set)", "shell.HF_HOME=/h"} <= set(lines)
+        assert [line for line in lines if line.startswith("variable.")] == ["variable.SCRATCH=/s"]
 
 
 class TestNames:

@@ -370,7 +370,8 @@ def probe(root: Path, image: str = "/a b/i.sif", **env: str) -> dict[str, str]:
         env={"PATH": os.environ["PATH"], **slurm, **env}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     facts = dict(line.split("=", 1) for line in ended.stdout.splitlines())
-    given = {**slurm, **env} | ({"HF_TOKEN": "(set)"} if "HF_TOKEN" in env else {})
+    told = ("HF_HOME", "NCCL_DEBUG")
+    given = {name: value if name in told else "(set)" for name, value in {**slurm, **env}.items()}
     assert {name: facts.pop(f"shell.{name}") for name in given if "\n" not in given[name]} == given
     return {key: value for key, value in facts.items() if not key.startswith("shell.")}
 

@@ -191,6 +191,7 @@ class TestTheSame:
         assert [line for line in facts.splitlines() if line.startswith(("variable.", "shell."))] == [
             f"variable.SCRATCH={tmp_path}/scratch"
         ]
+        assert job.seen.read_text() == "dray-cpu.sif dray plan\n" * 2  # it was asked for
 
 
 class TestStopped:

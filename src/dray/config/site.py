@@ -144,6 +144,10 @@ class Site(Spec):
             taken |= own
         return cores
 
+    def variables(self) -> list[str]:
+        """The names of the variables in its paths."""
+        return sorted({name for bind in self.binds for name in re.findall(r"\$(\w+)", bind.path)})
+
     @model_validator(mode="after")
     def _fits_the_node(self) -> Site:
         unknown = set(self.why) - set(type(self).model_fields)

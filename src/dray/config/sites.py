@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -85,8 +84,7 @@ def portable(name: str) -> str:
 
 def path_variables(site: Site, environ: Mapping[str, str]) -> dict[str, str]:
     """The values of the variables in the site's paths."""
-    names = {variable for bind in site.binds for variable in re.findall(r"\$(\w+)", bind.path)}
-    return {variable: environ[variable] for variable in sorted(names) if variable in environ}
+    return {variable: environ[variable] for variable in site.variables() if variable in environ}
 
 
 def choose(facts: Facts) -> Choice:

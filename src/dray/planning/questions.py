@@ -16,4 +16,5 @@ def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
         return f"image={recipe.image}"
     if recipe.image_digest and not facts.image_digest and engines.get(facts.engine).image == "file":
         return "image_digest="  # to be computed there
-    return ""
+    unknown = [name for name in site.variables() if name in facts.shell and name not in facts.variables]
+    return f"variables={' '.join(unknown)}" if unknown else ""

@@ -91,7 +91,7 @@ def _accelerate(path: Path, share: str) -> str:
 def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
     """The site that the facts name, and the facts with the job's values of the variables in its paths."""
     choice = sites.choose(facts)
-    if facts.shell:
+    if facts.shell and (facts.login or facts.scheduler != "slurm"):  # a job's probe is asked for them
         facts = facts.model_copy(update={"variables": sites.path_variables(choice.site, facts.shell)})
     return facts, choice
 
