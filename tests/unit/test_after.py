@@ -87,6 +87,9 @@ def test_it_is_scored_on_other_texts(runs, tmp_path: Path) -> None:
     ]  # fmt: skip
     wrong = dray("eval", runs["ended"].folder, "evaluate.mine.datset=x")
     assert (wrong.returncode, "unknown key: did you mean" in wrong.stderr) == (78, True)
+    for ignored in ("model.name=/another/model", "scale=tiny", "lora.rank=4"):
+        refused = dray("eval", runs["ended"].folder, ignored)
+        assert (refused.returncode, "has no effect" in refused.stderr, ignored in refused.stderr) == (78, True, True)
     lost = dray("eval", runs["ended"].folder, "evaluate.mine.dataset=/not/there.txt")
     assert (lost.returncode, "the dataset does not exist" in lost.stdout + lost.stderr) == (78, True)
 

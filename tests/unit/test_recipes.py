@@ -35,10 +35,10 @@ IN_AN_IMAGE = {
 SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny as it is
 
 
-def dray(*words: str | Path, **given: str) -> subprocess.CompletedProcess[str]:
+def dray(*words: str | Path, cwd: Path = ROOT, **given: str) -> subprocess.CompletedProcess[str]:
     base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
     argv = [sys.executable, "-m", "dray", *words]
-    return subprocess.run(argv, cwd=ROOT, env={**base, **given}, capture_output=True, text=True, check=False)
+    return subprocess.run(argv, cwd=cwd, env={**base, **given}, capture_output=True, text=True, check=False)
 
 
 def same(name: str, text: str) -> None:
@@ -232,6 +232,73 @@ def test_a_scale_that_cannot_be(tmp_path: Path, text: str, words: tuple[str, ...
     ended = dray("recipe", "check", path, *words)
     assert ended.returncode == 78
     assert said in ended.stderr
+
+
+BASE = 'name = "r"\n[batch]\nglobal_size = 1\n[train]\nsteps = 30\nwarmup_steps = 20\nlr = 1e-3\n[tiny.train]\nsteps = 29\n'
+NOT_FINITE = "model.config   expected finite numbers: a model's config.json has neither inf nor nan"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("tiny.train.steps=5",),
+            "tiny.train.steps=5   has no effect: the command line wins over [tiny]; set train.steps=5",
+        ),
+        (
+            ("scale=tiny", "tiny={}"),
+            "tiny={}   has no effect: the command line wins over [tiny]; set KEY={}",
+        ),
+        (("model.config.x=[1.0, inf]",), NOT_FINITE),
+        (("model.config.x={a=[[nan]]}",), NOT_FINITE),
+        (("model.config.x=[-inf]", "scale=tiny"), NOT_FINITE),
+        (("train.betas=[0.9, nan]",), "train.betas=[0.9, nan]   expected a finite number (command line)"),
+        (("lora.alpha=inf",), "lora.alpha=inf   expected a finite number (command line)"),
+        (
+            ("launcher=torchrn",),
+            'launcher=torchrn   expected one of "torchrun", "accelerate", "deepspeed", "python"; '
+            "did you mean `torchrun`? (command line)",
+        ),
+        (
+            ("train.steps=2",),
+            "train   warmup_steps = 20 is more than steps = 2; set train.warmup_steps=0 too, or at most 2",
+        ),
+    ],
+)
+def test_nothing_is_accepted_and_ignored(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(BASE)
+    with pytest.raises(ConfigError) as refused:
+        read_recipe(path, words)
+    assert str(refused.value) == f"recipe {path} has 1 error\n  found:  {said}"
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.validation", "data.test", "evaluate.a.dataset", "model.tokenizer"])
+@pytest.mark.parametrize("named", ["./nofolder", "./no*.txt"])
+def test_a_path_that_is_not_there_is_not_good(tmp_path: Path, key: str, named: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(BASE)
+    ended = dray("recipe", "check", path, f"{key}={named}")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        78,
+        "",
+        f"dray: what the recipe names is not on this machine\n  where:  {path}\n"
+        "  wanted: a file, a folder or a pattern that fits\n"
+        f"  found:  {key} = {tmp_path}/{Path(named)}\n"
+        "  fix:    correct it; or check the recipe on a machine that has it\n",
+    )
+    (tmp_path / "nofolder").mkdir()
+    (tmp_path / "no1.txt").touch()
+    assert dray("recipe", "check", path, f"{key}={named}").returncode == 0
+
+
+def test_a_near_name_can_be_typed(tmp_path: Path) -> None:
+    """From the checkout, and from a folder without recipes."""
+    for folder, name in ((ROOT, "recipes/smoke-cpu.toml"), (tmp_path, f"{ROOT}/recipes/smoke-cpu.toml")):
+        ended = dray("plan", "recipes/smoke-cpu.tml", cwd=folder)
+        assert ended.returncode == 78
+        assert f"  fix:    did you mean `{name}`?" in ended.stderr
+        assert dray("plan", name, cwd=folder).returncode == 0
 
 
 def test_the_command_line_wins_over_tiny(tmp_path: Path) -> None:

@@ -187,6 +187,12 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
         ("bad.json", b'[{"text": "a"},]', "a file is not JSON"),
         ("other.csv", b"content,label\na,1\n", "there is no column 'text'"),
         ("latin.csv", b"text\ncaf\xe9\n", "the table cannot be read"),
+        ("open.csv", b'text\na\n"b\nc\nd\n', "the table cannot be read"),
+        ("inner.csv", b'text\na\n"b" c\nd\n"e"\n', "the table cannot be read"),
+        ("comma.csv", b"text\na\nit is, of course, b\n", "the table cannot be read"),
+        ("short.csv", b"label,text\n1,a\n2\n", "the table cannot be read"),
+        ("twice.csv", b"text,text\na,b\n", "the table cannot be read"),
+        ("open.tsv", b'text\tn\n"a\t1\nb\t2\n', "the table cannot be read"),
         ("bad.parquet", b"PAR1 not at all PAR1", "the dataset cannot be read"),
         ("bad.arrow", b"ARROW1", "the dataset cannot be read"),
         ("bad.txt.gz", b"not gzip", "the dataset cannot be read"),
@@ -205,6 +211,17 @@ def test_texts_that_are_not(tmp_path: Path, name: str, content: bytes | None, sa
     assert str(path) in told
     assert "  fix:    " in told
     assert not list((tmp_path / "tokens").glob("*.part-*"))
+
+
+def test_a_row_that_would_be_cut_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "comma.csv"
+    path.write_text("text,n\na,1\nit is, of course, b,2\n")
+    assert refused(texts, tmp_path, f"data.train={path}") == (
+        "the table cannot be read\n"
+        "  wanted: UTF-8 with a first line of column names\n"
+        f"  found:  4 fields in a row of 2 columns (quote a field with a ',' in it) near line 3 of {path}\n"
+        "  fix:    correct that row, whose quotes may be open; or convert the file to parquet\n"
+    )
 
 
 def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path) -> None:

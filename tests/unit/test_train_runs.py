@@ -17,6 +17,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from dray.runs.finish import finish  # noqa: E402
+from dray.runs.result import summary  # noqa: E402
 from trainings import Forks, Run, in_image  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -129,6 +131,22 @@ def resumed(run: BEGUN, strategy: str) -> None:
     assert again.events("start")[0]["first_step"] == 6
     assert again.losses() == whole.losses()[6:]
     assert all(torch.equal(weight, whole.weights()[name]) for name, weight in again.weights().items())
+
+
+def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
+    """And one that would take fewer steps than its checkpoint has taken is none."""
+    first = run(1, "checkpoint.every=2", steps="steps=2").end()
+    again, fewer = (run(1, "checkpoint.every=2", steps=f"steps={steps}") for steps in (2, 1))
+    for other in (again, fewer):
+        shutil.copytree(first.folder / "checkpoints/step-2", other.folder / "checkpoints/step-2")
+    again.end()
+    assert "nothing left to do: step 2 of 2\n" in again.said()
+    result = finish(again.paths, code=0)
+    assert (result.status, result.first_step, result.steps) == ("done", 2, 2)
+    assert summary(result, again.paths).startswith("done: nothing left to do: step 2 of 2, perplexity ")
+    fewer.end(78)
+    assert "the checkpoint is of a later step than the last one of this run\n" in fewer.said()
+    assert "  fix:    train.steps=2, or another checkpoint.folder\n" in fewer.said()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -17,6 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the mode
 TrustRun = Annotated[
     bool, typer.Option("--trust-run", help="Of another user's run, take its env, pass_env and trust_remote_code, too.")
 ]
+_EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; its checkpoints/final is the model.")]
 
 
@@ -32,6 +33,14 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a run on the recipe's datasets, or on others, on this machine's CPUs."""
     plan, final = desk.ended(run, trust=trust_run)
+    for override in overrides or []:
+        if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
+            raise ConfigError(
+                "this setting has no effect on an evaluation of the run's model",
+                wanted=f"settings of {', '.join(_EVALUATED)}",
+                found=override,
+                fix="leave it out",
+            )
     recipe = write.over(plan.recipe, overrides or [])
     job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"))
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("data", "evaluate")))

@@ -39,7 +39,8 @@ def found(path: Path) -> Path:
             ours = checkout.root()
             candidates = (ours / path, ours / "recipes" / f"{path}.toml")
             name = len(path.parts) == 1 and path.suffix != ".toml"
-            return next((file for file in candidates if file.is_file()), candidates[1] if name else path)
+            misspelt = candidates[1] if name else path if path.parent.is_dir() else candidates[0]
+            return next((file for file in candidates if file.is_file()), misspelt if misspelt.parent.is_dir() else path)
     return path
 
 

@@ -19,6 +19,7 @@ from dray.config.recipe import Recipe
 from dray.config.schema import Schema
 from dray.contract.findings import ConfigError
 from dray.planning.batch import divide
+from dray.runs import lookup
 from dray.runs.write import read_recipe, recipe_name
 
 app = typer.Typer(no_args_is_help=True, help="Write and check recipes, and list their keys.")
@@ -70,12 +71,21 @@ def list_() -> None:
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print all that is wrong with a recipe's keys, values and batch. Model and datasets are checked when it runs."""
+    """Print all that is wrong with a recipe's keys, values, batch and paths; a run checks what is in those."""
     settings = overrides or []
     good = read_recipe(recipe, settings)
     for one in (good, read_recipe(recipe, [*settings, "scale=tiny"])) if good.tiny else (good,):
         if one.batch and one.ranks_per_node:
             divide(one.batch, world_size=one.nodes * one.ranks_per_node)
+    missing = lookup.missing_paths(good)
+    if missing:
+        raise ConfigError(
+            "what the recipe names is not on this machine",
+            where=recipe,
+            wanted="a file, a folder or a pattern that fits",
+            found="\n".join(f"{key} = {path}" for key, path in missing.items()),
+            fix="correct it; or check the recipe on a machine that has it",
+        )
     print(f"{recipe}: good ({good.name}, {good.launcher} in the {good.image} image)")
 
 

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -81,6 +81,10 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
         if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
             lines.append((ascii(override), "expected UTF-8 text (command line)"))
             continue
+        if model.layer and keys[0] in get_args(model.model_fields[model.layer].annotation):
+            own = ".".join(keys[1:]) or "KEY"
+            lines.append((override, f"has no effect: the command line wins over [{keys[0]}]; set {own}={raw}"))
+            continue
         typed.append((keys, override))
         data = _apply(model, data, keys, raw.strip())
     spec, errors = _validate(model, data)
@@ -117,7 +121,7 @@ def _missing(path: Path, kind: str) -> NoReturn:
     raise ConfigError(
         f"{kind} {path} does not exist",
         found=None if folder.is_dir() else f"{folder} is no folder either",
-        fix=_suggest(path.name, names, f"in {folder}") or None,
+        fix=_suggest(path.name, names, f"in {folder}", folder) or None,
     ) from None
 
 
@@ -232,9 +236,12 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
             keys, shown = (*schema.keys(loc[:-2]), loc[-2]), False
         case "finite_number":
             text = "expected a finite number"
-        case _:
+        case kind:
             wanted = schema.expected(keys)
             text = f"expected {wanted}" if wanted else error["msg"]
+            if kind == "literal_error" and isinstance(value, str):
+                near = difflib.get_close_matches(value, re.findall('"([^"]*)"', wanted), n=1)
+                text += "".join(f"; did you mean `{match}`?" for match in near)
     override, label = _origin(keys, written, typed), ".".join(map(str, keys))
     if shown:
         found = json.dumps(value, ensure_ascii=False)
@@ -244,10 +251,10 @@ def _line(error: ErrorDetails, schema: Schema, written: Table, typed: list[tuple
     return label, f"{text} (command line)" if override else text
 
 
-def _suggest(name: str, valid: list[str], place: str) -> str:
+def _suggest(name: str, valid: list[str], place: str, folder: Path = Path()) -> str:
     near = difflib.get_close_matches(name, valid, n=1)
     others = [other for other in valid if other not in near]
-    parts = [f"did you mean `{match}`?" for match in near]
+    parts = [f"did you mean `{folder / match}`?" for match in near]
     if others:
         parts.append(f"{'also ' if near else ''}{place}: {', '.join(others)}")
     return " ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -104,6 +105,16 @@ class Model(Spec):
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer moves; auto is the named model's own."""
 
+    @field_validator("config")
+    @classmethod
+    def _finite(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Also in its lists, of which the schema says nothing."""
+        try:
+            json.dumps(config, allow_nan=False)
+        except ValueError:
+            raise ValueError("expected finite numbers: a model's config.json has neither inf nor nan") from None
+        return config
+
 
 class Train(Spec):
     """The loop."""
@@ -171,7 +182,8 @@ class Train(Spec):
             both = f"both are set: steps = {self.steps}, epochs = {self.epochs}"
             raise ValueError(f"expected one of steps and epochs; {'neither is set' if self.steps is None else both}")
         if self.steps is not None and self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}")
+            found = f"warmup_steps = {self.warmup_steps} is more than steps = {self.steps}"
+            raise ValueError(f"{found}; set train.warmup_steps=0 too, or at most {self.steps}")
         wants = (("lr_power", self.lr_power, "polynomial"), ("lr_cycles", self.lr_cycles, "cosine_with_restarts"))
         for name, value, kind in wants:
             if value != 1 and self.lr_scheduler_type != kind:

@@ -19,7 +19,7 @@ def files(recipe: Recipe, facts: Facts) -> Files:
     return Files(
         configuration=_configuration(recipe, home),
         missing_on_hub=tuple(_missing_on_hub(recipe, home)),
-        missing_paths=_missing_paths(recipe) if facts.login else {},
+        missing_paths=missing_paths(recipe) if facts.login else {},
     )
 
 
@@ -65,5 +65,10 @@ def _missing_on_hub(recipe: Recipe, home: str) -> list[str]:
     ]
 
 
-def _missing_paths(recipe: Recipe) -> dict[str, str]:
-    return {key: path for key, path in recipe.places().items() if "*" not in path and not Path(path).exists()}
+def missing_paths(recipe: Recipe) -> dict[str, str]:
+    """The files and folders that the recipe's keys name, and that are not on this machine."""
+    return {key: path for key, path in recipe.places().items() if not (Path(path).exists() or _fits(Path(path)))}
+
+
+def _fits(pattern: Path) -> bool:
+    return any(pattern.parent.glob(pattern.name))

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import ConfigError, DrayError, counted
 from dray.train import manifest, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.config import Config, read
 from dray.train.data import datasets, tokenizer
 from dray.train.data.token_cache import IDS, Tokens
-from dray.train.errors import guarded
+from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
 from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics
@@ -55,6 +55,7 @@ def main(path: str) -> None:
     checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
     data.training.load(checkpoints.resume())
     resumed = checkpoints.newest or 0
+    _require_steps(config, resumed)
     _write_start(config, metrics, parameters=parameters, trained=trained, tokens=data.total, step=resumed)
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
@@ -85,6 +86,20 @@ def main(path: str) -> None:
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     metrics.close()
     barrier()
+
+
+def _require_steps(config: Config, resumed: int) -> None:
+    """Steps to take; a model that has taken more would be saved and evaluated as one of fewer."""
+    if resumed > config.steps:
+        raise ConfigError(
+            "the checkpoint is of a later step than the last one of this run",
+            where=config.checkpoints,
+            wanted=f"a checkpoint of at most step {config.steps} (train.steps)",
+            found=f"step {resumed}",
+            fix=f"train.steps={resumed}, or another checkpoint.folder",
+        )
+    if resumed == config.steps:
+        say(f"nothing left to do: step {resumed} of {config.steps}")
 
 
 def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: int, tokens: int, step: int) -> None:

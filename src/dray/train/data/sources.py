@@ -222,18 +222,29 @@ def _cell(row: object, column: str, path: str) -> object:
 def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
     csv.field_size_limit(sys.maxsize)
     with _opened(piece.path) as file:
-        rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=between)
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        # strict: else a quote that nobody closes makes one document of the rest of the file.
+        rows = csv.DictReader(text, delimiter=between, strict=True)
         try:
-            if column not in (rows.fieldnames or ()):
-                _no_column(piece.path, column, list(rows.fieldnames or ()))
+            names = rows.fieldnames or ()
+            if column not in names:
+                _no_column(piece.path, column, list(names))
+            if names.count(column) > 1:
+                raise csv.Error(f"{names.count(column)} columns are named {column}")
             for row in rows:
+                if None in row or row[column] is None:
+                    fields = sum(value is not None for name, value in row.items() if name is not None)
+                    fields += len(row.get(None) or ())
+                    raise csv.Error(
+                        f"{fields} fields in a row of {len(names)} columns (quote a field with a {between!r} in it)"
+                    )
                 yield row[column]
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(
                 "the table cannot be read",
                 wanted="UTF-8 with a first line of column names",
                 found=f"{error} near line {rows.line_num} of {piece.path}",
-                fix="convert or correct it",
+                fix="correct that row, whose quotes may be open; or convert the file to parquet",
             ) from error
 
 
