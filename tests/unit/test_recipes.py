@@ -234,8 +234,17 @@ def test_a_scale_that_cannot_be(tmp_path: Path, text: str, words: tuple[str, ...
     assert said in ended.stderr
 
 
-BASE = 'name = "r"\n[batch]\nglobal_size = 1\n[train]\nsteps = 30\nwarmup_steps = 20\nlr = 1e-3\n[tiny.train]\nsteps = 29\n'
-NOT_FINITE = "model.config   expected finite numbers: a model's config.json has neither inf nor nan"
+BASE = """name = "r"
+[batch]
+global_size = 1
+[train]
+steps = 30
+warmup_steps = 20
+lr = 1e-3
+[tiny.train]
+steps = 29
+"""
+NOT_FINITE = "model.config   expected finite numbers: a model's config.json has neither inf nor nan (command line)"
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,9 @@ Where the pieces begin is decided by the files alone, never by who reads.
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dray.contract.findings import ConfigError
-from dray.train.data import chat, corpus, hub
+from dray.train.data import chat, corpus, hub, table
 
 _PIECE = 1 << 24  # bytes of a file of lines
 _LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
@@ -215,50 +212,26 @@ def _list_rows(piece: Piece, column: str) -> Iterator[Any]:
 
 def _cell(row: object, column: str, path: str) -> object:
     if not isinstance(row, dict) or column not in row:
-        _no_column(path, column, list(row) if isinstance(row, dict) else [type(row).__name__])
+        table.no_column(path, column, list(row) if isinstance(row, dict) else [type(row).__name__])
     return row[column]
 
 
 def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
-    csv.field_size_limit(sys.maxsize)
     with _opened(piece.path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        # strict: else a quote that nobody closes makes one document of the rest of the file.
-        rows = csv.DictReader(text, delimiter=between, strict=True)
-        try:
-            names = rows.fieldnames or ()
-            if column not in names:
-                _no_column(piece.path, column, list(names))
-            if names.count(column) > 1:
-                raise csv.Error(f"{names.count(column)} columns are named {column}")
-            for row in rows:
-                if None in row or row[column] is None:
-                    fields = sum(value is not None for name, value in row.items() if name is not None)
-                    fields += len(row.get(None) or ())
-                    raise csv.Error(
-                        f"{fields} fields in a row of {len(names)} columns (quote a field with a {between!r} in it)"
-                    )
-                yield row[column]
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(
-                "the table cannot be read",
-                wanted="UTF-8 with a first line of column names",
-                found=f"{error} near line {rows.line_num} of {piece.path}",
-                fix="correct that row, whose quotes may be open; or convert the file to parquet",
-            ) from error
+        yield from table.rows(file, piece.path, column, between)
 
 
 def _arrow_rows(piece: Piece, column: str) -> Iterator[Any]:
     if _kind(piece.path) == ".parquet":
         file = pq.ParquetFile(piece.path)
         if column not in file.schema_arrow.names:
-            _no_column(piece.path, column, file.schema_arrow.names)
+            table.no_column(piece.path, column, file.schema_arrow.names)
         batches = file.iter_batches(row_groups=range(piece.begin, piece.end), columns=[column])
     else:
-        table = _mapped(piece.path)
-        if column not in table.schema.names:
-            _no_column(piece.path, column, table.schema.names)
-        batches = table.to_batches()
+        mapped = _mapped(piece.path)
+        if column not in mapped.schema.names:
+            table.no_column(piece.path, column, mapped.schema.names)
+        batches = mapped.to_batches()
     for batch in batches:
         yield from batch.column(column).to_pylist()
 
@@ -278,15 +251,6 @@ def _readable(path: str) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         unreadable(path, error)
-
-
-def _no_column(path: str, column: str, found: list[str]) -> NoReturn:
-    raise ConfigError(
-        f"there is no column {column!r}",
-        wanted=f"{column} in {path}",
-        found=", ".join(map(str, found)) or "none",
-        fix="set data.column",
-    )
 
 
 def _not_text(path: str, column: str, found: object) -> NoReturn:

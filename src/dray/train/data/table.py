@@ -1,0 +1,48 @@
+"""Documents of CSV and TSV: of each row all of a column, or a refusal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO, NoReturn
+
+from dray.contract.findings import ConfigError
+
+
+def rows(file: BinaryIO, path: str, column: str, between: str) -> Iterator[str]:
+    """The column's fields, in order."""
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        # strict: else a quote that nobody closes makes one document of the rest of the file.
+        found = csv.DictReader(text, delimiter=between, strict=True)
+        try:
+            names = found.fieldnames or ()
+            if column not in names:
+                no_column(path, column, list(names))
+            if list(names).count(column) > 1:
+                raise csv.Error(f"several columns are named {column}")
+            for row in found:
+                if None in row or None in row.values():  # else what follows a comma in a text is lost
+                    fields = sum(value is not None for name, value in row.items() if name) + len(row.get(None) or ())
+                    hint = f"quote a field with a {between!r} in it"
+                    raise csv.Error(f"{fields} fields in a row of {len(names)} columns ({hint})")
+                yield row[column]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(
+                "the table cannot be read",
+                wanted="UTF-8 with a first line of column names",
+                found=f"{error} near line {found.line_num} of {path}",
+                fix="correct that row, whose quotes may be open; or convert the file to parquet",
+            ) from error
+
+
+def no_column(path: str, column: str, found: list[str]) -> NoReturn:
+    """Refuse a dataset that has others."""
+    raise ConfigError(
+        f"there is no column {column!r}",
+        wanted=f"{column} in {path}",
+        found=", ".join(map(str, found)) or "none",
+        fix="set data.column",
+    )
