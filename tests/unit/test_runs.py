@@ -242,6 +242,22 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
     )
 
 
+def test_what_was_shown_is_not_shown_again(root: Path, tmp_path: Path) -> None:
+    """The output of the first rank is on the terminal already; a launch's last lines are its reason."""
+    paths = begun(root, tmp_path)
+    record(paths, "rank-0", 10.0, rank=0, node="n1", why="exit code 9", code=9, last_lines=["a", "b"])
+    result = finish(paths, code=9)
+    head, *_ = summary(result, paths, shown=0).splitlines()
+    assert summary(result, paths, shown=0).count("  | ") == 0
+    assert summary(result, paths, shown=1).splitlines()[:3] == [head, "  | a", "  | b"]
+    assert result.cause
+    launch = result.cause.model_copy(
+        update={"rank": None, "why": "a\n  found: x", "last_lines": ["y", "a", "  found: x"]}
+    )
+    lines = summary(result.model_copy(update={"cause": launch}), paths, shown=0).splitlines()
+    assert lines[:3] == ["failed: the launch on n1: a", "  found: x", "  | y"]
+
+
 def test_a_code_that_looks_like_a_stop_does_not_hide_a_cause(root: Path, tmp_path: Path) -> None:
     """srun ends with the highest code of all tasks, and it stops the others with SIGTERM."""
     paths = begun(root, tmp_path)

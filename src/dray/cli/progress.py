@@ -28,11 +28,12 @@ class Progress:
         rank = (only or 0) * world.ranks_per_node
         where = f"{counted(world.size, 'rank')} on {counted(len(world.nodes), 'node')} ({plan.engine})"
         self._lost = False
+        self.rank: int | None = None  # whose output is shown
         self._view: Output | _Steps
         if train and rank == 0:
             self._view = _Steps(paths.metrics, train.steps)
         else:
-            self._view = Output(paths.rank_log(rank))
+            self.rank, self._view = rank, Output(paths.rank_log(rank))
             if world.size > 1:
                 where += f"; rank {rank} is shown here, the logs of all are in {paths.folder.name}/{paths.logs.name}"
         self._say(f"run folder: {paths.run}\n{plan.recipe.name}: {where}")

@@ -91,7 +91,8 @@ def run(
         except KeyboardInterrupt as stop:  # all that was started is gone by now
             code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
     result = finish(paths, code=code, stopped=stopped)
-    print(summary(result, paths, again=typed() if run_id else typed(f"--run={plan.run}")))
+    next_attempt = typed() if run_id else typed(f"--run={plan.run}")
+    print(summary(result, paths, again=next_attempt, shown=progress.rank))
     raise typer.Exit(result.exit_code)
 
 

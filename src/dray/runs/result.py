@@ -62,19 +62,21 @@ class Result(BaseModel):
     """What of the run's files could not be read."""
 
 
-def summary(result: Result, paths: RunPaths, again: str = "") -> str:
-    """The last words of a run. `again` is what to type for its next attempt."""
+def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
+    """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
-    lines = [*_ended(result, again), *_restarts(result), *(f"warning: {warning}" for warning in result.warnings)]
+    lines = [*_ended(result, again, shown), *_restarts(result), *(f"warning: {warning}" for warning in result.warnings)]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 
 
-def _ended(result: Result, again: str) -> list[str]:
+def _ended(result: Result, again: str, shown: int | None) -> list[str]:
     if result.cause:
         cause = result.cause
         lines = [f"failed: {_who(cause)}: {cause.why}"]
-        lines += [f"  | {line}" for line in cause.last_lines[-12:]]
+        known = cause.why.splitlines()
+        last = [] if cause.rank is not None and cause.rank == shown else cause.last_lines[-12:]
+        lines += [f"  | {line}" for line in last if line not in known]
         lines += [f"  log: {cause.log}"] if cause.log else []
         return [*lines, *_left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
