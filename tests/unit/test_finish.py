@@ -264,13 +264,15 @@ class TestLost:
 
     LOST: ClassVar = {"node": "n1", "rank": None, "code": 75, "why": "node 0 (n1) is gone", "lost": True, "time": 12.0}
 
-    @pytest.mark.parametrize(("survivor", "code"), [(11.9, 75), (12.5, 75), (8.0, 75), (6.0, 3)])
+    @pytest.mark.parametrize(("survivor", "code"), [(11.9, 75), (12.5, 75), (8.0, 75), (5.5, 3)])
     def test_what_died_at_that_time_is_no_cause(self, root: Path, tmp_path: Path, survivor: float, code: int) -> None:
         """And what died long before is one."""
         paths = begun(root, tmp_path)
         (paths.failures / "rank-3.json").write_text(json.dumps({**RECORD, "time": survivor}))
         (paths.failures / "node-1-lost-0.json").write_text(json.dumps({**RECORD, **self.LOST}))
         assert finish(paths, code=1).exit_code == code
+        (paths.failures / "rank-0.json").write_text(json.dumps({**RECORD, "time": 11.0, "node": "n1", "code": 137}))
+        assert finish(paths, code=1).exit_code == (137 if code == 75 else code)
 
 
 def test_a_result_holds_no_value_that_was_handed_in(root: Path, tmp_path: Path, monkeypatch) -> None:

@@ -485,6 +485,14 @@ def test_a_runner_that_is_killed_is_a_lost_node_with_a_name(lost: int, plan, sta
     code, said = ended(nodes[1 - lost])
     assert (code, time.monotonic() - begun < 8) == (75, True), said
     assert f"node {lost} (node{lost + 1}) is gone" in said
+    (record,) = (tmp_path / "failures").iterdir()
+    left = json.loads(record.read_text())
+    assert (record.name, left["lost"]) == (f"node-{1 - lost}-lost-{lost}.json", True)
+    assert (left["node"], left["code"], left["why"].splitlines()[0]) == (
+        f"node{lost + 1}",
+        75,
+        f"node {lost} (node{lost + 1}) is gone",
+    )
 
 
 def test_a_stop_of_one_node_is_heard_on_all(plan, start: Start, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def main(path: str) -> int:
             links = control.Control(world, me, supervised, channels, start)
             code = launch(plan, me, supervised, links, at, listener, start)
             if not links.next and not links.may_restart():
+                for other, (since, found) in links.lost.items():
+                    _record(plan, str(other), found, why=str(found), name=f"node-{me}-lost-{other}", time=since)
                 return code
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
@@ -211,11 +213,14 @@ def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     return found
 
 
-def _record(plan: Mapping[str, Any], number: str, found: Finding, *, why: str) -> None:
+def _record(
+    plan: Mapping[str, Any], number: str, found: Finding, *, why: str, name: str = "", time: float | None = None
+) -> None:
+    """Why node `number` failed; under another `name` that it was lost, at that time."""
     log = f"{plan['folder']}/{run_folder.node_log(number)}"
-    lines = files.tail(log)
-    named = {"node": found.node, "rank": found.rank, "code": found.code, "why": why}
-    record.write(plan["folder"], f"node-{number}", **named, log=log, last_lines=lines)
+    named: dict[str, Any] = {"node": found.node, "rank": found.rank, "code": found.code, "why": why}
+    named |= {"log": log, "last_lines": files.tail(log)} | ({"lost": True, "time": time} if name else {})
+    record.write(plan["folder"], name or f"node-{number}", **named)
 
 
 if __name__ == "__main__":

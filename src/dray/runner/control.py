@@ -41,6 +41,7 @@ class Control:
     ) -> None:
         self.cause: Finding | None = None
         self.stopped = False
+        self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.next: Start | None = None
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
@@ -137,7 +138,7 @@ class Control:
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)
-        if self.stopped or self.cause:
+        if self.stopped:
             return
         name = self._names[node]
         finding = Finding(
@@ -148,8 +149,11 @@ class Control:
             code=exit_codes.RETRY,
             node=name,
         )
-        self._end(finding)
-        self._pass_on({"failed": finding._asdict()})
+        # Ranks of other nodes may have died of it already, and been taken for the cause.
+        self.lost[node] = time.time(), finding
+        if not self.cause:
+            self._end(finding)
+            self._pass_on({"failed": finding._asdict()})
 
     def _end(self, finding: Finding) -> None:
         """The run has failed elsewhere: this node's ranks would wait for the others for ever."""

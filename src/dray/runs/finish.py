@@ -109,16 +109,19 @@ class _Left:
         """The earliest record of a failure. A node that was lost is the cause of what died of that."""
         paths = self.tried(folder, lambda: sorted(folder.iterdir())) or []
         records = [self._record(path) for path in paths if path.suffix == ".json"]
-        return min(records, key=lambda record: record[0])[1] if records else None
+        lost = {cause.node for _, cause, lost in records if lost}
+        # What the lost node's own ranks recorded says more than that it was lost.
+        began = [(time - _UNNOTICED_S * (cause.node in lost), cause) for time, cause, _ in records]
+        return min(began, key=lambda record: record[0])[1] if began else None
 
-    def _record(self, path: Path) -> tuple[float, Cause]:
-        """A record, and the time at which what it tells began. A damaged one still tells who failed."""
+    def _record(self, path: Path) -> tuple[float, Cause, bool]:
+        """When it was, the cause, and whether it is that a node was lost. A damaged one still tells who failed."""
         try:
             record = json.loads(files.read(path, limit=_RECORD))
-            time = float(record["time"]) - (_UNNOTICED_S if record.get("lost") else 0)
+            time = float(record["time"])
             if not math.isfinite(time):
                 raise ValueError(f"its time is {time}")
-            return time, Cause.model_validate(record)
+            return time, Cause.model_validate(record), bool(record.get("lost"))
         except Exception as error:
             reason = f"{path} cannot be read: {_reason(error)}"
             self.warnings.append(reason)
@@ -127,9 +130,9 @@ class _Left:
         log = self.paths.logs / f"{path.stem}.log"
         why = f"it failed, and its record is damaged ({path.name})"
         lines = files.tail(log)
-        return _modified(path), Cause(
-            node="", rank=rank, code=self.code or exit_codes.FAILED, why=why, log=str(log), last_lines=lines
-        )
+        code = self.code or exit_codes.FAILED
+        cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
+        return _modified(path), cause, False
 
     def unrecorded(self) -> Cause:
         """The cause of a failure that nobody recorded."""
