@@ -120,15 +120,16 @@ def rank(folder: Path, megabytes: int, rounds: int) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir()
-            seconds = []
+            seconds, cpu = [], []
             for act in (kept[way].stage, kept[way].write, kept[way].read):
                 barrier()
-                began = time.monotonic()
+                began, used = time.monotonic(), time.process_time()
                 act()
+                cpu.append(time.process_time() - used)
                 barrier()
                 seconds.append(time.monotonic() - began)
             if number and dist.get_rank() == 0:
-                print(json.dumps([way, *seconds]), flush=True)
+                print(json.dumps([way, *seconds, cpu[0] + cpu[1]]), flush=True)
             if dist.get_rank() == 0:
                 shutil.rmtree(place)
     sys.stdout.flush()
@@ -155,13 +156,16 @@ def main(megabytes: int = 500, ranks: int = 2, rounds: int = 5) -> None:
     lines = [json.loads(line) for line in output[0].splitlines() if line.startswith("[")]
     found = {way: [line[1:] for line in lines if line[0] == way] for way in WAYS}
     print(f"{megabytes} MB, {ranks} ranks, median of {rounds} rounds\n")
-    print("| way | staged, s | written, s | both, to DCP | read, s | to DCP |\n|---|---|---|---|---|---|")
+    print("| way | staged, s | written, s | both, to DCP | CPU of both, s | to DCP | read, s | to DCP |")
+    print("|" + "---|" * 8)
     for way, rows in found.items():
         whole = [(own[0] + own[1]) / (dcp[0] + dcp[1]) for own, dcp in zip(rows, found["dcp"], strict=True)]
+        cpus = [own[3] / dcp[3] for own, dcp in zip(rows, found["dcp"], strict=True)]
         reads = [own[2] / dcp[2] for own, dcp in zip(rows, found["dcp"], strict=True)]
-        stage, write, read = (statistics.median(column) for column in zip(*rows, strict=True))
-        ratios = (statistics.median(whole), statistics.median(reads))
-        print(f"| {way} | {stage:.3f} | {write:.2f} | {ratios[0]:.2f} | {read:.2f} | {ratios[1]:.2f} |")
+        stage, write, read, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
+        ratios = [statistics.median(ratio) for ratio in (whole, cpus, reads)]
+        save = f"{stage:.3f} | {write:.2f} | {ratios[0]:.2f} | {cpu:.2f} | {ratios[1]:.2f}"
+        print(f"| {way} | {save} | {read:.2f} | {ratios[2]:.2f} |")
 
 
 if __name__ == "__main__":
