@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from dray import engines
 from dray.config.model import explained
-from dray.contract.findings import ConfigError, counted
+from dray.contract.findings import ConfigError, Finding, counted
 from dray.hostlist import expand
 
 _VARIABLE, _SHELL = "variable.", "shell."
@@ -102,6 +102,8 @@ class Files(BaseModel):
     """The model's config.json, as transformers will read it; none where it is not on this disk."""
     missing_on_hub: tuple[str, ...] = ()
     """Models and datasets of the hub that are not in its cache."""
+    findings: tuple[Finding, ...] = ()
+    """What it shows to fail: a program that is not there, a type of model that transformers does not have."""
     missing_paths: dict[str, str] = {}
     """The recipe's keys of files that are not on this machine, and the files."""
 

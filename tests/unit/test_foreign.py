@@ -253,7 +253,7 @@ class TestFolders:
             assert modes(kept)["."] == mode
 
     def test_the_reason_is_in_the_plan(self, tmp_path: Path) -> None:
-        ended = dray("plan", SMOKE, "runs.share=group", cwd=tmp_path)
+        ended = dray("plan", "-v", SMOKE, "runs.share=group", cwd=tmp_path)
         assert "  access  this user's, and its group may read all but the secret: runs.share is group\n" in ended.stdout
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")

@@ -123,11 +123,13 @@ class TestWords:
     @staticmethod
     def plan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "dray", "plan", *words], cwd=folder, capture_output=True, text=True, check=False,
+            [sys.executable, "-m", "dray", "plan", "-v", *words],
+            cwd=folder, capture_output=True, text=True, check=False,
             env={**os.environ, "PYTHONPATH": str(Path(launchers.__file__).parents[1])},
         )  # fmt: skip
 
     def test_settings_and_a_command(self, tmp_path: Path) -> None:
+        (tmp_path / "t.py").touch()
         shown = self.plan(
             tmp_path, "--launcher", "deepspeed", "ranks_per_node=2", "--", "t.py", "--nodes", "7", "--", "x=1"
         )

@@ -117,7 +117,7 @@ def test_of_several_experts_each_has_its_own_size() -> None:
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
-    plain = ("plan", "recipes/opt-billions-zero3-offload.toml", "train.deepspeed=", "--site", "iris")
+    plain = ("plan", "recipes/opt-billions-zero3-offload.toml", "train.deepspeed=", "--site", "iris", "-v")
     ended = dray(*plain, "train.strategy=ddp", "batch.per_device=2", HF_HOME=str(home))
     assert ended.returncode == 78
     refusal = ended.stderr[ended.stderr.index("dray: the model does not fit") :].splitlines()
@@ -160,14 +160,14 @@ def test_several_changes_may_be_needed_and_a_file_of_deepspeeds_gives_way(home: 
 
 
 def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
-    gone = dray("plan", "recipes/opt125m-yelp.toml", "--gpus-per-node", "8", HF_HOME=str(home))
+    gone = dray("plan", "-v", "recipes/opt125m-yelp.toml", "--gpus-per-node", "8", HF_HOME=str(home))
     assert (
         "\nmemory: not estimated: facebook/opt-125m is not downloaded; dray prefetch RECIPE downloads it\n"
         in gone.stdout
     )
     wanted = ("model.name=", "model.type=mamba", "--gpus-per-node", "8", "--gpu-memory", "40")
-    strange = dray("plan", "recipes/opt125m-yelp.toml", *wanted)
+    strange = dray("plan", "-v", "recipes/opt125m-yelp.toml", *wanted)
     told = "the size of model type mamba is not known (so --gpu-memory is not checked)"
     assert f"\nmemory: not estimated: {told}\n" in strange.stdout
-    command = dray("plan", "--", "true")
+    command = dray("plan", "-v", "--", "true")
     assert (command.returncode, "memory:" in command.stdout) == (0, False)

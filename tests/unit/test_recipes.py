@@ -187,7 +187,7 @@ def test_what_a_cluster_is_asked_for(where: str) -> None:
     path = ROOT / "recipes" / f"{name}.toml"
     found = sites.find(site)
     asked = queue.options(read_recipe(path, words), found, *gpus or [found.gpus_per_node], None)
-    ended = dray("plan", path, *words, *options, "--site", site, "--runs", "/runs", SBATCH_ACCOUNT="p1")
+    ended = dray("plan", "-v", path, *words, *options, "--site", site, "--runs", "/runs", SBATCH_ACCOUNT="p1")
     assert (ended.returncode, ended.stderr) == (0, "")
     same(f"seed-{where}.txt", f"sbatch {shlex.join(asked)}\n\n{ended.stdout}")
 

@@ -328,7 +328,7 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
     tool.chmod(0o755)
     runs = tmp_path / """a b,c%j'"$(touch pwned)"""
     image = tmp_path / "i.sif"
-    image.write_text("")
+    image.write_bytes(b"hsqs")
     site = tmp_path / "mine.toml"
     site.write_text('name = "mine"\nabout = "x"\nsbatch = ["--partition=gpu", "--comment=a b"]\n')
     env = {
@@ -368,7 +368,7 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -
     tool.parent.mkdir()
     tool.write_text("#!/bin/bash\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
     tool.chmod(0o755)
-    (tmp_path / "i.sif").write_text("")
+    (tmp_path / "i.sif").write_bytes(b"hsqs")
     env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}", "DRAY_IMAGE": str(tmp_path / "i.sif")}
     ended = subprocess.run(
         [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs"],

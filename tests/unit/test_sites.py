@@ -59,9 +59,9 @@ def test_each_value_says_why_and_from_where(path: Path) -> None:
 
 
 def test_the_plan_for_lumi(root: Path) -> None:
-    """What `dray plan --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
-    words = ("plan", "recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
-    ended = dray(root, *words, "--runs", "/scratch/project_1/runs", SBATCH_ACCOUNT="project_1")
+    """What `dray plan -v --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
+    words = ("recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
+    ended = dray(root, "plan", "-v", *words, "--runs", "/scratch/project_1/runs", SBATCH_ACCOUNT="project_1")
     assert (ended.returncode, ended.stderr) == (0, "")
     text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm.sif"), "/dray/build/dray-rocm.sif")
     text = text.replace(str(root), "/dray").rstrip("\n")

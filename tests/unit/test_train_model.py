@@ -44,17 +44,24 @@ def saved(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("model.type=gpt9", "transformers has no such model"),
         ("model.config.n_layers=1", "a gpt2 configuration has no 'n_layers'"),
         ("data.sequence_length=64", "a sample is longer than the model's positions"),
         ("model.config.vocab_size=100", "the tokenizer has tokens that the model lacks"),
-        ("model.type=t5", "a t5 configuration has no 'n_layer'"),
         ("model.attn_implementation=flash_attention_2", "the model cannot be made"),
         ("train.objective=masked", "the model cannot be made"),
     ],
 )
 def test_models_that_are_not(tmp_path: Path, said: str, message: str) -> None:
     assert refused(config(tmp_path, said)).splitlines()[0] == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("gpt9", "transformers has no such model"), ("t5", "a t5 configuration has no 'n_layer'")]
+)
+def test_a_type_that_the_plan_let_through(tmp_path: Path, kind: str, message: str) -> None:
+    """As it does where it knows another version of transformers."""
+    chosen = config(tmp_path)
+    assert refused(replace(chosen, model=replace(chosen.model, type=kind))).splitlines()[0] == message
 
 
 def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp_path: Path) -> None:

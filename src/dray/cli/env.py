@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Arguments, GpusPerNode, Launcher, Nodes, Site, chosen
+from dray.cli.options import Arguments, GpusPerNode, Launcher, Nodes, Ranks, Site, chosen
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.contract.findings import counted
@@ -33,6 +33,7 @@ def check(
     arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
+    ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     site: Site = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
@@ -40,10 +41,10 @@ def check(
     """Print what will hurt, hang or do nothing among the variables of a run; 78 where something is wrong."""
     root = checkout.root()
     given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
-    settings = chosen(given, launcher, context).recipe()
-    facts, choice = login.facts(settings, nodes, gpus_per_node, site, options=(), gpu_memory=None)
+    settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()
+    facts, choice = login.facts(settings, nodes, gpus_per_node, site, ranks=ranks, options=(), gpu_memory=None)
     plan = write.decide(settings, facts, choice, RunPaths(root / "runs" / "run"))
-    found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, settings.image)))
+    found = lint.check(plan, os.environ, inputs.environment_of(root, inputs.image(root, plan.recipe.image)))
     if as_json:
         print(json.dumps([finding.data() for finding in found], indent=1))
     else:

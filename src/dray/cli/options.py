@@ -54,6 +54,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
 ]
 Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes, in place of the recipe's.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, help="Ranks on a node, as torchrun's --nproc-per-node; on GPUs, a GPU for each."),
+]
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs on a node, a rank for each.")]
 GpuMemory = Annotated[
     float | None,
@@ -72,14 +76,24 @@ class Chosen:
     path: Path | None
     overrides: tuple[str, ...]
     command: tuple[str, ...]
+    ranks: int | None
 
     def recipe(self) -> Recipe:
         """Read it."""
         return write.read_recipe(self.path, self.overrides, self.command)
 
 
-def chosen(arguments: list[str] | None, launcher: str, context: typer.Context) -> Chosen:
+def chosen(
+    arguments: list[str] | None, launcher: str, context: typer.Context, ranks: int | None = None, gpus: int = 0
+) -> Chosen:
     """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
+    if ranks and gpus and ranks != gpus:
+        raise ConfigError(
+            "each rank has a GPU of its own",
+            wanted="--ranks and --gpus-per-node of one number",
+            found=f"--ranks {ranks} and --gpus-per-node {gpus}",
+            fix=f"leave out --gpus-per-node, or --ranks {gpus}",
+        )
     command, rest = tuple(context.obj or ()), [*(arguments or [])]
     if rest and not command and Path(rest[0]).suffix in (".py", ".sh"):
         raise ConfigError(
@@ -99,7 +113,8 @@ def chosen(arguments: list[str] | None, launcher: str, context: typer.Context) -
         raise ConfigError(
             "there is nothing to run", wanted="a recipe, such as recipes/smoke-cpu.toml, or -- and a command"
         )
-    return Chosen(path, (*rest, *([f"launcher={launcher}"] if launcher else [])), command)
+    options = {"launcher": launcher, "ranks_per_node": ranks}
+    return Chosen(path, (*rest, *(f"{key}={value}" for key, value in options.items() if value)), command, ranks)
 
 
 def again(*options: str, command: Sequence[str] = ()) -> list[str]:

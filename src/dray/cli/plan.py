@@ -9,7 +9,19 @@ from typing import Annotated, Literal
 import typer
 
 from dray import facts, render
-from dray.cli.options import Arguments, GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, chosen, report
+from dray.cli.options import (
+    Arguments,
+    GpuMemory,
+    GpusPerNode,
+    Launcher,
+    Nodes,
+    Ranks,
+    Runs,
+    Sbatch,
+    Site,
+    chosen,
+    report,
+)
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
 from dray.contract import files
@@ -17,8 +29,12 @@ from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.images import store
 from dray.planning import questions
+from dray.planning.schema import Plan
 from dray.runs import login, write
 from dray.runs.paths import RunPaths, default_runs, new_id
+
+_MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole plan.")]
 
 
 def plan(
@@ -26,6 +42,7 @@ def plan(
     arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
+    ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     facts_file: Annotated[
         str | None, typer.Option("--facts", metavar="FILE", help="What slurm/probe.sh printed; - is standard input.")
@@ -34,6 +51,7 @@ def plan(
         Literal["text", "json", "bash"],
         typer.Option("--format", help="text to read, json (plan.json), bash (node.sh)."),
     ] = "text",
+    verbose: Verbose = False,
     gpu_memory: GpuMemory = None,
     site: Site = "",
     sbatch: Sbatch = None,
@@ -43,8 +61,8 @@ def plan(
     ] = False,
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
-    """Print exactly what would run, and who set what. Starts nothing."""
-    recipe = chosen(arguments, launcher, context).recipe()
+    """Print what would run, in ten lines; -v: all of it, and who set what. Starts nothing."""
+    recipe = chosen(arguments, launcher, context, ranks, gpus_per_node).recipe()
     if facts_file and (nodes or gpus_per_node or sbatch):
         raise ConfigError(
             "the facts already say which nodes and GPUs there are",
@@ -55,7 +73,9 @@ def plan(
     if facts_file:
         seen, choice = write.at_site(_read(facts_file, site, gpu_memory))
     else:
-        seen, choice = login.facts(recipe, nodes, gpus_per_node, site, options=sbatch or (), gpu_memory=gpu_memory)
+        seen, choice = login.facts(
+            recipe, nodes, gpus_per_node, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
+        )
     folder = (runs or default_runs()).absolute()
     if save:
         _write(recipe, seen, choice, folder, run)
@@ -66,10 +86,16 @@ def plan(
     elif form == "bash":
         print(render.node_script(decided), end="")
     else:
-        print(f"{login.ASSUMED}\n\n" if seen.login else "", render.text(decided), sep="", end="")
+        show(decided, verbose=verbose, assumed=bool(seen.login))
         decided.refuse()
         return
     report(decided)
+
+
+def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
+    """In ten lines, or whole."""
+    print(f"{login.ASSUMED}\n\n" if assumed else "", end="")
+    print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
 def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dray import engines
-from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Runs, Site, again, chosen, report
+from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Ranks, Runs, Site, again, chosen, report
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.runs import hosts, local, write
@@ -25,6 +25,7 @@ def run(
     arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
+    ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     engine: Engine = "bare",
     site: Site = "",
@@ -50,7 +51,7 @@ def run(
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
 ) -> None:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
-    asked = chosen(arguments, launcher, context)
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     settings = asked.recipe()
 
     def typed(*more: str) -> str:
@@ -58,6 +59,8 @@ def run(
 
     if engines.get(engine).image == "python":
         local.require(settings, typed)
+    if hostfile or settings.image != "cpu":
+        gpus_per_node = gpus_per_node or ranks or 0
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
         one_machine = engine in engines.names("local")

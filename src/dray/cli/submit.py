@@ -9,8 +9,20 @@ from typing import Annotated
 
 import typer
 
-from dray import render
-from dray.cli.options import Arguments, GpuMemory, GpusPerNode, Launcher, Nodes, Runs, Sbatch, Site, chosen, report
+from dray.cli.options import (
+    Arguments,
+    GpuMemory,
+    GpusPerNode,
+    Launcher,
+    Nodes,
+    Ranks,
+    Runs,
+    Sbatch,
+    Site,
+    chosen,
+    report,
+)
+from dray.cli.plan import Verbose, show
 from dray.config import checkout
 from dray.images import store
 from dray.runs import login, write
@@ -23,25 +35,32 @@ def submit(
     arguments: Arguments = None,
     launcher: Launcher = "",
     nodes: Nodes = None,
+    ranks: Ranks = None,
     gpus_per_node: GpusPerNode = 0,
     gpu_memory: GpuMemory = None,
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
+    verbose: Verbose = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options."""
     queue.check(sbatch or [])
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
-    asked = chosen(arguments, launcher, context)
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     recipe = asked.recipe()
-    facts, choice = login.facts(recipe, nodes, gpus_per_node, site, options=sbatch or (), gpu_memory=gpu_memory)
+    facts, choice = login.facts(
+        recipe, nodes, gpus_per_node, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
+    )
     run = (runs or default_runs()).absolute() / new_id(recipe.name)
     plan = write.decide(recipe, facts, choice, RunPaths(run))
     plan.refuse()  # before the image, which may take long to build
-    image = store.required(checkout.root(), recipe.image, recipe.image_digest).absolute()
-    report(plan)
+    variant = plan.recipe.image
+    image = store.job_file(checkout.root(), variant).absolute()
+    if not dry_run:
+        store.required(checkout.root(), variant, recipe.image_digest)
+        report(plan)
     argv = queue.sbatch(
         plan,
         options=[*queue.options(recipe, choice.site, facts.gpus_per_node, nodes), *(sbatch or [])],
@@ -52,7 +71,10 @@ def submit(
         command=asked.command,
     )
     if dry_run:
-        print(f"{shlex.join(argv)}\n\n{login.ASSUMED}\n\n{render.text(plan)}", end="")
+        print(f"{shlex.join(argv)}\n")
+        show(plan, verbose=verbose, assumed=True)
+        if not image.is_file():
+            print(f"dray: note: {image} does not exist; before you submit: make image-{variant}", file=sys.stderr)
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)

@@ -52,13 +52,29 @@ def _engines() -> Iterator[Finding]:
     installed = [name for name in _ENGINES if process.which(name)]
     for name in installed:
         done = process.run([name, "version"] if name == "enroot" else [name, "--version"], check=False)
-        version = (done.out or done.err).strip().splitlines()[:1]
-        yield (_unfit if done.code else _ok)("engine", " ".join([name, *version]))
+        version = " ".join([name, *(done.out or done.err).strip().splitlines()[:1]])
+        refused = _docker() if name == "docker" and not done.code else None
+        if refused:  # another engine does without it
+            made = _unfit if installed == [name] else _note
+            yield made("engine", f"{version}; {refused.problem}", refused.details.get("fix", ""))
+        else:
+            yield (_unfit if done.code else _ok)("engine", version)
     if not installed:
         fix = "load the site's module (apptainer, singularity); on a machine of your own install Docker or Podman"
         yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
     if {"apptainer", "singularity"} & set(installed):
         yield from _unprivileged()
+
+
+def _docker() -> DrayError | None:
+    """Why this user cannot use it: the program answers --version to everybody."""
+    from dray.containers import docker  # noqa: PLC0415  the SDK, which only a machine with Docker need load
+
+    try:
+        docker.client().close()
+    except DrayError as error:
+        return error
+    return None
 
 
 def _unprivileged() -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,13 @@ _SCRATCH = (
     "PROJWORK",
     "WORKDIR",
 )
+# What no machine shows, as a reader fills it in; `dray site keys` has all of them.
+_COMMENTED = (
+    '# image = "cuda"           # the variant for its GPUs: cuda, cuda12 (older drivers) or rocm',
+    "# gpu_memory_gb = 40       # of one GPU: what does not fit is refused before the queue",
+    '# account = "project_1"    # an example, where the cluster requires --account',
+    '# gpu_option = "gres"      # where sbatch wants --gres=gpu:N in place of --gpus-per-node=N',
+)
 _FAST = re.compile(r"^(hsn|ib)\d+$")
 
 
@@ -34,6 +42,8 @@ class Probed:
     """What a site file needs to know, from the partition with most GPUs on a node."""
 
     cluster: str
+    machine: str = ""
+    """Of a login node, without the number at its end."""
     partition: host.Partition | None = None
     interfaces: tuple[str, ...] = ()
     fabric: str = "unknown"
@@ -52,6 +62,7 @@ def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
     folders = {name: environ[name] for name in _SCRATCH if environ.get(name, "").startswith("/")}
     return Probed(
         cluster=host.cluster_name(),
+        machine=_pattern(socket.gethostname()),
         partition=max(partitions, key=lambda one: (one.gpus, one.nodes), default=None),
         interfaces=interfaces,
         fabric="slingshot" if slingshot else "infiniband" if network.infiniband else "unknown",
@@ -66,9 +77,13 @@ def render(name: str, probed: Probed) -> str:
     if probed.cluster:
         lines.append(f"clusters = {_toml([probed.cluster])}")
         why["clusters"] = "ClusterName of scontrol show config"
+    elif probed.machine:  # by one of the two dray knows the machine again
+        lines.append(f"hosts = {_toml([probed.machine])}")
+        why["hosts"] = "the name of this machine"
     partition = probed.partition
     if partition is None:
         lines.append("# No Slurm on this machine: add sbatch, gpus_per_node and cpus_per_node.")
+        lines += ['# sbatch = ["--partition=gpu"]', "# gpus_per_node = 4", "# cpus_per_node = 64"]
     else:
         for key, count in (("gpus_per_node", partition.gpus), ("cpus_per_node", partition.cpus)):
             if count:
@@ -79,6 +94,9 @@ def render(name: str, probed: Probed) -> str:
     if probed.interfaces:
         lines.append(f"interfaces = {_toml(list(probed.interfaces))}")
         why["interfaces"] = "this machine's fast interfaces; a compute node's may have other names"
+    else:
+        lines.append('# interfaces = ["ib0"]  # of the fast network, which `ip link` shows on a compute node')
+    lines += _COMMENTED
     for variable, path in probed.scratch.items():
         lines += ["", "[[binds]]", f"path = {_toml('$' + variable)}", f"why = {_toml(f'your data; {path} for you')}"]
         lines += ["write = true", "required = false"]
@@ -86,6 +104,12 @@ def render(name: str, probed: Probed) -> str:
     if why:
         lines += ["", "[why]", *(f"{key} = {_toml(reason)}" for key, reason in why.items())]
     return "\n".join(lines) + "\n"
+
+
+def _pattern(name: str) -> str:
+    """Of the machine and its neighbours: login3.cluster is login*, and box stays box."""
+    short = name.partition(".")[0]
+    return re.sub(r"\d+$", "*", short) if re.match(r"[A-Za-z0-9_-]*[A-Za-z]", short) else ""
 
 
 def _fabric(kind: str) -> list[str]:

@@ -14,6 +14,7 @@ from dray import engines
 from dray.config.checkout import root
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import record, verify
+from dray.images.sif.format import MAGIC
 
 
 def docker_tag(variant: str) -> str:
@@ -89,6 +90,16 @@ def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
             "the image does not exist",
             wanted=f"{file} (the recipe's image is {variant})",
             fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
+        )
+    with file.open("rb") as stream:
+        head = stream.read(64)
+    if MAGIC not in head and not head.startswith(b"hsqs"):
+        raise ConfigError(
+            "the image is no image",
+            where=file,
+            wanted="a SIF, as make image-VARIANT builds it, or a squashfs",
+            found="an empty file" if not head else ascii(head[:16].decode("latin-1")),
+            fix=f"make image-{variant}, or copy the file again: a copy that was cut off looks like this",
         )
     if digest:
         verify.require(file, digest, "the recipe's image_digest")

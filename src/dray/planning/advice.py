@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
 
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
@@ -10,6 +13,14 @@ from dray.contract.findings import Finding
 from dray.facts import Facts, Files
 from dray.planning.schema import Plan
 
+_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate-launch", "horovodrun")
+_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+    "deepspeed.launcher.launch",
+)
 _TIME = ("--time", "-t")
 _CORES = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
 
@@ -19,6 +30,7 @@ def find(plan: Plan, site: Site, facts: Facts, files: Files) -> Iterator[Finding
     if facts.login:
         yield from _options((*site.sbatch, *facts.options))
     yield from _gpus(plan, site)
+    yield from _launchers(plan)
     yield from _weights(plan)
     yield from _plugin(plan, site)
     yield from _hub(plan, files)
@@ -37,6 +49,24 @@ def _options(options: Sequence[str]) -> Iterator[Finding]:
     if not any(option.startswith(_CORES) for option in options):
         fix = "--sbatch=--cpus-per-task=N (or --sbatch=--exclusive)"
         yield _note("the job asks for no cores, and many clusters then give one", fix=fix)
+
+
+def _launchers(plan: Plan) -> Iterator[Finding]:
+    """A launcher that is started as every rank starts its own ranks in each."""
+    argv = plan.recipe.command.argv if plan.recipe.command else ()
+    named = [PurePosixPath(part).name if number == 0 else part for number, part in enumerate(argv)]
+    if not named:
+        return
+    module = named[2] if re.fullmatch(r"python[\d.]*", named[0]) and named[1:2] == ["-m"] and named[2:] else ""
+    if named[0] not in _LAUNCHERS and module not in _MODULES and named[:2] != ["accelerate", "launch"]:
+        return
+    program = next((argv[number:] for number, part in enumerate(argv) if number and part.endswith(".py")), ("PROGRAM",))
+    yield Finding(
+        "the command is a launcher, and would start its own ranks in every rank of this run",
+        wanted="the program alone: dray starts it as every rank",
+        found=" ".join(argv[: 3 if module else 1 if named[0] in _LAUNCHERS else 2]),
+        fix=f"--ranks N -- {shlex.join(program)}   (N as its --nproc-per-node; --launcher says what starts the ranks)",
+    )
 
 
 def _gpus(plan: Plan, site: Site) -> Iterator[Finding]:

@@ -28,13 +28,13 @@ class Variable(BaseModel):
     beats: tuple[str, ...] = ()
 
 
-def resolve(recipe: Recipe, site: Site, facts: Facts, *, scratch: str) -> tuple[Variable, ...]:
+def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_folder: str, scratch: str) -> tuple[Variable, ...]:
     """All variables by name. The recipe beats the site, the site beats dray; what was beaten is kept in `beats`.
 
     What pass_env names has the job's value, and is not decided here.
     """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, facts, scratch), _sites(site, facts), _recipes(recipe)):
+    for layer in (_ours(recipe, facts, run_folder, scratch), _sites(site, facts), _recipes(recipe)):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
@@ -50,7 +50,7 @@ def passed(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*recipe.pass_env, *visible)))
 
 
-def _ours(recipe: Recipe, facts: Facts, scratch: str) -> Iterator[Variable]:
+def _ours(recipe: Recipe, facts: Facts, run_folder: str, scratch: str) -> Iterator[Variable]:
     def ours(name: str, value: str, why: str) -> Variable:
         return Variable(name=name, value=value, source="dray", why=why)
 
@@ -62,6 +62,8 @@ def _ours(recipe: Recipe, facts: Facts, scratch: str) -> Iterator[Variable]:
     yield ours("TORCH_EXTENSIONS_DIR", f"{scratch}/extensions", "compile caches race on a shared disk")
     yield ours("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk")
     yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
+    if recipe.command:
+        yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")
     if facts.hf_home:
         yield ours("HF_HOME", facts.hf_home, "the job's own; models and datasets are shared by all nodes")
     if recipe.image == "rocm":

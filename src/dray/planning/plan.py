@@ -10,7 +10,19 @@ from dray.config.site import Site
 from dray.contract import run_folder as names
 from dray.contract.findings import counted
 from dray.facts import Facts, Files
-from dray.planning import advice, batch, binds, environment, launchers, memory, refusals, signatures, transport, world
+from dray.planning import (
+    advice,
+    batch,
+    binds,
+    environment,
+    image,
+    launchers,
+    memory,
+    refusals,
+    signatures,
+    transport,
+    world,
+)  # fmt: skip
 from dray.planning.schema import Plan
 
 _ACCESS = {
@@ -33,11 +45,13 @@ def plan(
 ) -> Plan:
     """Decide everything, with the reason of every automatic choice, and find what is wrong or unwise."""
     files, engine, folder = files or Files(), engines.get(facts.engine), run_folder / names.attempt(attempt)
+    recipe, image_why = image.chosen(recipe, site, facts)
     ranks, reasons = world.decide(recipe, site, facts)
     shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
     fabric, preflight = transport.fabric(site, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe, ranks, site, facts, files)
-    variables, passed = environment.resolve(recipe, site, facts, scratch=scratch), environment.passed(recipe)
+    variables = environment.resolve(recipe, site, facts, run_folder=str(run_folder), scratch=scratch)
+    passed = environment.passed(recipe)
     python = engine.python(facts.image)
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
@@ -76,6 +90,7 @@ def plan(
         reasons={
             "access": _ACCESS[recipe.runs.share],
             "site": f"{site.name}: {site_why}",
+            "image": image_why,
             **reasons,
             "store": f"torch's, on that port of the first node; {launcher.store}",
             "preflight": preflight.why,
@@ -86,7 +101,7 @@ def plan(
         recipe=recipe,
     )  # fmt: skip
     found = (
-        *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *too_large,
+        *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *files.findings, *too_large,
         *advice.find(made, site, facts, files),
     )  # fmt: skip
     return made.model_copy(update={"findings": found})

@@ -6,14 +6,16 @@ from dray import engines
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.facts import Facts
+from dray.planning import image
 
 
 def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
     """A line `key=value` that slurm/lib.sh starts over with; empty where all is known."""
     if site.engine and site.engine != facts.engine:
         return f"engine={site.engine}"
-    if facts.image_variant not in ("", recipe.image) and not facts.image_given:
-        return f"image={recipe.image}"
+    variant = image.variant(recipe, site, facts).value
+    if facts.image_variant not in ("", variant) and not facts.image_given:
+        return f"image={variant}"
     if recipe.image_digest and not facts.image_digest and engines.get(facts.engine).image == "file":
         return "image_digest="  # to be computed there
     unknown = [name for name in site.variables() if name in facts.shell and name not in facts.variables]

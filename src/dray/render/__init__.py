@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from dray.render.node import node_script, srun_options
-from dray.render.text import text
+from dray.render.text import summary, text
 
-__all__ = ["node_script", "srun_options", "text"]
+__all__ = ["node_script", "srun_options", "summary", "text"]

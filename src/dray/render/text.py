@@ -20,7 +20,7 @@ def text(plan: Plan) -> str:
                 ("folder", f"{plan.run_folder}, attempt {plan.attempt}"),
                 ("access", plan.reasons["access"]),
                 ("recipe", f"{plan.recipe.name}" + (f": {plan.recipe.about}" if plan.recipe.about else "")),
-                ("image", f"{plan.image} ({plan.variant}, started by {plan.engine})"),
+                ("image", _image(plan)),
                 *([("signed", f"with one of {' '.join(plan.signers)}: each node checks")] if plan.signers else []),
             ],
         ),
@@ -69,6 +69,31 @@ def text(plan: Plan) -> str:
     if plan.findings:
         rows.append(("findings", [("", line) for finding in plan.findings for line in finding.line().splitlines()]))
     return "\n".join(_section(title, entries) for title, entries in rows)
+
+
+def summary(plan: Plan) -> str:
+    """Its ten lines that matter most, and what is wrong or unwise."""
+    recipe, command = plan.recipe, plan.recipe.command
+    estimate = " ".join(plan.reasons.get("memory", "").split())
+    rows = [
+        ("recipe", f"{recipe.name}" + (f": {recipe.about}" if recipe.about else "")),
+        ("site", plan.reasons["site"]),
+        ("image", _image(plan)),
+        ("nodes", plan.reasons["nodes"]),
+        ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
+        *([("batch", plan.reasons["batch"]), ("training", plan.reasons["training"])] if recipe.train else []),
+        *([("memory", estimate)] if estimate else []),
+        *([("command", f"{shlex.join(command.argv)} in {plan.where}")] if command else []),
+        ("launcher", f"{recipe.launcher}, in {plan.engine}"),
+        ("folder", plan.run_folder),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([*lines, *(finding.line() for finding in plan.findings)]) + "\n"
+
+
+def _image(plan: Plan) -> str:
+    return f"{plan.image} ({plan.reasons['image']}; started by {plan.engine})"
 
 
 def _named(name: str, address: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
 from dray.fitness import host
 from dray.images import store
+from dray.planning import image
 from dray.runs import local, write
 
 ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job number 0, the site's engine or Apptainer"
@@ -18,19 +20,26 @@ _ACCOUNT = ("--account=", "-A")
 
 
 def facts(
-    recipe: Recipe, nodes: int | None, gpus: int, site: str, *, options: Sequence[str], gpu_memory: float | None
+    recipe: Recipe,
+    nodes: int | None,
+    gpus: int,
+    site: str,
+    *,
+    ranks: int | None,
+    options: Sequence[str],
+    gpu_memory: float | None,
 ) -> tuple[Facts, sites.Choice]:
     """What this login node can know, and the site."""
     count = nodes or recipe.nodes
-    image = store.job_file(checkout.root(), recipe.image)
+    given_image = os.environ.get("DRAY_IMAGE", "")
     seen = Facts(
         scheduler="slurm",
         nodelist=f"node[1-{count}]" if count > 1 else "node1",
         nodes=count,
         engine="apptainer",
-        image=str(image),
-        image_given="DRAY_IMAGE" in os.environ,
-        image_variant=store.variant(image),
+        image=given_image,
+        image_given=bool(given_image),
+        image_variant=store.variant(Path(given_image)) if given_image else "",
         site=site,
         cluster=host.cluster_name(),
         login=socket.gethostname(),
@@ -40,9 +49,13 @@ def facts(
         shell=dict(os.environ),
     )
     seen, choice = write.at_site(seen)
+    variant = image.variant(recipe, choice.site, seen).value
+    file = store.job_file(checkout.root(), variant)
     given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
     found = {
-        "gpus_per_node": gpus or (0 if recipe.image == "cpu" else choice.site.gpus_per_node),
+        "image": str(file),
+        "image_variant": store.variant(file),
+        "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": choice.site.engine or "apptainer",
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
     }

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dray.config.recipe import Recipe
+from dray import engines, process
+from dray.config import checkout
+from dray.config.recipe import Command, Recipe
+from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.facts import Facts, Files
+
+_TYPES = Path(__file__).with_name("model_types.toml")
 
 
 def files(recipe: Recipe, facts: Facts) -> Files:
     """A job's planner runs in a container that sees HF_HOME alone: other paths are checked on the nodes."""
+    if recipe.command:
+        return Files(findings=tuple(_program(recipe.command, facts)))
     if recipe.train is None:
         return Files()
     home = recipe.env.get("HF_HOME", facts.hf_home or "")
+    configuration = _configuration(recipe, home)
     return Files(
-        configuration=_configuration(recipe, home),
+        configuration=configuration,
+        findings=tuple(_model_type(recipe, facts, configuration)),
         missing_on_hub=tuple(_missing_on_hub(recipe, home)),
         missing_paths=missing_paths(recipe) if facts.login else {},
     )
@@ -63,6 +79,63 @@ def _missing_on_hub(recipe: Recipe, home: str) -> list[str]:
     return [
         name for kind, names in named.items() for name in dict.fromkeys(names) if not _cached(home, kind, name).is_dir()
     ]
+
+
+def _program(command: Command, facts: Facts) -> Iterator[Finding]:
+    """What keeps the first word of a command from being started, as far as this machine can know."""
+    bare = engines.get(facts.engine).image == "python"
+    word, script = command.argv[0], command.argv[0].endswith(".py")
+    path = Path(command.folder, word)
+    why, fix = "", ""
+    if facts.scheduler == "slurm" and not facts.login:
+        pass  # the nodes say it; here the planner is in a container
+    elif "/" not in word and not script:  # from PATH, and an image has its own
+        why = f"{word} is not on PATH" if bare and not process.which(word) else ""
+    elif word.startswith("/") and not bare and not path.is_relative_to(command.folder):
+        pass  # it may be in the image
+    elif path.is_dir():
+        why = f"{path} is a folder"
+    elif not path.exists():
+        names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        why, fix = f"{path} does not exist", f"did you mean {near[0]}?" if near else ""
+    elif not script and not os.access(path, os.X_OK):
+        why, fix = f"{path} may not be executed", shlex.join(["chmod", "+x", str(path)])
+    if why:
+        fix = fix or "correct the path; a relative one starts where you stand, or at the recipe's folder"
+        wanted = "a program that this machine, and the image, can start"
+        yield Finding("the command cannot be started", wanted=wanted, found=why, fix=fix, code=exit_codes.CONFIG)
+
+
+def _model_type(recipe: Recipe, facts: Facts, configuration: dict[str, Any] | None) -> Iterator[Finding]:
+    """What the trainer's transformers cannot build; nothing where another version of it may be in use."""
+    if recipe.train is None or configuration is None or recipe.model.trust_remote_code:
+        return
+    known = tomllib.loads(_TYPES.read_text(encoding="utf-8"))
+    kind = configuration.get("model_type")
+    if kind in known["types"] or known["transformers"] != _transformers(recipe, facts):
+        return
+    near = difflib.get_close_matches(str(kind), known["types"], n=3)
+    yield Finding(
+        f"transformers {known['transformers']} has no language model of this type",
+        where=f"config.json of {recipe.model.name}" if recipe.model.name else "recipe model.type",
+        wanted="a type that AutoModelForCausalLM or AutoModelForMaskedLM has",
+        found=str(kind),
+        fix=f"did you mean {' or '.join(near)}?" if near else "model.type=gpt2",
+        code=exit_codes.CONFIG,
+    )
+
+
+def _transformers(recipe: Recipe, facts: Facts) -> str:
+    """The version that will build the model: this Python's, or that of the image's lock; empty where nobody knows."""
+    try:
+        if engines.get(facts.engine).image == "python":
+            return version("transformers")
+        lock = (checkout.root() / "containers" / recipe.image / "requirements.lock").read_text(encoding="utf-8")
+    except (OSError, PackageNotFoundError, DrayError):
+        return ""
+    found = re.search(r"^transformers==([^\s;]+)", lock, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def missing_paths(recipe: Recipe) -> dict[str, str]:

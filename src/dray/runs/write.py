@@ -21,6 +21,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import lint
+from dray.planning import image
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import lookup
@@ -121,6 +122,7 @@ def begin(
     recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = ""
 ) -> tuple[Plan, RunPaths]:
     """The same, at a site that is chosen already."""
+    recipe = image.chosen(recipe, choice.site, facts).value
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)

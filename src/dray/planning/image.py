@@ -1,0 +1,31 @@
+"""Which variant of the image a run starts, where its recipe names none."""
+
+from __future__ import annotations
+
+from dray.config.image import ACCELERATORS
+from dray.config.model import validate
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.facts import Facts
+from dray.planning.choice import Choice
+
+
+def variant(recipe: Recipe, site: Site, facts: Facts) -> Choice[str]:
+    """The recipe's; else that of the image which the user named; else, where Slurm starts the run, the site's."""
+    if "image" in recipe.model_fields_set:
+        return Choice(recipe.image, "the recipe says so")
+    if facts.image_given and facts.image_variant in ACCELERATORS:
+        return Choice(facts.image_variant, "of the image that you named, since the recipe names none")
+    if site.image and facts.scheduler == "slurm":
+        return Choice(site.image, f"for the GPUs of site {site.name}, since the recipe names none")
+    return Choice(recipe.image, "the default, since the recipe names none")
+
+
+def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:
+    """The recipe with its variant."""
+    found = variant(recipe, site, facts)
+    if found.value == recipe.image:
+        return Choice(recipe, f"{found.value}: {found.why}")
+    table = recipe.model_dump(exclude_unset=True)
+    whole = validate(Recipe, table, [f"image={found.value}"], what=f"the recipe with image={found.value}")
+    return Choice(whole, f"{found.value}: {found.why}")

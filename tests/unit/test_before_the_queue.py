@@ -1,0 +1,333 @@
+"""What a newcomer's first submission is told before it waits in a queue: images, ranks, launchers and programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.config import sites
+from dray.config.site import Site
+from dray.containers import docker
+from dray.contract.findings import ConfigError, Finding
+from dray.facts import Facts
+from dray.fitness import doctor, site_file
+from dray.images import store
+from dray.planning import image, questions
+from dray.planning.schema import Plan
+from dray.render import summary
+from dray.runs.paths import RunPaths
+from dray.runs.write import at_site, decide, read_recipe
+from helpers import ROOT, golden
+
+RAW = ["train.py"]
+
+
+def facts(**more: object) -> Facts:
+    given = {"scheduler": "slurm", "nodelist": "n1", "nodes": 1, "engine": "apptainer", "image": "/i.sif"}
+    return Facts.model_validate({**given, **more})
+
+
+def planned(*argv: str, overrides: tuple[str, ...] = (), **more: object) -> Plan:
+    """A command's, as a login node plans it."""
+    recipe = read_recipe(None, overrides, argv)
+    return decide(recipe, *at_site(facts(login="here", account="p", **more)), RunPaths(Path("/runs/r")))
+
+
+def dray(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
+    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+    argv = [sys.executable, "-m", "dray", *words]
+    ended = subprocess.run(argv, cwd=folder, env={**base, **env}, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+class TestTheImage:
+    @pytest.mark.parametrize(
+        ("overrides", "more", "variant", "why"),
+        [
+            ((), {"site": "lumi"}, "rocm", "for the GPUs of site lumi, since the recipe names none"),
+            (("image=cpu",), {"site": "lumi"}, "cpu", "the recipe says so"),
+            ((), {"site": "generic"}, "cpu", "the default, since the recipe names none"),
+            ((), {"site": "lumi", "scheduler": "local"}, "cpu", "the default, since the recipe names none"),
+            (
+                (),
+                {"site": "lumi", "image_given": True, "image_variant": "cpu"},
+                "cpu",
+                "of the image that you named, since the recipe names none",
+            ),
+            (
+                (),
+                {"site": "lumi", "image_given": True, "image_variant": "mine"},
+                "rocm",
+                "for the GPUs of site lumi, since the recipe names none",
+            ),
+        ],
+    )
+    def test_the_sites_where_the_recipe_names_none(
+        self, overrides: tuple[str, ...], more: dict[str, object], variant: str, why: str
+    ) -> None:
+        recipe, seen = read_recipe(None, overrides, RAW), facts(**more)
+        assert image.variant(recipe, sites.choose(seen).site if "site" in more else None, seen) == (variant, why)
+
+    def test_the_whole_plan_is_for_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "train.py").touch()
+        made = planned("train.py", site="lumi", gpus_per_node=8)
+        assert (made.variant, made.recipe.image, made.world.size) == ("rocm", "rocm", 8)
+        assert made.pass_env == ("ROCR_VISIBLE_DEVICES",)
+        assert made.reasons["image"] == "rocm: for the GPUs of site lumi, since the recipe names none"
+        with pytest.raises(ConfigError, match="a rocm run needs GPUs, and the scheduler gave none"):
+            planned("train.py", site="lumi")
+
+    def test_what_does_not_go_with_it_is_told(self) -> None:
+        recipe = read_recipe(ROOT / "recipes" / "bert-mlm-analog.toml")
+        table = recipe.model_dump(exclude_unset=True)
+        named = type(recipe).model_validate({name: value for name, value in table.items() if name != "image"})
+        with pytest.raises(ConfigError, match="the recipe with image=rocm has 1 error"):
+            image.chosen(named, sites.find("lumi"), facts())
+
+    def test_a_jobs_planner_asks_for_it(self) -> None:
+        recipe = read_recipe(None, (), RAW)
+        guessed = facts(image_variant="cpu", site="lumi")
+        assert questions.ask(recipe, sites.find("lumi"), guessed) == "image=rocm"
+        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update={"image_variant": "rocm"})) == ""
+
+    @pytest.mark.parametrize(
+        ("content", "found"), [(b"", "an empty file"), (b"#!/bin/sh\necho", "'#!/bin/sh\\necho'"), (b"\xff" * 99, None)]
+    )
+    def test_a_file_that_is_no_image(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, found: str | None
+    ) -> None:
+        file = tmp_path / "i.sif"
+        file.write_bytes(content)
+        monkeypatch.setenv("DRAY_IMAGE", str(file))
+        with pytest.raises(ConfigError) as refused:
+            store.required(ROOT, "cpu")
+        assert refused.value.problem == "the image is no image"
+        assert found is None or refused.value.details["found"] == found
+
+    @pytest.mark.parametrize("content", [b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0", b"hsqs and more"])
+    def test_a_sif_or_a_squashfs_is_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+        file = tmp_path / "i.sif"
+        file.write_bytes(content)
+        monkeypatch.setenv("DRAY_IMAGE", str(file))
+        assert store.required(ROOT, "cpu") == file
+
+    def test_a_dry_run_needs_none(self, tmp_path: Path) -> None:
+        gone = str(tmp_path / "gone.sif")
+        code, out, err = dray(tmp_path, "submit", "smoke-cpu", "--dry-run", DRAY_IMAGE=gone)
+        assert (code, out.startswith("sbatch --parsable"), "\nranks     4 in all" in out) == (0, True, True)
+        assert err == f"dray: note: {gone} does not exist; before you submit: make image-cpu\n"
+        assert dray(tmp_path, "submit", "smoke-cpu", DRAY_IMAGE=gone)[0] == 78
+
+
+class TestRanks:
+    def test_one_option_on_cpus_and_on_gpus(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").touch()
+        words = ("plan", "--ranks", "4", "--format", "json", "--sbatch=--account=p")
+        for site, gpus in (("generic", "4: the recipe says so, and no GPUs were given"),
+                           ("lumi", "4: one for each GPU that the scheduler gave")):  # fmt: skip
+            code, out, _ = dray(tmp_path, *words, "--site", site, "--", "train.py")
+            made = json.loads(out)
+            assert (code, made["world"]["ranks_per_node"], made["reasons"]["ranks_per_node"]) == (0, 4, gpus)
+
+    def test_beside_another_number_of_gpus_it_is_refused(self, tmp_path: Path) -> None:
+        assert dray(tmp_path, "run", "--ranks", "4", "--gpus-per-node", "2", "--", "train.py") == (
+            78,
+            "",
+            "dray: each rank has a GPU of its own\n  wanted: --ranks and --gpus-per-node of one number\n"
+            "  found:  --ranks 4 and --gpus-per-node 2\n  fix:    leave out --gpus-per-node, or --ranks 2\n",
+        )
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("torchrun --nproc-per-node=4 train.py --x", "torchrun"),
+        ("/opt/bin/torchrun train.py --x", "/opt/bin/torchrun"),
+        ("accelerate launch train.py --x", "accelerate launch"),
+        ("deepspeed train.py --x", "deepspeed"),
+        ("mpirun -n 4 python train.py --x", "mpirun"),
+        ("srun python train.py --x", "srun"),
+        ("python3.11 -m torch.distributed.run train.py --x", "python3.11 -m torch.distributed.run"),
+        ("python -m accelerate.commands.launch train.py --x", "python -m accelerate.commands.launch"),
+        ("python train.py --launcher torchrun", None),
+        ("accelerate config", None),
+        ("python -m train", None),
+        ("python", None),
+        ("python -m", None),
+    ],
+)
+def test_a_command_that_is_a_launcher_is_warned_of(command: str, found: str | None) -> None:
+    warnings = [one for one in planned(*command.split(), site="generic").findings if one.level == "warning"]
+    assert [one.found for one in warnings] == ([found] if found else [])
+    assert not found or warnings[0].fix.startswith("--ranks N -- train.py --x   (")
+
+
+class TestPrograms:
+    def refused(self, *argv: str, **more: object) -> list[Finding]:
+        return [one for one in planned(*argv, site="generic", **more).findings if one.code]
+
+    def test_what_is_not_there_or_cannot_be_started(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for name in ("train.py", "start.sh"):
+            (tmp_path / name).touch()
+        (tmp_path / "package").mkdir()
+        for argv, found, fix in (
+            (["trian.py"], "trian.py does not exist", "did you mean train.py?"),
+            (["./no/where"], "no/where does not exist", "correct the path; a relative one starts where you stand"),
+            (["./package"], "package is a folder", "correct the path; a relative one starts where you stand"),
+            (["./start.sh"], "start.sh may not be executed", f"chmod +x {tmp_path}/start.sh"),
+        ):
+            (refusal,) = self.refused(*argv)
+            assert (refusal.code, refusal.problem) == (78, "the command cannot be started")
+            assert refusal.found == f"{tmp_path}/{found}"
+            assert refusal.fix.startswith(fix)
+        assert self.refused("train.py") == self.refused("python", "gone.py") == self.refused("/opt/in/the/image") == []
+        (tmp_path / "start.sh").chmod(0o755)
+        assert self.refused("./start.sh") == []
+
+    def test_bare_knows_path_and_a_job_knows_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (refusal,) = self.refused("no-such-program", scheduler="local", engine="bare")
+        assert refusal.found == "no-such-program is not on PATH"
+        assert self.refused("sh", scheduler="local", engine="bare") == []
+        recipe = read_recipe(None, (), ["gone.py"])
+        made = decide(recipe, *at_site(facts(site="generic")), RunPaths(Path("/runs/r")))
+        assert [one for one in made.findings if one.code] == []
+
+
+class TestModelTypes:
+    def refused(self, *overrides: str, **more: object) -> list[Finding]:
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", overrides)
+        made = decide(recipe, *at_site(facts(login="here", site="generic", **more)), RunPaths(Path("/runs/r")))
+        return [one for one in made.findings if one.code]
+
+    def test_one_that_transformers_lacks_is_caught(self, tmp_path: Path) -> None:
+        (refusal,) = self.refused("model.type=gpt22")
+        assert refusal.problem == f"transformers {self.known['transformers']} has no language model of this type"
+        assert (refusal.code, refusal.where, refusal.found) == (78, "recipe model.type", "gpt22")
+        assert refusal.fix == "did you mean gpt2 or gptj?"
+        assert self.refused("model.type=bert", "train.objective=masked") == []
+        for name in ("gpt22", "gpt2"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        (folder,) = self.refused(f"model.name={tmp_path}/gpt22")
+        assert folder.where == f"config.json of {tmp_path}/gpt22"
+        assert self.refused(f"model.name={tmp_path}/gpt2") == []
+        assert self.refused(f"model.name={tmp_path}/gpt22", "model.trust_remote_code=true") == []
+
+    def test_another_version_may_have_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "containers" / "steps").mkdir(parents=True)
+        (tmp_path / "containers" / "cpu").mkdir()
+        (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+        (tmp_path / "containers" / "cpu" / "requirements.lock").write_text("transformers==99.0.0 \\\n")
+        monkeypatch.setenv("DRAY_HOME", str(tmp_path))
+        assert self.refused("model.type=gpt22") == []
+
+    @property
+    def known(self) -> dict[str, Any]:
+        return tomllib.loads((ROOT / "src/dray/runs/model_types.toml").read_text(encoding="utf-8"))
+
+    def test_the_list_is_that_of_the_locks(self) -> None:
+        """DRAY_GOLDEN=write writes it anew from the transformers that is installed."""
+        pytest.importorskip("transformers", reason="transformers is not installed (make demo installs it)")
+        import transformers
+        from transformers.models.auto import modeling_auto
+
+        lines = [
+            "# The types of model that this transformers has; tests/unit/test_before_the_queue.py writes this file.",
+            f'transformers = "{transformers.__version__}"',
+        ]
+        types = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+        listed = ", ".join(json.dumps(one) for one in sorted(types))
+        lines += ["types = [", *textwrap.wrap(listed, 116, break_on_hyphens=False), "]"]
+        golden(ROOT / "src/dray/runs/model_types.toml", "\n".join(lines) + "\n")
+        for lock in ROOT.glob("containers/*/requirements.lock"):
+            assert f"\ntransformers=={transformers.__version__} " in lock.read_text(encoding="utf-8")
+
+
+def test_a_command_knows_its_run() -> None:
+    env = {one.name: one.value for one in planned("sh", site="generic").env}
+    assert env["DRAY_RUN"] == "/runs/r"
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
+    made = decide(recipe, *at_site(facts(site="generic")), RunPaths(Path("/runs/r")))
+    assert "DRAY_RUN" not in {one.name for one in made.env}
+
+
+def test_a_plan_is_ten_lines() -> None:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
+    lines = summary(decide(recipe, *at_site(facts(site="generic")), RunPaths(Path("/runs/r")))).splitlines()
+    names = ["recipe", "site", "image", "nodes", "ranks", "batch", "training", "memory", "launcher", "folder"]
+    assert [line.split()[0] for line in lines] == names
+    shown = summary(planned("sh", "-c", "a b", site="generic"))
+    assert f"command   sh -c 'a b' in {Path.cwd()}\n" in shown
+    assert "\nnote    the job gets one hour, the default of the batch script\n" in shown
+
+
+def test_a_plan_is_whole_with_v(tmp_path: Path) -> None:
+    _, short, _ = dray(tmp_path, "plan", "smoke-cpu")
+    _, whole, _ = dray(tmp_path, "plan", "smoke-cpu", "-v")
+    assert "\n-v shows all: each environment variable and bind with its source, " in short
+    assert "TRITON_HOME" in whole
+    assert "TRITON_HOME" not in short
+
+
+class TestTheMachine:
+    def test_a_new_site_file_has_what_doctor_asks_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.setenv("DRAY_SITES", str(tmp_path))
+        probed = site_file.Probed(cluster="", machine="login*")
+        content = site_file.render("mine", probed)
+        (tmp_path / "mine.toml").write_text(content)
+        assert sites.detect("", "login3").site.name == "mine"
+        offered = [line[2:] for line in content.splitlines() if line.startswith("# ") and " = " in line]
+        by_key = {line.partition(" = ")[0] for line in offered}
+        assert by_key == {
+            "sbatch", "gpus_per_node", "cpus_per_node", "interfaces", "image", "gpu_memory_gb", "account", "gpu_option",
+        }  # fmt: skip
+        (tmp_path / "mine.toml").write_text(content.replace("\n# ", "\n").replace("No Slurm", "# No Slurm"))
+        assert isinstance(sites.find("mine"), Site)  # each line is right where its mark is taken away
+
+    @pytest.mark.parametrize(
+        ("name", "pattern"),
+        [("login3.site", "login*"), ("box", "box"), ("uan01", "uan*"), ("10", ""), ("a-1-2", "a-1-*"), ("", "")],
+    )
+    def test_the_pattern_of_a_machines_name(self, name: str, pattern: str) -> None:
+        assert site_file._pattern(name) == pattern
+
+    def test_docker_is_there_and_its_group_is_not_mine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The socket's permissions are tried for real; only the program that shows its version is a stand-in."""
+        (tmp_path / "docker").write_text("#!/bin/sh\necho Docker version 28\n")
+        (tmp_path / "docker").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
+        monkeypatch.setattr(doctor, "_ENGINES", ("docker",))
+        assert list(doctor._engines()) == [
+            Finding(
+                "engine",
+                found="docker Docker version 28; no Docker Engine runs on this machine",
+                fix="install Docker Engine and start it, or set DOCKER_HOST",
+                code=69,
+            )
+        ]
+
+        def refused() -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(docker, "_knock", refused)  # root may open any socket
+        (finding,) = doctor._engines()
+        assert (finding.level, finding.found) == (
+            "error",
+            "docker Docker version 28; the Docker Engine does not let this user in",
+        )
+        assert finding.fix.startswith("add yourself to the docker group (sudo usermod -aG docker $USER)")
+        monkeypatch.setattr(doctor, "_ENGINES", ("docker", "sh"))
+        assert next(iter(doctor._engines())).level == "note"  # the other one will do
