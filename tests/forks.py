@@ -29,6 +29,11 @@ except ImportError:
     print("no deepspeed here", file=sys.stderr)
 
 
+def refuse(*_, **__):
+    raise RuntimeError("what another rank sends would be unpickled")
+
+
+torch.distributed.distributed_c10d._tensor_to_object = refuse  # all of torch's *_object collectives come to it
 MAINS = {"plan": train.main, "job": outputs.main}
 
 

@@ -69,7 +69,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
 
 
 def _all_gather(value: object, device: torch.device) -> list[Any]:
-    """Every rank's value, as JSON in tensors of bytes: torch's all_gather_object unpickles what others send."""
+    """Every rank's value, as JSON in tensors of bytes: torch's own for objects unpickles what others send."""
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     length = torch.tensor([len(content)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
