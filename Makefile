@@ -7,6 +7,7 @@ BUNDLE ?=
 SIGNERS ?=
 DEBIAN ?=
 TESTS ?=
+HOSTILE ?= docs/measurements/2026-11-23-hostile.md
 NODES ?= 2
 GPUS_PER_NODE ?= 2
 
@@ -17,7 +18,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test coverage check check-rest release smoke cluster cluster-down clean
+.PHONY: help install demo test hostile coverage check check-rest release smoke cluster cluster-down clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -29,6 +30,10 @@ demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two r
 
 test: .venv/dev ## Run all tests that this machine can run, and name the slowest (TESTS= names some, as pytest takes them)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
+
+# DRAY_FUZZ: how many damaged files of each of eight kinds.
+hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and write the table of docs/measurements
+	@DRAY_FUZZ=2500 timeout --signal=INT 600 $(BIN)/pytest -q -m hostile --hostile $(HOSTILE) tests/unit
 
 coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names
 	@rm -f .coverage .coverage.*

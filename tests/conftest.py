@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"tests/slow.txt names no test: {name}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make hostile` wants a table."""
+    parser.addoption("--hostile", metavar="PAGE", help="put the table of hostile cases, by group, into this page too")
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Hostile cases by group: good is what a test asks for, poor a known weakness (xfail), bad a failure."""
+    page = config.getoption("--hostile")
+    if not page:
+        return
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for outcome, column in (("passed", "good"), ("xfailed", "poor"), ("failed", "bad"), ("error", "bad")):
+        for report in terminalreporter.stats.get(outcome, ()):
+            told = dict(report.user_properties)
+            counts[told.get("group", "other")][column] += told.get("cases", 1)
+    counts["all"] = sum(counts.values(), Counter())
+    table = "| group | tried | good | poor | bad |\n|---|---:|---:|---:|---:|\n"
+    for group, found in sorted(counts.items(), key=lambda item: (item[0] == "all", item[0])):
+        cells = (found.total(), found["good"], found["poor"], found["bad"])
+        table += f"| {group} | {' | '.join(f'{cell:,}' for cell in cells)} |\n"
+    terminalreporter.write(f"\n{table}")
+    begin, end = "<!-- make hostile -->\n", "<!-- end -->\n"
+    before, _, rest = Path(page).read_text().partition(begin)
+    Path(page).write_text(before + begin + table + end + rest.partition(end)[2])
+
+
 def _measure_subprocesses(config: str) -> None:
     """Tests hand in whole environments, in which coverage would not find itself."""
     start = subprocess.Popen.__init__
@@ -123,6 +150,8 @@ def _measure_subprocesses(config: str) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A missing part skips the test, or fails it when all was asked for."""
+    if hostile := item.get_closest_marker("hostile"):
+        item.user_properties.append(("group", hostile.args[0]))
     for marker in NEEDS:
         if item.get_closest_marker(marker) and (why := missing(marker)):
             if ALL:

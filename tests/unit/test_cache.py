@@ -13,6 +13,8 @@ import pytest
 
 from dray.contract import node, scratch
 
+pytestmark = pytest.mark.hostile("token cache")
+
 OWN = f"{node.OWN}{os.getuid()}-"
 
 

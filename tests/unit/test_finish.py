@@ -21,6 +21,8 @@ from dray.runs.result import summary
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 
+pytestmark = pytest.mark.hostile("finish")
+
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
 RECORD = {"time": 10.0, "node": "n2", "rank": 3, "code": 3, "why": "exit code 3", "log": "l", "last_lines": ["x"]}
 

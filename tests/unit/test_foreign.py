@@ -29,6 +29,8 @@ from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from jobs import Job
 
+pytestmark = pytest.mark.hostile("runs and checkouts of others")
+
 NOBODY = 65534
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif")
 LOCAL = Facts(scheduler="local", nodelist="node1", nodes=1, address="127.0.0.1", engine="bare", image=sys.executable)

@@ -13,6 +13,8 @@ from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 from dray.hostlist import LIMIT, expand
 
+pytestmark = pytest.mark.hostile("host lists")
+
 # What `scontrol show hostnames` of Slurm 24.11.5 prints.
 SCONTROL = {
     "n1": "n1",

@@ -17,6 +17,8 @@ from dray.config.image import Image
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.sources import arrival, debs, inputs, lock, pip, venv, wheels
 
+pytestmark = pytest.mark.hostile("what is installed")
+
 INSTALLS = re.compile(r"pip install|\$\(PIP\)|pip::install|pip\", \"(?:install|wheel)")
 
 

@@ -16,6 +16,8 @@ from dray.images.sif import diff, inspect, record, verify
 from dray.images.sif import format as sif_format
 from dray.images.sif.record import File, Record
 
+pytestmark = pytest.mark.hostile("what is installed")
+
 ZERO, ONE = "0" * 64, "1" * 64
 RECIPE = 'name = "r"\n{}[batch]\nglobal_size = 1\n[train]\nsteps = 1\nlr = 1.0\n'
 KNOWN = Record(

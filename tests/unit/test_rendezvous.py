@@ -23,6 +23,8 @@ from dray.runner import address, channel, host, introduction
 from dray.runner import rendezvous as meeting
 from nodes import SECRET, Start, ended, free_port, rendezvous
 
+pytestmark = pytest.mark.hostile("rendezvous")
+
 SLEEP = ["sh", "-c", "exec sleep 60"]
 
 

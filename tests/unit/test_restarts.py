@@ -16,6 +16,8 @@ from dray.runner import channel, children, locks
 from dray.runner.start import Start as NextStart
 from nodes import SECRET, Start, ended, free_port
 
+pytestmark = pytest.mark.hostile("restarts")
+
 RANKS = [sys.executable, "-S", "-E", "{ranks}"]
 # Each rank writes down each of its starts; `$die` says in which start which rank dies, and how.
 SCRIPT = """

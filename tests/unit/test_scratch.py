@@ -13,6 +13,8 @@ import pytest
 from dray.contract import scratch
 from dray.contract.findings import UnfitError
 
+pytestmark = pytest.mark.hostile("/tmp")
+
 OWN = f"dray-{os.geteuid()}-"
 HOLD = "import sys; from dray.contract import scratch; scratch.take(sys.argv[1]); print('held', flush=True); input()"
 

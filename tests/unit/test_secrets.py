@@ -16,6 +16,8 @@ from dray.config.site import Site
 from dray.contract import secrets
 from dray.contract.findings import ConfigError
 
+pytestmark = pytest.mark.hostile("secrets")
+
 HF = "hf_" + "a1B2" * 8
 HEX = "0123456789abcdef" * 2 + "01234567"
 

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from dray.planning import launchers
 from nodes import Start
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.hostile("store")]
 
 SCRIPT = """
 import json, os, sys, torch, torch.distributed as dist

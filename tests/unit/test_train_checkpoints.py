@@ -17,7 +17,7 @@ from dray.contract.findings import ConfigError, DrayError  # noqa: E402
 from dray.train import dcp, manifest, saved, shards  # noqa: E402
 from dray.train.shards import MismatchError, Reader, Shard, Shards, Staging  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints")]
 MADE_BY = {"run": "one", "image_sha256": "", "dray": "0", "order": {}}
 
 

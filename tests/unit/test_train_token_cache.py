@@ -14,6 +14,8 @@ np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
 from dray.contract.findings import DrayError  # noqa: E402
 
+pytestmark = pytest.mark.hostile("token cache")
+
 TEXTS = ["abc", "", "de", "f" * 5000]
 
 

@@ -19,6 +19,8 @@ from dray.planning.batch import divide
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
+pytestmark = pytest.mark.hostile("command line")
+
 ENV = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self, TypeVar, get_args
 
@@ -90,13 +91,18 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
     spec, errors = _validate(model, data)
     if spec and not lines:
         return spec
-    schema = Schema(model)
+    schema = _schema(model)
     more = len(errors) - _SHOWN  # a file of another kind may have thousands
     lines += [_line(error, schema, written, typed) for error in errors[:_SHOWN]]
     lines = list(dict.fromkeys(lines))  # each branch of a union reports on its own
     width = max(len(label) for label, _ in lines)
     shown = [f"{label:<{width}}   {text}".strip() for label, text in lines] + [f"and {more} more"] * (more > 0)
     raise ConfigError(f"{what} has {len(lines)} error{'s' if len(lines) > 1 else ''}", found="\n".join(shown))
+
+
+@cache
+def _schema(model: type[Spec]) -> Schema:
+    return Schema(model)  # milliseconds each
 
 
 def explained(wrong: ValidationError) -> str:
