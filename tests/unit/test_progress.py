@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,14 +142,28 @@ def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
-    deaf = "trap '' TERM; echo deaf; while :; do sleep 1; done"
+    """And leaves nothing of the ranks, which do not hear SIGTERM."""
+    deaf = "trap '' TERM; echo pid $$ is deaf; while :; do sleep 1; done"
     with on_a_terminal(tmp_path, "--", "sh", "-c", deaf) as (terminal, started):
         terminal.until(b"deaf\r\n")
         terminal.type(b"\x03")
         terminal.until(b"stopping")
         terminal.type(b"\x03")
-        terminal.rest()
+        shown = terminal.rest()
         assert started.wait(60) == 130
+    (pid,) = re.findall(r"^pid (\d+) is deaf$", shown, re.MULTILINE)
+    deadline = time.monotonic() + 30
+    while running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid: str) -> bytes:
+    """Its arguments; none of a process that is dead and waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 START = {"event": "start", "steps": 60, "first_step": 0}
