@@ -1,10 +1,8 @@
-"""How a run goes: a recipe's steps, or what a command itself prints. What is shown can never end a run."""
+"""How a run goes: a recipe's steps, or what a command itself prints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +25,6 @@ class Progress:
         world, train = plan.world, plan.recipe.train
         rank = (only or 0) * world.ranks_per_node
         where = f"{counted(world.size, 'rank')} on {counted(len(world.nodes), 'node')} ({plan.engine})"
-        self._lost = False
         self.rank: int | None = None  # whose output is shown
         self._view: Output | _Steps
         if train and rank == 0:
@@ -36,7 +33,7 @@ class Progress:
             self.rank, self._view = rank, Output(paths.rank_log(rank))
             if world.size > 1:
                 where += f"; rank {rank} is shown here, the logs of all are in {paths.folder.name}/{paths.logs.name}"
-        self._say(f"run folder: {paths.run}\n{plan.recipe.name}: {where}")
+        print(f"run folder: {paths.run}\n{plan.recipe.name}: {where}", flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -45,27 +42,16 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.update()
-        self._shown(self._view.close)
+        self._view.close()
 
     def update(self) -> None:
         """Show what has come since the last look."""
-        self._shown(self._view.look)
+        self._view.look()
 
     def stopping(self) -> None:
         """Say that it is being stopped."""
-        self._shown(self._view.close)
-        self._say("stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once")
-
-    def _say(self, line: str) -> None:
-        self._shown(partial(print, line, flush=True))
-
-    def _shown(self, show: Callable[[], None]) -> None:
-        """Nothing more once nobody can read it."""
-        if not self._lost:
-            try:
-                show()
-            except OSError:
-                self._lost = True
+        self._view.close()
+        print("stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once", flush=True)
 
 
 class _Steps:
