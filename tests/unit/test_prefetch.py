@@ -83,13 +83,23 @@ def test_splits_may_be_one_text(hub: str, recipe: Path, tmp_path: Path) -> None:
     assert (wrong.returncode, "wanted: default/none/*.parquet" in wrong.stdout) == (78, True)
 
 
+def test_what_is_pinned_is_fetched_by_its_revision(hub: str, recipe: Path, tmp_path: Path) -> None:
+    pins = ["data.train=hub:me/texts@v1/default:train", "model.name=", "model.tokenizer=me/small"]
+    fetched = dray("prefetch", recipe, *pins, "model.tokenizer_revision=v2", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    assert fetched.returncode == 0, fetched.stdout + fetched.stderr
+    assert f", commit {'a' * 40}\n" in fetched.stdout
+    cached = tmp_path / "hub"
+    refs = {str(path.relative_to(cached)) for path in cached.glob("*/refs/**/*") if path.is_file()}
+    assert refs == {"datasets--me--texts/refs/v1", "models--me--small/refs/v2"}
+
+
 def test_a_run_is_offline_after_it(hub: str, recipe: Path, tmp_path: Path) -> None:
     home, runs = f"{tmp_path}/hf home", tmp_path / "runs"
     fetched = dray("prefetch", recipe, HF_HOME=home, HF_ENDPOINT=hub)
     assert (fetched.returncode, fetched.stderr) == (0, "")
     assert re.fullmatch(
-        r"data\.train = hub:me/texts\n  1 files, 0\.\d MB\n"
-        r"model\.name = me/small\n  5 files, 0\.\d MB\n",
+        r"data\.train = hub:me/texts\n  1 files?, 0\.\d MB, commit a{40}\n"
+        r"model\.name = me/small\n  5 files, 0\.\d MB, commit a{40}\n",
         fetched.stdout,
     )
     nowhere = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}

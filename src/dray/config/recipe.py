@@ -19,7 +19,7 @@ Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
 
 
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-_HUB = re.compile(r"hub:[^/:\s]+/[^/:\s]+(/[^/:\s]+)?(:[^/:\s]+)?")
+_HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/:\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
@@ -170,7 +170,7 @@ class Recipe(Spec):
     def _names_of_the_hub_are_complete(self) -> Recipe:
         for key, name in self.datasets().items():
             if name.startswith("hub:") and not _HUB.fullmatch(name):
-                raise ValueError(f"{key} = {name}: expected hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]")
+                raise ValueError(f"{key} = {name}: expected hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]")
         return self
 
     @model_validator(mode="after")

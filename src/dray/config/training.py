@@ -100,6 +100,8 @@ class Model(Spec):
     """Settings of the configuration, by transformers' own names. Vocabulary size comes from the tokenizer."""
     tokenizer: str = ""
     """A tokenizer, named as `name` is. Left out: the named model's own, or one token a byte."""
+    tokenizer_revision: str = "main"
+    """Its commit, tag or branch on the hub, where it is not the named model's own."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     """Which of transformers' attention functions; auto is sdpa, or eager where a model has no other."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"

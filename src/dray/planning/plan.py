@@ -18,6 +18,7 @@ from dray.planning import (
     image,
     launchers,
     memory,
+    pins,
     refusals,
     signatures,
     transport,
@@ -97,6 +98,7 @@ def plan(
             "fabric": fabric.why,
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe), "memory": held} if recipe.train else {}),
+            **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
         recipe=recipe,
     )  # fmt: skip

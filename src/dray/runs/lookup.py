@@ -44,7 +44,7 @@ def _configuration(recipe: Recipe, home: str) -> dict[str, Any] | None:
     model = recipe.model
     try:
         if not model.name:  # a tokenizer decides the vocabulary of a new model
-            tokenizer = _json(model.tokenizer, "main", home) if model.tokenizer else {}
+            tokenizer = _json(model.tokenizer, model.tokenizer_revision, home) if model.tokenizer else {}
             vocabulary = tokenizer.get("vocab_size", 257)  # one for each byte
             return {"model_type": model.type, "vocab_size": vocabulary, **model.config}
         return {**_json(model.name, model.revision, home), **model.config}
@@ -74,7 +74,7 @@ def _missing_on_hub(recipe: Recipe, home: str) -> list[str]:
     hub = [named.removeprefix("hub:").partition(":")[0] for named in recipe.datasets().values() if named[:4] == "hub:"]
     named = {
         "models": [name for name in (recipe.model.name, recipe.model.tokenizer) if name and name[0] not in "/."],
-        "datasets": ["/".join(name.split("/")[:2]) for name in hub],
+        "datasets": ["/".join(name.split("/")[:2]).partition("@")[0] for name in hub],
     }
     return [
         name for kind, names in named.items() for name in dict.fromkeys(names) if not _cached(home, kind, name).is_dir()

@@ -36,6 +36,7 @@ class Model:
     type: str
     config: dict[str, Any]
     tokenizer: str
+    tokenizer_revision: str
     attn_implementation: str
     dtype: str
 

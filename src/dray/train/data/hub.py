@@ -20,21 +20,23 @@ from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
 from dray.train import manifest
 
-# The hub's copy of each dataset as parquet, whatever its own format or code.
+# The hub's copy of each dataset as parquet, whatever its own format or code; what pins a dataset is a commit of it.
 _PARQUET = "refs/convert/parquet"
 T = TypeVar("T")
 _PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
 
 
 def dataset(name: str, split: str) -> tuple[str, ...]:
-    """The parquet files of `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`."""
+    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`."""
     path, _, chosen = name.removeprefix("hub:").partition(":")
     owner, _, rest = path.partition("/")
-    short, _, subset = rest.partition("/")
+    pinned, _, subset = rest.partition("/")
+    short, _, commit = pinned.partition("@")
+    revision = commit or _PARQUET
     if not owner or not short:
         raise ConfigError(
             "a dataset's name is incomplete",
-            wanted="hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]",
+            wanted="hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]",
             found=name,
             fix="set data.train",
         )
@@ -43,12 +45,12 @@ def dataset(name: str, split: str) -> tuple[str, ...]:
     folder = fetched(
         f"dataset {owner}/{short}",
         lambda: snapshot_download(
-            f"{owner}/{short}", repo_type="dataset", revision=_PARQUET, allow_patterns=list(patterns.values())
+            f"{owner}/{short}", repo_type="dataset", revision=revision, allow_patterns=list(patterns.values())
         ),
     )
     files = {part: sorted(map(str, Path(folder).glob(pattern))) for part, pattern in patterns.items()}
     missing = [part for part in splits if not files[part]]
-    has = _splits(f"{owner}/{short}", folder) if missing else []
+    has = _splits(f"{owner}/{short}", revision, folder) if missing else []
     partial = [part for part in splits if part.startswith("partial-") or f"{subset or 'default'}/partial-{part}" in has]
     if partial:
         raise ConfigError(
@@ -67,12 +69,12 @@ def dataset(name: str, split: str) -> tuple[str, ...]:
     return tuple(file for found in files.values() for file in found)
 
 
-def _splits(name: str, folder: str) -> list[str]:
+def _splits(name: str, revision: str, folder: str) -> list[str]:
     """SUBSET/SPLIT of all that the hub has, or of what was fetched before."""
     paths = [path.relative_to(folder) for path in Path(folder).glob("*/*/*.parquet")]
     if not constants.HF_HUB_OFFLINE:
         listed = fetched(
-            f"dataset {name}", lambda: HfApi().list_repo_files(name, repo_type="dataset", revision=_PARQUET)
+            f"dataset {name}", lambda: HfApi().list_repo_files(name, repo_type="dataset", revision=revision)
         )
         paths = [Path(path) for path in listed]
     return sorted({str(path.parent) for path in paths if path.suffix == ".parquet"})

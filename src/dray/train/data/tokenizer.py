@@ -21,7 +21,9 @@ def load(config: Config) -> PreTrainedTokenizerFast:
     name, code = model.tokenizer or model.name, model.trust_remote_code
     if not name:
         return _of_bytes(mask=objective.needs_mask_token, conversations=objective.conversations)
-    folder = hub.model(name, model.revision if name == model.name else "main", weights=False, code=code)
+    folder = hub.model(
+        name, model.revision if name == model.name else model.tokenizer_revision, weights=False, code=code
+    )
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=code)
     except (ValueError, OSError) as error:

@@ -26,7 +26,7 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
     names = {"train": config.data.train, "validation": config.data.validation, "test": config.data.test}
     names |= {f"evaluate.{name}": one.dataset for name, one in config.evaluate.items()}
     on_hub = (name.removeprefix("hub:").partition(":")[0] for name in names.values() if name.startswith("hub:"))
-    hub = sorted({"/".join(name.split("/")[:2]) for name in on_hub})
+    hub = sorted({"/".join(name.split("/")[:2]).partition("@")[0] for name in on_hub})
     head: dict[str, Any] = {"library_name": "transformers"}
     if objective.predicts_next:
         head["pipeline_tag"] = "text-generation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from dray.contract.findings import counted
 from dray.contract.jobs import Prefetch
@@ -23,11 +24,14 @@ def run(job: Prefetch) -> None:
     for key in ("name", "tokenizer"):
         if model[key] and not model[key].startswith(("/", ".")):
             print(f"model.{key} = {model[key]}", flush=True)
-            revision, weights = (model["revision"], model["weights"]) if key == "name" else ("main", False)
+            own = key == "name" or model[key] == model["name"]
+            revision, weights = model["revision" if own else "tokenizer_revision"], key == "name" and model["weights"]
             folder = hub.model(model[key], revision, weights=weights, code=model["trust_remote_code"])
             _report(tuple(entry.path for entry in os.scandir(folder)))
 
 
 def _report(files: tuple[str, ...]) -> None:
+    # Where the hub's library keeps a file: snapshots/COMMIT/..., and the commit is what pins it.
+    commits = sorted({re.sub(r".*/snapshots/([0-9a-f]{40})/.*|.*", r"\1", file) for file in files} - {""})
     size = sum(os.stat(file).st_size for file in files)  # noqa: PTH116  strings, as the hub gives them
-    print(f"  {counted(len(files), 'file')}, {size / 1e6:,.1f} MB", flush=True)
+    print(f"  {counted(len(files), 'file')}, {size / 1e6:,.1f} MB{', commit '.join(['', *commits])}", flush=True)
