@@ -1,0 +1,197 @@
+"""Values that reach bash, srun or a comment of a script, and what a planner in another user's image answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+from typing import get_args
+
+import pytest
+
+from dray import engines
+from dray.config.image import Variant
+from dray.config.site import Site
+from dray.contract.findings import ConfigError
+from dray.contract.values import control_characters
+from dray.facts import Facts, parse, to_text
+from dray.planning.plan import plan
+from dray.runs.write import read_recipe, write
+from helpers import ROOT
+from jobs import Job
+
+FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif")
+SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
+NAMES = ["../x", "/tmp/x", ".", "..", ".x", "-x", "a/b", "a b", "x" * 129, "x\ntouch PWNED", "x\n", "é", "$(touch x)"]
+
+
+def dray(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
+    argv = [sys.executable, "-m", "dray", *words]
+    return subprocess.run(argv, cwd=cwd, env={**base, **env}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+class TestControlCharacters:
+    @pytest.mark.parametrize("character", ["\n", "\r", "\0", "\x1b", "\x7f", "\x85"])
+    @pytest.mark.parametrize(
+        ("given", "where"),
+        [
+            ({"run_folder": "/r/x{}"}, "run"),
+            ({"facts": {"image": "/i{}.sif"}}, "image"),
+            ({"facts": {"home": "/home/{}"}}, "facts.home"),
+            ({"facts": {"cluster": "c{}"}}, "facts.cluster"),
+            ({"facts": {"hf_home": "/hf{}"}}, "env[2].value"),
+            ({"facts": {"variables": {"A": "/x{}"}}}, "facts.variables.A"),
+            ({"site": {"sbatch": ["--comment={}"]}}, "sbatch[0]"),
+            ({"site": {"stage": "/tmp{}"}}, "stage"),
+            ({"site": {"env": [{"name": "A", "value": "a{}b", "why": "w"}]}}, "env[0].value"),
+            ({"site": {"binds": [{"path": "/d{}", "why": "w"}]}}, "binds[1].path"),
+            ({"site": {"fabric": {"strategy": "host", "plugin": "/p{}"}}}, "fabric.plugin"),
+            ({"recipe": ["env.A=a{}b"]}, "env[0].value"),
+            ({"recipe": ["checkpoint.folder=/kept/{}x"]}, "binds[1].path"),
+            ({"recipe": ["data.train=/d{}.txt"]}, "binds[1].path"),
+        ],
+    )
+    def test_a_plan_has_none(self, given: dict, where: str, character: str) -> None:
+        def filled(value: object) -> object:
+            if isinstance(value, str):
+                return value.format(character)
+            if isinstance(value, dict):
+                return {key: filled(one) for key, one in value.items()}
+            return tuple(filled(one) for one in value)
+
+        recipe = read_recipe(SMOKE, filled(given.get("recipe", ())))
+        try:
+            site = Site.model_validate({"name": "s", "about": "a", **filled(given.get("site", {}))})
+        except ValueError:  # some keys have a pattern, which no line break fits
+            return
+        made = plan(
+            recipe, site, FACTS.model_copy(update=filled(given.get("facts", {}))), scratch="/s", dray="0",
+            run_folder=PurePosixPath(filled(given.get("run_folder", "/r/x"))),
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match="a value has a control character") as wrong:
+            made.refuse()
+        assert wrong.value.details["where"] == where
+
+    def test_what_no_script_has_may_have_lines(self) -> None:
+        site = Site.model_validate(
+            {"name": "s", "about": "a", "binds": ({"path": "/d", "why": "one\n  two"},),
+             "env": ({"name": "A", "value": "v", "why": "one\ntwo"},)}
+        )  # fmt: skip
+        recipe = read_recipe(None, ["about=one\ntwo"], ["python", "-c", "import os\nprint(os.environ)"])
+        made = plan(recipe, site, FACTS, run_folder=PurePosixPath("/r/x"), scratch="/s", dray="0")
+        made.refuse()
+        assert {made.binds[-1].why, made.env[0].why} == {"one two"}
+
+    def test_they_are_found_wherever_they_are(self) -> None:
+        values = {"a": [{"b": "x"}, {"b": "x\n", "c\n": None}], "d": 3}
+        found = list(control_characters(values))
+        assert [one.where for one in found] == ["a[1].b", "a[1] names"]
+        assert found[0].found == r"'x\n'"
+
+    def test_a_line_of_the_facts_ends_with_a_line_break_alone(self) -> None:
+        """A value of the environment may hold any other character at which Python breaks lines."""
+        text = to_text(FACTS) + "shell.X=a\u2028engine=bare\x85image=/evil\x0csite=evil\rcluster=evil\n"
+        assert parse(text, where="here") == FACTS.model_copy(
+            update={"shell": {"X": "a\u2028engine=bare\x85image=/evil\x0csite=evil\rcluster=evil"}}
+        )
+
+    @pytest.mark.parametrize("words", [("--sbatch=--comment=a\nb",), ("batch.global_size=16\n",), ("--runs", "a\nb")])
+    def test_sbatch_gets_none(self, tmp_path: Path, words: tuple[str, ...]) -> None:
+        (tmp_path / "i.sif").touch()
+        env = {"DRAY_IMAGE": str(tmp_path / "i.sif"), "PATH": str(tmp_path)}
+        ended = dray("submit", SMOKE, *words, cwd=tmp_path, **env)
+        assert (ended.returncode, "a value has a control character" in ended.stderr) == (78, True)
+        assert [path.name for path in tmp_path.iterdir()] == ["i.sif"]
+
+    @pytest.mark.parametrize(
+        ("words", "env"),
+        [
+            (("--run=/r\n/x",), {}),
+            (("--site=a\nb",), {}),
+            (("--image=/i\r.sif",), {}),
+            (("smoke\ncpu",), {}),
+            (("recipes/smoke-cpu.toml", "a=b\nc"), {}),
+            (("recipes/smoke-cpu.toml",), {"DRAY_RUNS": "/r\nx"}),
+            (("recipes/smoke-cpu.toml",), {"HOME": "/h\nengine=bare"}),
+            (("recipes/smoke-cpu.toml",), {"SLURM_CLUSTER_NAME": "c\nsite=evil"}),
+            (("recipes/smoke-cpu.toml",), {"DRAY_SITES": "/s\x1b"}),
+        ],
+    )
+    def test_a_job_takes_none(self, job: Job, words: tuple[str, ...], env: dict[str, str]) -> None:
+        ended = job.plan(*words, **env)
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert ended.stderr.startswith("dray: a value has a control character, such as a line break\n  where:  ")
+        assert not job.seen.exists()
+
+    def test_a_job_s_command_may_have_lines(self, job: Job) -> None:
+        ended = job.plan("--", "python", "-c", "import os\nprint(os.environ)")
+        assert ended.returncode == 0, ended.stderr
+
+
+class TestTheJob:
+    """What the planner answers, in an image that somebody may have handed on, is one of what this checkout knows."""
+
+    @pytest.mark.parametrize(
+        ("answer", "wanted"),
+        [
+            ("engine=/tmp/evil", "apptainer singularity pyxis"),
+            ("engine=bash", "apptainer singularity pyxis"),
+            ("engine=apptainer;id", "apptainer singularity pyxis"),
+            ("image=../../tmp/evil", "cpu cuda cuda12 rocm"),
+            ("image=x", "cpu cuda cuda12 rocm"),
+            ("attempt=/tmp/evil/attempt-1", "RUNS/RUN/attempt-N"),
+            ("attempt=RUNS/../attempt-1", "RUNS/RUN/attempt-N"),
+            ("attempt=RUNS/a/../evil/attempt-1", "RUNS/RUN/attempt-N"),
+            ("attempt=RUNS/x/evil", "RUNS/RUN/attempt-N"),
+            ("attempt=-x", "RUNS/RUN/attempt-N"),
+        ],
+    )
+    def test_an_answer(self, job: Job, answer: str, wanted: str) -> None:
+        runs = str(job.runs)
+        job.tool("apptainer", f"#!/bin/bash\ncat >/dev/null\necho '{answer.replace('RUNS', runs)}'\n")
+        ended = job.plan("recipes/smoke-cpu.toml")
+        assert (ended.returncode, ended.stdout) == (78, "")
+        word = answer.partition("=")[0].replace("attempt", "folder")
+        assert ended.stderr.startswith(f"dray: the planner answers with an unknown {word}\n")
+        assert f"  wanted: {wanted.replace('RUNS', runs)}\n" in ended.stderr
+
+    def test_bash_knows_the_same_as_python(self) -> None:
+        text = (ROOT / "slurm" / "lib.sh").read_text()
+        assert f" {' '.join(get_args(Variant))}\n" in text
+        assert sorted(["apptainer", "singularity", "pyxis"]) == sorted(
+            name for name in engines.names("slurm") if name != "bare"
+        )
+
+    def test_the_planner_gets_no_secret(self, tmp_path: Path) -> None:
+        secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSHPASS", "MY_AUTH", "x_password"), "hush")
+        env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1",
+               "URL": "https://me:hush@there", "SCRATCH": "/s", "HF_HOME": "/h", **secrets}  # fmt: skip
+        argv = [ROOT / "slurm" / "probe.sh", "apptainer", "/i", "generic", "SCRATCH", "HF_TOKEN", "URL", "GONE", "*"]
+        ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+        assert "hush" not in ended.stdout
+        lines = ended.stdout.splitlines()
+        assert {"shell.HF_TOKEN=(set)", "shell.SSHPASS=(set)", "shell.SCRATCH=(set)", "shell.HF_HOME=/h"} <= set(lines)
+        assert [line for line in lines if line.startswith("variable.")] == ["variable.SCRATCH=/s"]
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_a_run_stays_in_its_folder(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ConfigError, match="a run cannot have this name"):
+            write(read_recipe(SMOKE), FACTS, runs=tmp_path / "runs", run=name)
+        assert not list(tmp_path.iterdir())
+
+    def test_on_the_command_line(self, tmp_path: Path) -> None:
+        (tmp_path / "hosts").write_text("a\nb\n")
+        for words in (("--run=x\ntouch PWNED",), ("--hostfile", "hosts", "--print", "--run=../x")):
+            ended = dray("run", *words, "--", "true", cwd=tmp_path)
+            assert (ended.returncode, ended.stdout) == (78, "")
+            assert ended.stderr.startswith("dray: a run cannot have this name\n  where:  --run\n")
+        assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
