@@ -111,7 +111,7 @@ class TestCommands:
         (tmp_path / "r.toml").write_text(
             'name = "r"\nlauncher = "accelerate"\naccelerate = "a.yaml"\n[command]\nargv = ["x"]\n'
         )
-        with pytest.raises(ConfigError, match="a file that the recipe names cannot be read"):
+        with pytest.raises(ConfigError, match="the file that the recipe names cannot be read"):
             read_recipe(tmp_path / "r.toml")
         (tmp_path / "a.yaml").write_text("mine: 1\n")
         assert read_recipe(tmp_path / "r.toml").accelerate == "mine: 1\n"
