@@ -83,7 +83,7 @@ def _bind() -> None:
         return
     try:
         os.sched_setaffinity(0, cores.parse(shares.split(";")[int(local)]))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"dray: this rank is not bound to its cores: {error}", file=sys.stderr, flush=True)
 
 
