@@ -46,7 +46,7 @@ class TestControlCharacters:
             ({"facts": {"image": "/i{}.sif"}}, "image"),
             ({"facts": {"home": "/home/{}"}}, "facts.home"),
             ({"facts": {"cluster": "c{}"}}, "facts.cluster"),
-            ({"facts": {"hf_home": "/hf{}"}}, "env[2].value"),
+            ({"facts": {"hf_home": "/hf{}"}}, "env[3].value"),
             ({"facts": {"variables": {"A": "/x{}"}}}, "facts.variables.A"),
             ({"site": {"sbatch": ["--comment={}"]}}, "sbatch[0]"),
             ({"site": {"stage": "/tmp{}"}}, "stage"),
@@ -104,7 +104,7 @@ class TestControlCharacters:
 
     @pytest.mark.parametrize("words", [("--sbatch=--comment=a\nb",), ("batch.global_size=16\n",), ("--runs", "a\nb")])
     def test_sbatch_gets_none(self, tmp_path: Path, words: tuple[str, ...]) -> None:
-        (tmp_path / "i.sif").touch()
+        (tmp_path / "i.sif").write_bytes(b"hsqs")
         env = {"DRAY_IMAGE": str(tmp_path / "i.sif"), "PATH": str(tmp_path)}
         ended = dray("submit", SMOKE, *words, cwd=tmp_path, **env)
         assert (ended.returncode, "a value has a control character" in ended.stderr) == (78, True)

@@ -201,6 +201,12 @@ def test_what_was_handed_in_is_not_shown() -> None:
 
 
 def test_the_longer_of_two_values_goes_first() -> None:
+    addresses = {
+        "HF_ENDPOINT": "https://hub.example.org",
+        "HOOK": "https://x:pass-word@example.org/",
+        "URL": "http://e/?key=1",
+    }
+    assert sorted(secrets.passed(addresses, addresses).values()) == ["HOOK", "URL"]
     assert secrets.redacted("12345678-9", secrets.passed(["A", "B"], {"A": "12345678", "B": "12345678-9"})) == "[B]"
 
 

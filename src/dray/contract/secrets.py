@@ -27,6 +27,7 @@ _SHAPES = re.compile(
 _BEGINNINGS = ("hf_", "sk-", "ghp_", "github_pat_")
 _OPTION = re.compile(r"-{0,2}[A-Za-z][\w.-]{0,60}")
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+=~:-]{20,}")
+_PLAIN = re.compile(r"/|https?://[^\s@?]*$")
 _SHORTEST = 8  # a shorter value, such as 1 or offline, is in too many lines that are not about it
 
 
@@ -77,10 +78,10 @@ def _is_option(name: str, value: str) -> bool:
 def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The values that were handed in by these names, and that no log or report may show, by value.
 
-    A short value, or the path of a folder, is in too many lines that are not about it.
+    A short value, the path of a folder or a plain address is in too many lines that are not about it.
     """
     values = {name: environ[name] for name in names if name in environ}
-    shown = {name for name, value in values.items() if value.startswith("/") and not is_name(name)}
+    shown = {name for name, value in values.items() if _PLAIN.match(value) and not is_variable(name, value)}
     lines = {line: name for name, value in values.items() if name not in shown for line in (value, *value.splitlines())}
     return {line: lines[line] for line in sorted(lines, key=len, reverse=True) if len(line) >= _SHORTEST}
 
