@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers import PYTHON
 
 SECRET = "5ec2e7" * 8
 
@@ -89,7 +90,7 @@ def start(plan: dict[str, Any], tmp_path: Path):
         env = {key: str(value) for key, value in identity.items() if value is not None}
         process = subprocess.Popen(
             [sys.executable, "-m", "dray.runner", file],
-            env={"PATH": os.environ["PATH"], "DRAY_CPUS": "1", **env, **more},
+            env={**PYTHON, "DRAY_CPUS": "1", **env, **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from dray.contract.findings import Finding
 from dray.facts import Facts
 from dray.runs.paths import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 ASKED = ("--time=08:00:00", "--cpus-per-task=8")
 
@@ -93,13 +92,13 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 )
 def test_what_is_refused_before_it_is_submitted(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
     argv = [sys.executable, "-m", "dray", "submit", "smoke-cpu", "--dry-run", *words]
-    env = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
+    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
     ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, problem)
 
 
 def test_a_recipe_of_dray_is_found_from_everywhere(tmp_path: Path) -> None:
-    env = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
+    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": str(tmp_path)}
     for name in ("smoke-cpu", "recipes/smoke-cpu.toml"):
         argv = [sys.executable, "-m", "dray", "recipe", "check", name]
         ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from dray.contract import jobs  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train.data import hub  # noqa: E402
-from helpers import ROOT  # noqa: E402
+from helpers import PYTHON, ROOT  # noqa: E402
 from hubs import Repositories, serving  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
@@ -30,7 +29,7 @@ WORDS = (f"evaluate.words.dataset={TEXT}", "evaluate.words.last_word=true", f"da
 
 
 def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     argv = [sys.executable, "-m", "dray", *words]
     return subprocess.run(argv, cwd="/", env={**base, **env}, capture_output=True, text=True, check=False)
 

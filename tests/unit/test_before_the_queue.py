@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -25,7 +24,7 @@ from dray.planning.schema import Plan
 from dray.render import summary
 from dray.runs.paths import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
-from helpers import ROOT, golden
+from helpers import PYTHON, ROOT, golden
 
 RAW = ["train.py"]
 
@@ -42,7 +41,7 @@ def planned(*argv: str, overrides: tuple[str, ...] = (), **more: object) -> Plan
 
 
 def dray(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
-    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     argv = [sys.executable, "-m", "dray", *words]
     ended = subprocess.run(argv, cwd=folder, env={**base, **env}, capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout, ended.stderr

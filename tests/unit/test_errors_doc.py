@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from dray.facts import Facts
 from dray.runs.write import read_recipe, write
-from helpers import GOLDEN, golden
+from helpers import GOLDEN, PYTHON, golden
 
 HEAD = """\
 # Errors
@@ -44,7 +43,7 @@ class Desk:
         shutil.copy(root / "recipes" / "smoke-cpu.toml", folder / "my.toml")
 
     def dray(self, *words: str, **env: str) -> Said:
-        given = {"PATH": os.environ["PATH"], "DRAY_HOME": str(self.root), "HOME": str(self.folder), **env}
+        given = {**PYTHON, "DRAY_HOME": str(self.root), "HOME": str(self.folder), **env}
         ended = subprocess.run(
             [sys.executable, "-m", "dray", *words],
             cwd=self.folder, env=given, capture_output=True, text=True, check=False,
@@ -60,7 +59,7 @@ class Desk:
         _, paths = write(read_recipe(self.folder / "my.toml", [f"port={port}"]), facts, runs=self.folder / "runs")
         ended = subprocess.run(
             [sys.executable, "-m", "dray.runner", paths.plan],
-            env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=False,
+            env={**PYTHON, **env}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         record = json.loads((paths.failures / "node-0.json").read_text())
         assert record["why"] == ended.stderr.rstrip("\n")

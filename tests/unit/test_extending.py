@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 BLOCKS = re.findall(
     r"^```(\w+)\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
@@ -53,7 +52,7 @@ def apply(folder: Path, diff: str) -> None:
 
 
 def run(checkout: Path, *argv: str) -> None:
-    env = {"PATH": os.environ["PATH"], "HOME": str(checkout), "PYTHONPATH": str(checkout / "src")}
+    env = {**PYTHON, "HOME": str(checkout), "PYTHONPATH": str(checkout / "src")}
     done = subprocess.run([sys.executable, *argv], cwd=checkout, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -23,7 +23,7 @@ from dray.planning.plan import plan
 from dray.runs import desk
 from dray.runs.paths import RunPaths, make_run_folder, of_job
 from dray.runs.write import read_recipe, write
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 pytestmark = pytest.mark.hostile("runs and checkouts of others")
 
@@ -34,7 +34,7 @@ SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
 
 
 def dray(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
+    base = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
     argv = [sys.executable, "-m", "dray", *words]
     return subprocess.run(argv, cwd=cwd, env={**base, **env}, capture_output=True, text=True, check=False)
 
@@ -48,7 +48,7 @@ class TestFolders:
 
     def run(self, tmp_path: Path, umask: int, *words: str) -> dict[str, str]:
         argv = [sys.executable, "-m", "dray", "run", *words, "--run=mine", "launcher=python", "--", "touch", "made"]
-        env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
+        env = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
         (tmp_path / "kept").mkdir(exist_ok=True)
         ended = subprocess.run(
             argv, cwd=tmp_path / "kept", env={**env, "DRAY_RUNS": str(tmp_path / "runs")}, umask=umask,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dray.contract import jobs
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -28,7 +27,7 @@ BERT = tuple(
 
 
 def dray(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
     argv = [sys.executable, "-m", "dray", "generate", *words]
     return subprocess.run(argv, cwd="/", env=env, capture_output=True, text=True, check=False)
 

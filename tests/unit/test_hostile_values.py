@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,7 @@ from dray.contract.values import control_characters
 from dray.facts import Facts, parse, to_text
 from dray.planning.plan import plan
 from dray.runs.write import read_recipe, write
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 from jobs import Job
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif")
@@ -27,7 +26,7 @@ NAMES = ["../x", "/tmp/x", ".", "..", ".x", "-x", "a/b", "a b", "x" * 129, "x\nt
 
 
 def dray(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
+    base = {**PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT)}
     argv = [sys.executable, "-m", "dray", *words]
     return subprocess.run(argv, cwd=cwd, env={**base, **env}, capture_output=True, text=True, check=False)
 
@@ -171,7 +170,7 @@ class TestTheJob:
 
     def test_the_planner_gets_no_secret(self, tmp_path: Path) -> None:
         secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSHPASS", "MY_AUTH", "x_password"), "hush")
-        env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1",
+        env = {**PYTHON, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1",
                "URL": "https://me:hush@there", "SCRATCH": "/s", "HF_HOME": "/h", **secrets}  # fmt: skip
         argv = [ROOT / "slurm" / "probe.sh", "apptainer", "/i", "generic", "SCRATCH", "HF_TOKEN", "URL", "GONE", "*"]
         ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)

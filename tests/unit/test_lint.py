@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dray.fitness import lint
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
+from helpers import PYTHON
 
 
 def made(root: Path, *overrides: str, nodes: int = 2, site: Site | None = None, gpus: int = 0) -> Plan:
@@ -134,7 +134,7 @@ def test_errors_and_warnings_are_printed_before_a_run(root: Path) -> None:
 
 class TestCommand:
     def run(self, root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        given = {"PATH": os.environ["PATH"], "DRAY_HOME": str(root), "HOME": "/none", **env}
+        given = {**PYTHON, "DRAY_HOME": str(root), "HOME": "/none", **env}
         argv = [sys.executable, "-m", "dray", "env", "check", *arguments]
         return subprocess.run(argv, cwd=root, env=given, capture_output=True, text=True, check=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from dray.planning import memory
 from dray.runs.write import read_recipe
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 OPT = {
     "model_type": "opt", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "ffn_dim": 16384,
@@ -26,7 +25,7 @@ LLAMA = {
 
 
 def dray(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
+    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
     argv = [sys.executable, "-m", "dray", *words]
     return subprocess.run(argv, cwd=ROOT, env={**base, **env}, capture_output=True, text=True, check=False)
 

@@ -13,13 +13,14 @@ import pytest
 
 from dray import runner
 from dray.runner import output, rank
+from helpers import PYTHON
 
 TOKEN = "a token of my own"
 
 
 def supervised(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "logs").mkdir(exist_ok=True)
-    given = {"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": TOKEN, "DRAY_PASSED": "HF_TOKEN"}
+    given = {**PYTHON, "RANK": "1", "WORLD_SIZE": "2", "HF_TOKEN": TOKEN, "DRAY_PASSED": "HF_TOKEN"}
     argv = [sys.executable, "-S", "-E", str(rank.__file__), str(folder), "2", "node2", *command]
     return subprocess.run(argv, env={**given, **env}, timeout=60, check=False, capture_output=True, text=True)
 
@@ -95,7 +96,7 @@ def test_a_node_s_record_has_it_neither(plan: dict[str, Any], tmp_path: Path) ->
     plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
     (tmp_path / "logs" / "node-0.log").write_text(f"it is {TOKEN}\n")
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", "PATH": os.environ["PATH"]}
+    env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", **PYTHON}
     argv = [sys.executable, "-m", "dray.runner", str(tmp_path / "plan.json")]
     ended = subprocess.run(argv, env={**env, "HF_TOKEN": TOKEN}, timeout=60, check=False, capture_output=True)
     assert ended.returncode == 127

@@ -17,7 +17,7 @@ from dray.facts import Facts, parse, to_text
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
-from helpers import GOLDEN, golden
+from helpers import GOLDEN, PYTHON, golden
 
 HOSTILE = """a b,c:d'"$(touch pwned);`touch pwned`\\*?é"""
 
@@ -221,7 +221,7 @@ def test_a_place_that_a_node_lacks_is_named_and_recorded(root: Path, tmp_path: P
     )
     ended = subprocess.run(
         ["bash", "-c", render.node_script(decided)],
-        env={"PATH": os.environ["PATH"], "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1"},
+        env={**PYTHON, "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1"},
         capture_output=True,
         text=True,
         check=False,

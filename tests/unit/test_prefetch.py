@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
@@ -42,7 +41,7 @@ precision = "fp32"
 
 
 def dray(*said: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    mine = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", **env}
+    mine = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", **env}
     return subprocess.run(
         [sys.executable, "-m", "dray", *said], cwd=ROOT, env=mine, capture_output=True, text=True, check=False
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -25,7 +24,7 @@ from dray.planning.plan import plan
 from dray.runs import local
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
-from helpers import ROOT, golden
+from helpers import PYTHON, ROOT, golden
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 IN_AN_IMAGE = {
@@ -36,7 +35,7 @@ SCALED = [path for path in RECIPES if path.stem != "smoke-cpu"]  # which is tiny
 
 
 def dray(*words: str | Path, cwd: Path = ROOT, **given: str) -> subprocess.CompletedProcess[str]:
-    base = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
+    base = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent", "SLURM_CLUSTER_NAME": ""}
     argv = [sys.executable, "-m", "dray", *words]
     return subprocess.run(argv, cwd=cwd, env={**base, **given}, capture_output=True, text=True, check=False)
 

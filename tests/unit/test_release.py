@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 EPOCH = {"SOURCE_DATE_EPOCH": "1750000000"}
 
 
 def run(*argv: object, cwd: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    kept = {"PATH": os.environ["PATH"], "HOME": str(cwd), **env}
+    kept = {**PYTHON, "HOME": str(cwd), **env}
     done = subprocess.run([str(one) for one in argv], cwd=cwd, env=kept, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done

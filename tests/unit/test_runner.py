@@ -20,6 +20,7 @@ from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
 from dray.runner import address, cores, introduction, locks
 from dray.runner import rank as rank_module
+from helpers import PYTHON
 from nodes import UNBOUND, Start, ended, free_port, rendezvous
 
 RANK = Path(rank_module.__file__)
@@ -414,7 +415,7 @@ def kept(folder: Path, *command: str, **env: str):
     (folder / "logs").mkdir(exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-S", "-E", RANK, folder, "2", "node2", *command],
-        env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2", **env},
+        env={**PYTHON, "RANK": "1", "WORLD_SIZE": "2", **env},
     )
     try:
         yield process
@@ -502,7 +503,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo $$; exec sleep 60"]
     started = subprocess.Popen(
         [sys.executable, "-c", launcher, sys.executable, "-S", "-E", RANK, tmp_path, "2", "node2", *command],
-        env={"PATH": os.environ["PATH"], "RANK": "1", "WORLD_SIZE": "2"},
+        env={**PYTHON, "RANK": "1", "WORLD_SIZE": "2"},
         stdout=subprocess.PIPE,
     )
     log = tmp_path / "logs" / "rank-1.log"

@@ -23,6 +23,7 @@ from dray.runs.paths import RunPaths, make_run_folder, new_id, newest_attempt
 from dray.runs.result import Cause, summary
 from dray.runs.stop import Stop
 from dray.runs.write import read, read_recipe, write
+from helpers import PYTHON
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif"
@@ -310,7 +311,7 @@ def test_an_image_of_another_variant_is_not_queued(root: Path, tmp_path: Path, m
     records.path_for(file).write_text(known.model_dump_json())
     ended = subprocess.run(
         [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--dry-run"], cwd=root,
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DRAY_IMAGE": str(file)},
+        env={**PYTHON, "HOME": str(tmp_path), "DRAY_IMAGE": str(file)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 78
@@ -383,7 +384,7 @@ def probe(root: Path, image: str = "/a b/i.sif", **env: str) -> dict[str, str]:
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     ended = subprocess.run(
         [root / "slurm" / "probe.sh", "apptainer", image, "generic"],
-        env={"PATH": os.environ["PATH"], **slurm, **env}, capture_output=True, text=True, check=True,
+        env={**PYTHON, **slurm, **env}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     facts = dict(line.split("=", 1) for line in ended.stdout.splitlines())
     told = ("HF_HOME", "NCCL_DEBUG")

@@ -21,7 +21,7 @@ from dray.fitness import site_file
 from dray.planning.plan import plan
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
-from helpers import ROOT, golden
+from helpers import PYTHON, ROOT, golden
 
 OURS = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
 TWICE = '{ name = "A", value = "1", why = "w" }'
@@ -33,7 +33,7 @@ SEEN = {
 
 def dray(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     given = {
-        "PATH": os.environ["PATH"],
+        **PYTHON,
         "DRAY_HOME": str(root),
         "HOME": "/nonexistent",
         "SLURM_CLUSTER_NAME": "",

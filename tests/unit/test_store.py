@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dray.planning import launchers
+from helpers import PYTHON
 from nodes import Start
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("store")]
@@ -114,7 +114,5 @@ def test_the_installation_registers_the_rendezvous() -> None:
     show = (
         "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r; print(r._registry['dray'])"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", show], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}
-    )
+    shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, env=PYTHON)
     assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)

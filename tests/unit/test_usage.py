@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +16,11 @@ from dray.contract.findings import ConfigError, counted
 from dray.facts import Facts
 from dray.planning.batch import divide
 from dray.runs.write import read_recipe, write
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 pytestmark = pytest.mark.hostile("command line")
 
-ENV = {"PATH": os.environ["PATH"], "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+ENV = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
 
 
 def dray(folder: Path, *words: str | Path) -> tuple[int, str, str]:
