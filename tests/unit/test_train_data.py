@@ -6,6 +6,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -170,6 +171,16 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
     assert found.total == len(found.validation.ids) == len(found.test.ids) == sum(len(t.encode()) + 1 for t in TEXTS)
     short = texts(tmp_path / "b", *said, "data.max_train_samples=5", "data.max_eval_samples=2")
     assert (short.total, len(short.validation.ids), len(short.test.ids)) == (5 * 32, 64, 64)
+
+
+@pytest.mark.parametrize("name", ["pipe.json", "pipe.txt", "/dev/zero"])
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, streaming: str) -> None:
+    path = tmp_path / name
+    if path.parent == tmp_path:
+        os.mkfifo(path)
+    told = refused(texts, tmp_path, f"data.train={path}", f"data.validation={path}", f"data.streaming={streaming}")
+    assert told.splitlines()[:2] == ["the dataset is not a file", f"  where:  {path}"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
-from transformers import AutoConfig  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: E402
 
 import hubs  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
@@ -53,6 +54,17 @@ def saved(folder: Path) -> Path:
 )
 def test_models_that_are_not(tmp_path: Path, said: str, message: str) -> None:
     assert refused(config(tmp_path, said)).splitlines()[0] == message
+
+
+def test_a_tokenizer_with_few_tokens_and_a_great_id(tmp_path: Path) -> None:
+    crafted = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 999}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=crafted, eos_token="</s>").save_pretrained(tmp_path / "tokens")
+    told = refused(config(tmp_path, f"model.tokenizer={tmp_path}/tokens", "model.config.vocab_size=999"))
+    assert told.splitlines()[:3] == [
+        "the tokenizer has tokens that the model lacks",
+        "  wanted: ids below 999, the model's vocab_size",
+        "  found:  ids up to 999 in the tokenizer",
+    ]
 
 
 @pytest.mark.parametrize(

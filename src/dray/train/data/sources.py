@@ -66,6 +66,9 @@ def files(name: str, split: str) -> tuple[str, ...]:
         raise ConfigError(
             "the dataset does not exist", wanted=wanted, found=f"nothing at {name}", fix="check [data] in the recipe"
         )
+    if odd := [one for one in found if not Path(one).is_file()]:  # a FIFO would be waited for
+        problem = "the dataset is not a file"
+        raise ConfigError(problem, where=odd[0], wanted="a regular file", fix="check [data] in the recipe")
     return tuple(found)
 
 

@@ -167,11 +167,12 @@ def _check_sizes(config: Config, made: PreTrainedConfig, tokens: PreTrainedToken
             found=f"data.sequence_length = {config.data.sequence_length}",
             fix="set a smaller data.sequence_length or more positions in model.config",
         )
-    if made.vocab_size < len(tokens):
+    last = max(tokens.get_vocab().values())  # a crafted tokenizer has greater ids than tokens
+    if made.vocab_size <= last:
         raise ConfigError(
             "the tokenizer has tokens that the model lacks",
-            wanted=f"at most {made.vocab_size}, the model's vocab_size",
-            found=f"{len(tokens)} tokens in the tokenizer",
+            wanted=f"ids below {made.vocab_size}, the model's vocab_size",
+            found=f"ids up to {last} in the tokenizer",
             fix="set model.tokenizer to the one that belongs to the model",
         )
 
