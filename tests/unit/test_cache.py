@@ -95,7 +95,7 @@ def test_what_is_another_users_is_not_touched(kind: str, tmp_path: Path) -> None
         cache.symlink_to(theirs)
     for verb in ("list", "clean"):
         code, out = dray(verb, cache)
-        assert (code, out.splitlines()[0]) == (78, "dray: the cache is not yours")
+        assert (code, out.splitlines()[0]) == (78, "dray: the cache is open to other users")
     assert len(list(theirs.iterdir())) == 1
 
 

@@ -81,9 +81,9 @@ def _link(kept: Path) -> None:
     [
         (_damaged, "has another checksum than its own"),
         (_incomplete, "is incomplete"),
-        (_writable, "belongs to another user, or others may write to it"),
-        (_open_folder, "belongs to another user, or others may write to it"),
-        (_link, "belongs to another user, or others may write to it"),
+        (_writable, "is a file that others may write, mode 0664"),
+        (_open_folder, "is a folder that others may write, mode 0777"),
+        (_link, "is a link in place of a file"),
     ],
 )
 def test_what_cannot_be_trusted_is_removed(checkout, kept, change, reason):

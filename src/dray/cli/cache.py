@@ -14,6 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from dray.contract import node, scratch
+from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="List and remove the tokens that runs keep on this machine.")
@@ -75,12 +76,13 @@ def _checked(given: Path | None) -> Path:
     folder = _folder(given)
     if given and not folder.is_dir():
         raise ConfigError("there is no such cache", where=folder, fix="name the folder that data.cache_dir names")
-    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+    trouble = open_to_others(folder, folder=True) if os.path.lexists(folder) else ""
+    if trouble:
         raise ConfigError(
-            "the cache is not yours",
+            "the cache is open to other users",
             where=folder,
-            wanted=f"a folder of user {os.getuid()}",
-            found=f"a link or a folder of user {folder.lstat().st_uid}",
+            wanted=f"a folder of user {os.getuid()} in which no other may write",
+            found=trouble,
             fix="set data.cache_dir to a folder of your own",
         )
     return folder

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from dray.contract.files import open_to_others
 
 _SUM = "SHA256SUM"
 
@@ -51,10 +52,9 @@ def _folder(checkout: Path, key: str) -> Path:
 def _problem(folder: Path) -> str | None:
     try:
         (wheel,) = folder.glob("*.whl")
-        for path, is_kind in ((folder, stat.S_ISDIR), (wheel, stat.S_ISREG), (folder / _SUM, stat.S_ISREG)):
-            found = path.lstat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022 or not is_kind(found.st_mode):
-                return "belongs to another user, or others may write to it"
+        for path in (folder, wheel, folder / _SUM):
+            if trouble := open_to_others(path, folder=path == folder):
+                return f"is {trouble}"
         return None if (folder / _SUM).read_text() == _digest(wheel) else "has another checksum than its own"
     except (OSError, ValueError):
         return "is incomplete"

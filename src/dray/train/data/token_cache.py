@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dray.contract import exit_codes, findings
-from dray.contract.files import write_atomic
+from dray.contract.files import open_to_others, write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.train.collectives import all_gather_json
 from dray.train.errors import say
@@ -116,7 +115,7 @@ def _fill(
     """Write into a folder of its own, then rename it. Another node or run may do the same, with the same bytes."""
     cache = folder.parent
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    private(cache)
+    _private(cache)
     _remove_left_over(folder)
     part = folder.with_name(f"{folder.name}.part-{secrets.token_hex(8)}")
     try:
@@ -193,16 +192,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def private(folder: Path) -> None:
-    """Refuse a folder that another user has made, or may write in: who plants tokens decides what is learned."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
+def _private(folder: Path) -> None:
+    """Refuse a folder in which another user may write: who plants tokens decides what is learned."""
+    if trouble := open_to_others(folder, folder=True):
         raise ConfigError(
             "the token cache is open to other users",
             where=folder,
             wanted=f"a folder of user {os.geteuid()} in which no other may write",
-            found=f"{kind} of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}",
+            found=trouble,
             fix=f"chmod 700 '{folder}' where it is yours; else set data.cache_dir to a folder that is",
         )
 
@@ -210,7 +207,7 @@ def private(folder: Path) -> None:
 def _check(folder: Path) -> None:
     """That these tokens are this user's, and every byte is as it was written."""
     for one in (folder.parent, folder):
-        private(one)
+        _private(one)
     wanted: object = "its manifest and two files"
     found: object
     try:
