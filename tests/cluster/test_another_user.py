@@ -113,3 +113,27 @@ def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, other) -> None:
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     assert ended.code == 78, ended.output
     assert ended.result()["cause"]["last_lines"][0] == "the token cache is open to other users"
+
+
+PLANT = """
+import json, os, pickle
+from pathlib import Path
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch /shared/home/pwned",)
+os.umask(0)
+step = Path("/tmp/theirs/step-2")
+step.mkdir(parents=True)
+(step / ".metadata").write_bytes(pickle.dumps(Code()))
+(step / "manifest.json").write_text(json.dumps({"version": 1, "step": 2, "world_size": 1, "files": {".metadata": 0}}))
+"""
+
+
+def test_code_in_planted_checkpoints_is_not_run(sbatch, cluster, sif: Path, other) -> None:
+    for node in ("n1", "n2"):
+        planted = other("apptainer", "exec", str(sif), "python3", "-c", PLANT, node=node)
+        assert planted.code == 0, planted.err
+    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", "checkpoint.folder=/tmp/theirs", *SHORT)
+    assert ended.code == 78, ended.output
+    assert "of user 65534" in "\n".join(ended.result()["cause"]["last_lines"])
+    assert not (cluster.shared / "home" / "pwned").exists()
