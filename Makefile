@@ -111,8 +111,13 @@ endif
 	@touch $@
 
 # Which build of torch there is (CPU, CUDA) is the business of pip's own configuration; the lock has the hashes of both.
+# It is fetched first, alone: where hashes are required, pip prefers a file whose index names its hash to a folder's own.
+TORCH := $(filter "torch==%,$(call listed,train))
 .venv/installed: .venv/host
 	@echo "installing into .venv: torch (the largest part), then what $(LOCK) pins"
+	@$(BIN)/python -m pip download -qq --no-deps --dest .venv/torch $(TORCH)
+	@$(PIP) --no-index --find-links .venv/torch --no-deps $(LOCKED) $(TORCH)
+	@rm -r .venv/torch
 	@$(PIP) $(LOCKED) $(OURS) $(call listed,train)
 	@touch $@
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-not-found,unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 SIGNATURE = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "count": "i32", "block": "constexpr"}
 
