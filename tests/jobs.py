@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,10 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 ' "$image" "$@"
 """
 # As the real one: INT goes to the tasks, the second kills them, and so does any TERM or HUP.
-SRUN = f"""#!{sys.executable}
+SRUN = f"""#!/bin/sh
+''':'
+exec {shlex.quote(sys.executable)} "$0" "$@"
+'''
 import os, signal, subprocess, sys
 env = {{**os.environ, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURMD_NODENAME": "n1"}}
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -220,7 +221,7 @@ class TestBundle:
         shutil.copytree(root / "src" / "dray", tmp_path / "src" / "dray", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("Makefile", "pyproject.toml", "containers/venv.lock"):
             shutil.copy(root / name, tmp_path / name)
-        argv = ["make", "install", f"BUNDLE={bundle.name}", f"PYTHON={sys.executable} -S"]
+        argv = ["make", "install", f"BUNDLE={bundle.name}", f"PYTHON={shlex.quote(sys.executable)} -S"]
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith("dray: the bundle differs from its checksums\n"), done.stderr

@@ -133,7 +133,7 @@ def test_ctrl_c_ends_a_command_in_words(tmp_path: Path) -> None:
     assert "told to end\n" in shown
     assert shown.count("run folder: ") == 2
     safe = "  safe:   what the command itself has saved\n"
-    again = f"  again:  {sys.executable} -m dray run launcher=python name=talk"
+    again = f"  again:  {shlex.quote(sys.executable)} -m dray run launcher=python name=talk"
     stopped, _, rest = shown.partition("stopped by Ctrl-C at ")[2].partition("\n")
     run = run_of(tmp_path)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", stopped)

@@ -121,7 +121,7 @@ def test_each_recipe_has_a_way_without_what_this_python_lacks(path: Path, monkey
 def test_a_recipe_that_this_python_cannot_run_is_refused_before_its_launch(tmp_path: Path) -> None:
     words = ("gpt2-micro-owt", "scale=tiny", "--runs", tmp_path / "my runs")
     ended = dray("run", *words)
-    line = f"{sys.executable} -m dray run gpt2-micro-owt scale=tiny --runs '{tmp_path}/my runs'"
+    line = f"{shlex.quote(sys.executable)} -m dray run gpt2-micro-owt scale=tiny --runs '{tmp_path}/my runs'"
     assert (ended.returncode, ended.stdout, ended.stderr) == (
         78,
         "",

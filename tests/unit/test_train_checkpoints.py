@@ -277,11 +277,18 @@ def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
     assert saved.opened(tmp_path / "step-3").tensors
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
+@pytest.fixture(params=["by value", "by name"])
+def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint as torch's DCP has written it, of weights, averages and a buffer."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    # Pythons differ in how they pickle an enumeration's members.
+    how = {
+        "by value": lambda one, _: (type(one), (one.value,)),
+        "by name": lambda one, _: (getattr, (type(one), one.name)),
+    }
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", how[request.param])
     folder = tmp_path / "step-3"
     folder.mkdir(mode=0o755)
     named = {

@@ -39,12 +39,21 @@ class _Record:
         self.state = state
 
 
+def _member(of: object, _: str) -> _Record:
+    """A member of an enumeration, as some versions of Python have it in a pickle."""
+    if of is not _Record:
+        raise pickle.UnpicklingError(f"{_INDEX} names builtins.getattr, which no checkpoint needs")
+    return _Record()
+
+
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401  a class or a type of numbers
         if (module, name) in _RECORDS:
             return _Record
         if (module, name) == ("torch", "Size"):
             return tuple
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
