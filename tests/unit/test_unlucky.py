@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ PLAN = [sys.executable, "-m", "dray", "plan", str(ROOT / "recipes" / "smoke-cpu.
 
 def dray(command: str, **kwargs) -> subprocess.CompletedProcess[str]:
     """A shell's command, in which $PLAN plans the smoke test."""
-    env = {**os.environ, "PLAN": " ".join(PLAN), "DRAY_RUNS": "/nonexistent/runs"} | kwargs.pop("env", {})
+    env = {**os.environ, "DRAY_RUNS": "/nonexistent/runs"} | kwargs.pop("env", {})
+    command = command.replace("${PLAN% *}", shlex.join(PLAN[:-1])).replace("$PLAN", shlex.join(PLAN))
     return subprocess.run(
         ["bash", "-c", command],
         check=False,
