@@ -206,6 +206,12 @@ def test_streams_that_are_closed_or_full(paths: RunPaths, closed: str) -> None:
     assert b"Traceback" not in done.stderr
 
 
+def test_neither_the_file_nor_the_output_takes_it(paths: RunPaths) -> None:
+    replace(paths.result, Path.mkdir)
+    line = f'exec "{sys.executable}" -m dray finish "$0" --code 143 --stopped </dev/null >/dev/full 2>/dev/full'
+    assert subprocess.run(["bash", "-c", line, paths.folder], timeout=60, check=False).returncode == 143
+
+
 class TestDone:
     """Exit code 0 alone is no praise."""
 

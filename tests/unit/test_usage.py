@@ -141,7 +141,7 @@ def test_make_says_which_images_there_are(target: str) -> None:
 
 class TestRunsOfCommandsAndOthers:
     def test_what_reads_a_model_says_why_a_command_has_none(self, tmp_path: Path) -> None:
-        recipe = read_recipe(None, (), ["python", "--lr", "1"])
+        recipe = read_recipe(None, (), ["python3", "--lr", "1"])
         facts = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable)
         _, paths = write(recipe, facts, runs=tmp_path, run="r1")
         for words in (("generate", "r1", "one"), ("export", "r1"), ("eval", "r1"), ("push", "r1", "me/mine")):
@@ -151,7 +151,7 @@ class TestRunsOfCommandsAndOthers:
                 "dray: this run is of a command, and dray knows the models of its own trainer alone\n"
                 f"  where:  {paths.run}\n"
                 "  wanted: a run of a recipe with [train]\n"
-                "  found:  the command python\n"
+                "  found:  the command python3\n"
                 "  fix:    load what your program saved with your program; dray recipe new mine.toml writes a recipe "
                 "for the trainer\n",
             )

@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 
 from dray import __version__
 from dray.cli import usage
-from dray.cli.streams import Streams, require
+from dray.cli.streams import Streams, require, settle
 from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import DrayError
 
@@ -54,7 +54,9 @@ def main() -> None:
     """Run one verb. All that goes wrong is printed without a traceback, with the contract's exit code."""
     argv = sys.argv[1:]
     if argv[:1] == ["finish"]:  # it has its own way with streams and folders: it cannot fail
-        raise SystemExit(_code(argv))
+        code = _code(argv)
+        settle()
+        raise SystemExit(code)
     output = Streams()
     code = _code(argv)
     if refusal := output.refusal():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +31,6 @@ def finish(
     result = conclude(paths, code=code, stopped=stop.parse(known, now=time.time()) if stopped else None)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    try:
-        print(summary(result, paths), flush=True)
-    except OSError:  # a full disk or a closed pipe; the exit code still tells
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
+        print(summary(result, paths))
     raise typer.Exit(result.exit_code)

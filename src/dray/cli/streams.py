@@ -60,6 +60,16 @@ class Streams:
         return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
 
 
+def settle() -> None:
+    """Give up what no stream takes: Python would try once more at its end, and make 120 of the exit code."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            if stream:
+                stream.flush()
+        except OSError:  # a full disk or a closed pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
 def require(argv: Sequence[str]) -> None:
     """Refuse what would fail in the middle: a working folder that is gone, and names that no file of ours can hold."""
     try:
