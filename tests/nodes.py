@@ -21,7 +21,7 @@ SECRET = "5ec2e7" * 8
 def rendezvous(plan: dict[str, Any]) -> tuple[str, int]:
     """Where the first node listens, once it has told the others."""
     file = Path(plan["folder"], "rendezvous.json")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -55,7 +55,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
             "master": "127.0.0.1",
             "port": 0,
             "interfaces": [],
-            "rendezvous_timeout_s": 20,
+            "rendezvous_timeout_s": 60,
             "max_restarts": 0,
             "cores": [],
             "one_machine": True,
@@ -110,5 +110,5 @@ UNBOUND = "dray: cores of each rank: not bound (1 for 2 ranks: ask for more, --c
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     return process.returncode, out + err

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from dray.contract.findings import DrayError, UnfitError
+
+_GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +102,11 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
 
 
 class _Interrupts:
-    """Whether a signal must wait, and which one does."""
+    """Whether a signal must wait, and which one does; whether one came while all is being stopped."""
 
     wait = False
     pending = 0
+    hurry = False
 
 
 @contextmanager
@@ -137,11 +141,24 @@ def stoppable() -> Iterator[None]:
 
     caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in caught}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def hurry_on_signals() -> None:
+    """Until `stoppable` ends, a signal raises nothing: what is being stopped is killed at once, and none is left."""
+
+    def note(_number: int, _frame: object) -> None:
+        _Interrupts.hurry = True
+
+    _Interrupts.hurry = False
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, note)
 
 
 class Running:
@@ -163,15 +180,15 @@ class Running:
     def stop(self) -> None:
         """End the whole group, with SIGTERM first. Ranks have sessions of their own and end with their launcher.
 
-        A second Ctrl-C does not wait for what they do on SIGTERM.
+        After `hurry_on_signals` a second Ctrl-C does not wait for what they do on SIGTERM.
         """
-        for number, timeout in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
-            try:
-                os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                return
-            with suppress(KeyboardInterrupt):
-                self.wait(timeout)
+        deadline = time.monotonic() + _GRACE
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            while self.code() is None and not _Interrupts.hurry and time.monotonic() < deadline:
+                self.wait(0.1)
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self.wait()
 
 
 def start(argv: Sequence[str | Path], *, env: Mapping[str, str], output: IO[bytes]) -> Running:

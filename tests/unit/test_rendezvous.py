@@ -172,14 +172,16 @@ def test_who_came_first_hears_from_the_first_node_who_is_missing(plan, start: St
 
 
 def test_a_node_without_the_secret_is_told_apart_from_one_that_is_late(plan, start: Start, tmp_path: Path) -> None:
-    plan["world"] |= {"rendezvous_timeout_s": 3}
-    first = start(0, 2, "node1")
-    where = rendezvous(plan)
+    plan["world"]["rendezvous_timeout_s"] = 4
     stranger = other(plan, tmp_path / "other", "another secret")
-    (stranger.parent / "rendezvous.json").write_text(json.dumps({"address": where[0], "port": where[1], "attempt": 1}))
-    second = start(1, 2, "node2", stranger)
-    assert "without this run's secret were closed" in ended(first)[1]
-    code, said = ended(second)
+    with address.listen(plan["world"]) as listener:
+        meeting.publish({**plan, "folder": str(stranger.parent)}, listener)
+        second = start(1, 2, "node2", stranger)
+        select.select([listener], [], [])
+        own = introduction.introduction(plan, 0, runner.digest(plan))
+        with pytest.raises(UnfitError, match="without this run's secret were closed"):
+            host.gather(plan, own, SECRET.encode(), listener)
+        code, said = ended(second)
     assert (code, "it does not hold this run's secret" in said) == (69, True)
 
 

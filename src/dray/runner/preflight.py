@@ -16,6 +16,7 @@ from dray.contract.findings import DrayError, UnfitError, error
 from dray.runner import children
 
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
+_LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
 _OTHERS = 5.0  # seconds in which the word of other nodes' ranks reaches this one
 
 
@@ -172,7 +173,7 @@ def _hung(
         nodes = " ".join(sorted({rank["node"] for rank in ranks.values()}))
         return UnfitError(
             f"{furthest['phase']} did not end within {limit['limit']} s on any rank",
-            wanted="collectives that end (preflight.timeout_s)",
+            wanted=_LIMITS,
             found=f"all ranks hang in it, on {nodes}",
             fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL reported",
         )
@@ -181,7 +182,7 @@ def _hung(
         ", ".join(f"rank {number} on {_node(plan, number)}" for number in guilty[:4])
         + (f" and {len(guilty) - 4} more" if guilty[4:] else "")
         + f" did not answer in {limit['limit']} s",
-        wanted="all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s",
+        wanted=_LIMITS,
         found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
         fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
         node=_node(plan, guilty[0]),

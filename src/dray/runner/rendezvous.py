@@ -126,7 +126,8 @@ def join(
                     refused = None if "go" in reply else channel.finding(reply.get("refused"))
                 except OSError as error:
                     line.close()
-                    reason = broken = str(error)
+                    if not broken or time.monotonic() < deadline:  # our own deadline in mid-answer proves nothing
+                        reason = broken = str(error)
                 else:
                     if refused:
                         raise StoppedError(

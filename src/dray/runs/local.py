@@ -114,6 +114,7 @@ def run(
         try:
             return _wait(nodes, watch)
         except KeyboardInterrupt:
+            process.hurry_on_signals()
             stopping()
             raise
 
