@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -308,6 +309,17 @@ class TestStream:
         (tmp_path / "my texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:5]))
         stream = self.stream(tmp_path, "jsonl", 64)
         assert set(stream.rows(range(256)).flatten().tolist()) == set(range(5))
+
+    def test_stream_shards_are_tokenized_at_the_same_time_and_give_the_same_rows(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+        one_by_one = self.stream(tmp_path, "jsonl", 3)
+        wanted = [one_by_one._shard(number).take(16) for number in (0, 1, 2, 0, 1)]
+        begun = threading.Barrier(3)
+        stream = self.stream(tmp_path, "jsonl", 3)
+        # Each shard's first documents give both of its samples.
+        stream.encode = lambda documents: (begun.wait(60), self.encode(documents))[1]
+        assert np.array_equal(stream.rows(range(5)), wanted)
+        assert [shard[0] for shard in stream.state()] == [0, 1, 2]
 
     def test_nothing_to_read(self, tmp_path: Path) -> None:
         (tmp_path / "my texts.jsonl").write_text("\n")
