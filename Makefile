@@ -18,7 +18,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test hostile coverage check check-rest release smoke cluster cluster-down clean
+.PHONY: help install demo test hostile coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -123,4 +123,11 @@ TORCH := $(filter "torch==%,$(call listed,train))
 
 .venv/dev: .venv/installed
 	@$(PIP) $(LOCKED) $(call listed,dev)
+	@touch $@
+
+# Each alone: pip takes one version of a package at a time. What is there is not fetched again.
+torch-versions: build/torch/fetched ## Fetch the Python files of torch as other images lock it, for a test (150 MB)
+build/torch/fetched: tests/torch.lock | .venv/host
+	@grep '^torch==' $< | while read -r pin; do $(BIN)/python -m pip download -qq --no-deps --require-hashes \
+	  --only-binary :all: --platform macosx_14_0_arm64 --python-version 3.11 --dest $(@D) -r <(echo "$$pin") || exit; done
 	@touch $@
