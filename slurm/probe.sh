@@ -4,6 +4,8 @@
 set -euo pipefail
 
 probe::shell() { # [VARIABLE...]: the names of this environment; values only of libraries' variables, and of those that are asked for
+  # Where bash traces (SHELLOPTS=xtrace), the job's output would have the values.
+  { local -; set +x; } 2>/dev/null
   local entry name asked=" $* "
   local -r libraries='NCCL|RCCL|FI|UCX|GLOO|HSA|HIP|ROCR|CUDA|MIOPEN|OMP|KMP|MKL|TORCH|PYTORCH|TRITON|HF|WANDB|DS|ACCELERATE'
   local -r secret='_(KEY|PAT|AUTH|COOKIE|CREDENTIALS?|SECRETS|PASSPHRASE)_|(TOKEN|PASSWORD|PASSWD|PASS|SECRET|APIKEY|WEBHOOK)_'

@@ -121,12 +121,15 @@ node::mounts
 DRAY_IMAGE_ID=$(od --address-radix=n --format=x1 --skip-bytes=48 --read-bytes=16 '/shared/my work/build/dray-cpu.sif' | tr --delete ' \n') || true
 export DRAY_IMAGE_ID
 
-# Only the node knows these: its own identity, and what pass_env names.
+# Only the node knows these: its own identity, and what pass_env names. Where bash traces (SHELLOPTS=xtrace), this
+# log would have the values.
+{ traced=$-; set +x; } 2>/dev/null
 if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
 if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
 if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
 if [[ -v SLURM_CPUS_ON_NODE ]]; then export APPTAINERENV_SLURM_CPUS_ON_NODE="$SLURM_CPUS_ON_NODE"; fi
 if [[ -v DRAY_IMAGE_ID ]]; then export APPTAINERENV_DRAY_IMAGE_ID="$DRAY_IMAGE_ID"; fi
+[[ "$traced" != *x* ]] || set -x
 
 node::start apptainer \
   --quiet \

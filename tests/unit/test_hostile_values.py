@@ -173,8 +173,9 @@ class TestTheJob:
         env = {**PYTHON, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1",
                "URL": "https://me:hush@there", "SCRATCH": "/s", "HF_HOME": "/h", **secrets}  # fmt: skip
         argv = [ROOT / "slurm" / "probe.sh", "apptainer", "/i", "generic", "SCRATCH", "HF_TOKEN", "URL", "GONE", "*"]
-        ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
-        assert "hush" not in ended.stdout
+        ended = subprocess.run(argv, env=env | {"SHELLOPTS": "xtrace"}, capture_output=True, text=True, check=True)
+        assert "+ probe::main" in ended.stderr  # bash shows its commands, and none of these values
+        assert "hush" not in ended.stdout + ended.stderr
         lines = ended.stdout.splitlines()
         assert {"shell.HF_TOKEN=(set)", "shell.SSHPASS=(set)", "shell.SCRATCH=(set)", "shell.HF_HOME=/h"} <= set(lines)
         assert [line for line in lines if line.startswith("variable.")] == ["variable.SCRATCH=/s"]

@@ -1,4 +1,4 @@
-"""Values that pass_env hands in are in no log of a rank, no record and no result."""
+"""Values that pass_env hands in are in no log of a rank or a node, no record and no result."""
 
 from __future__ import annotations
 
@@ -90,18 +90,37 @@ def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_node_s_record_has_it_neither(plan: dict[str, Any], tmp_path: Path) -> None:
-    """A launcher's own lines are in the node's log, which nothing filters."""
-    plan |= {"recipe": {"pass_env": ["HF_TOKEN"]}, "launcher": [f"/not there/{TOKEN}"]}
-    plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
+@pytest.fixture
+def node(plan: dict[str, Any], tmp_path: Path):
+    """Run a launcher on the one node of a plan: the runner's exit code, the node's log and its record."""
+
+    def run(*launcher: str) -> tuple[int, str, dict[str, Any]]:
+        plan.update({"recipe": {"pass_env": ["HF_TOKEN"]}, "launcher": list(launcher)})
+        plan["world"] |= {"nodes": plan["world"]["nodes"][:1], "ranks_per_node": 1, "size": 1}
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", "HF_TOKEN": TOKEN, **PYTHON}
+        argv = [sys.executable, "-m", "dray.runner", str(tmp_path / "plan.json")]
+        with (tmp_path / "logs" / "node-0.log").open("ab") as file:
+            ended = subprocess.run(argv, env=env, timeout=60, check=False, stdout=file, stderr=file)
+        record = json.loads((tmp_path / "failures" / "node-0.json").read_text())
+        return ended.returncode, (tmp_path / "logs" / "node-0.log").read_text(), record
+
+    return run
+
+
+def test_a_launcher_s_lines_have_it_neither(node) -> None:
+    """torchrun prints the exception that a rank has left by torch's @record."""
+    code, log, record = node("sh", "-c", 'echo "with $HF_TOKEN" >&2; printf "ValueError: %s" "$HF_TOKEN"; exit 3')
+    lines = ["with [HF_TOKEN]", "ValueError: [HF_TOKEN]"]
+    assert (code, log.splitlines()[1:]) == (3, lines)
+    assert (record["why"], record["last_lines"][1:]) == ("the launcher ended with exit code 3", lines)
+
+
+def test_a_node_s_record_has_it_neither(node, tmp_path: Path) -> None:
+    """Whoever has written it into the log."""
     (tmp_path / "logs" / "node-0.log").write_text(f"it is {TOKEN}\n")
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    env = {"DRAY_NODE": "0", "DRAY_NODES": "1", "DRAY_NODE_NAME": "node1", **PYTHON}
-    argv = [sys.executable, "-m", "dray.runner", str(tmp_path / "plan.json")]
-    ended = subprocess.run(argv, env={**env, "HF_TOKEN": TOKEN}, timeout=60, check=False, capture_output=True)
-    assert ended.returncode == 127
-    record = json.loads((tmp_path / "failures" / "node-0.json").read_text())
-    assert record["last_lines"] == ["it is [HF_TOKEN]"]
+    code, _, record = node(f"/not there/{TOKEN}")
+    assert (code, record["last_lines"][0]) == (127, "it is [HF_TOKEN]")
     assert TOKEN not in json.dumps(record)
 
 

@@ -260,6 +260,21 @@ def test_nothing_of_the_submitters_own_reaches_apptainer_unseen(root: Path, tmp_
     assert {"APPTAINERENV_OMP_NUM_THREADS", "APPTAINER_TMPDIR"} <= names
 
 
+def test_a_node_that_traces_does_not_show_what_is_passed(root: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "apptainer"
+    tool.write_text("#!/bin/sh\nprintenv APPTAINERENV_HF_TOKEN\n")
+    tool.chmod(0o755)
+    (tmp_path / "attempt-1").mkdir()
+    site = SITE.model_copy(update={"binds": ()})
+    decided = made(root, 'pass_env=["HF_TOKEN"]', folder=str(tmp_path), site=site, image=str(tool))
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HF_TOKEN": "hush hush", "SHELLOPTS": "xtrace"}
+    argv = ["bash", "-c", render.node_script(decided)]
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout == "hush hush\n"
+    assert "hush" not in ended.stderr
+    assert "+ node::start" in ended.stderr  # it traces on
+
+
 def test_what_is_passed_is_the_jobs_own_and_nobody_elses(root: Path) -> None:
     decided = made(root, 'pass_env=["HF_TOKEN", "HF_HUB_OFFLINE"]', environment=["HF_TOKEN", "NCCL_DEBUG"])
     assert "HF_HUB_OFFLINE" not in {variable.name for variable in decided.env}

@@ -102,12 +102,24 @@ def launch(
 
         locks.clear(environ["TORCH_EXTENSIONS_DIR"], since if start.number else None)
     command = argv(plan, me, *store)
+    # torchrun prints the exception of a rank that torch's @record has written down.
+    between = output.between()
     try:
         # A session of its own: what the engine's group hears, it would hear twice.
-        supervised.start(command, env=environ, session=True)
+        supervised.start(command, env=environ, session=True, output=between.writer if between else None)
     except OSError as error:
         raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
-    code = links.lead(lambda ended: failure(plan, me, ended))
+    if between:
+        between.watch(supervised)
+
+    def explain(ended: int) -> Finding:
+        if between:
+            between.finish()  # its last lines may be the reason
+        return failure(plan, me, ended)
+
+    code = links.lead(explain)
+    if between:
+        between.finish()
     if links.cause and not world["shared_folder"]:  # the record is on another machine
         _record(plan, str(me), links.cause, why=str(links.cause))
     return code

@@ -1,4 +1,4 @@
-"""What a rank writes, on its way to its log: values that pass_env handed in are not written down."""
+"""What a rank or a launcher writes, on its way to its log: values that pass_env handed in are not written down."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ def redacted(fields: Mapping[str, object]) -> dict[str, object]:
     return {name: clean(field) for name, field in fields.items()}
 
 
+def between() -> Filter | None:
+    """What a log needs, where pass_env has handed in what it may not show."""
+    values = passed()
+    return Filter(values) if values else None
+
+
 class Filter:
-    """A pipe between a rank's two streams and this process's own, which is the log."""
+    """A pipe between a child's two streams and this process's own, which is the log."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
@@ -40,16 +46,16 @@ class Filter:
         self._any = re.compile(b"|".join(map(re.escape, self._names)))  # the longer ones come first
         self._held, self._open = b"", True
 
-    def watch(self, ranks: children.Children) -> None:
-        """Once the rank has the writer: write on whenever it writes."""
+    def watch(self, supervised: children.Children) -> None:
+        """Once the child has the writer: write on whenever it writes."""
         os.close(self.writer)
 
         def call() -> None:
             self.pass_on()
             if not self._open:
-                ranks.forget(self.reader)
+                supervised.forget(self.reader)
 
-        ranks.watch(self.reader, call)
+        supervised.watch(self.reader, call)
 
     def pass_on(self) -> bool:
         """Write on what has come; whether anything has."""
@@ -65,10 +71,11 @@ class Filter:
         return self._open
 
     def finish(self) -> None:
-        """Write what is left. The rank has ended; what it started may hold the pipe open, and is not waited for."""
+        """Write what is left. The child has ended; what it started may hold the pipe open, and is not waited for."""
         while self.pass_on():
             pass
         self._write(self._held, len(self._held))
+        self._held = b""
 
     def _write(self, text: bytes, end: int) -> int:
         """Write at least up to there, and each value that begins before it whole; where that ended."""

@@ -72,8 +72,7 @@ def _filter() -> output.Filter | None:
         return None
     from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
 
-    values = output.passed()
-    return output.Filter(values) if values else None
+    return output.between()
 
 
 def _bind() -> None:
