@@ -20,6 +20,14 @@ from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
 
 A, B = "A1" * 20, "B2" * 20
+# As `apptainer sif list` has them.
+PARTS = """\
+------------------------------------------------------------------------------
+ID   |GROUP   |LINK    |SIF POSITION (start-end)  |TYPE
+------------------------------------------------------------------------------
+1    |1       |NONE    |32176-32697               |Def.FILE
+3    |1       |NONE    |36864-462151680           |FS (Squashfs/*System/amd64)
+4    |NONE    |1   (G) |462151680-462153345       |Signature (SHA-256)"""
 
 
 def made(
@@ -49,16 +57,18 @@ def node(root: Path, tmp_path: Path):
         "#!/bin/bash\n"
         'echo "$@" >>"$CALLS"\n'
         'if [[ "$1" == verify ]]; then echo "$SAYS"; exit "$CODE"; fi\n'
+        'if [[ "$1" == sif ]]; then echo "$PARTS"; exit; fi\n'
         "echo started\n"
     )
     tool.chmod(0o755)
 
-    def run(says: str, code: int = 0, *, stage: str = "") -> subprocess.CompletedProcess[str]:
+    def run(says: str, code: int = 0, *, stage: str = "", parts: str = PARTS) -> subprocess.CompletedProcess[str]:
         decided = made(root, tmp_path, f'image_signers=["{A}"]', stage=stage)
         env = {
             "PATH": f"{tool.parent}:/usr/bin:/bin",
             "SAYS": says,
             "CODE": str(code),
+            "PARTS": parts,
             "CALLS": str(tmp_path / "calls"),
         }
         argv = ["bash", "-c", render.node_script(decided)]
@@ -90,6 +100,7 @@ def test_the_copy_on_the_node_is_what_is_checked(node, tmp_path: Path) -> None:
         (verified((f'"{A}', B)), 0, "it is signed with another key"),
         (verified(("me", A)), 1, "} ] }"),
         ("FATAL: signature not found", 255, "FATAL: signature not found"),
+        ('INFO: x\nFATAL: not signed\n{\n "Signatures": 0\n}', 255, "FATAL: not signed"),
         ("", 0, "it is signed with another key"),
         ("", 127, ""),
     ],
@@ -111,6 +122,13 @@ def test_any_other_does_not(node, tmp_path: Path, says: str, code: int, found: s
     assert written["why"] == (
         f"{tmp_path}/my image.sif is not signed as it must be\n  wanted: a signature with one of {A}"
     )
+
+
+@pytest.mark.parametrize("parts", [PARTS + "\n5    |2  |NONE    |462155776-462176256  |FS", "", "another table"])
+def test_a_part_that_another_may_have_signed_is_refused(node, parts: str) -> None:
+    ended = node(verified(("me", A), ("other", B)), parts=parts)
+    assert (ended.returncode, ended.stdout) == (69, "")
+    assert "  found:  its parts are not in one group, and each group has signatures of its own\n" in ended.stderr
 
 
 def test_without_a_demand_nothing_is_checked(root: Path, tmp_path: Path) -> None:
@@ -149,6 +167,7 @@ class TestVerify:
 
         class Signed:
             path = Path("/i.sif")
+            parts = ()
 
             def signers(self) -> list[str]:
                 return [A]

@@ -54,6 +54,7 @@ class Part:
 
     id: int
     kind: str
+    group: int
     offset: int
     size: int
     name: str
@@ -189,11 +190,12 @@ def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: 
 
 def _parts(table: bytes) -> Iterator[Part]:
     for described in _DESCRIPTOR.iter_unpack(table):
-        kind, used, number, _, _, offset, size, *_, name, extra = described
+        kind, used, number, group, _, offset, size, *_, name, extra = described
         if used:
             yield Part(
                 id=number,
                 kind=KINDS.get(kind, f"part of kind {kind:#x}"),
+                group=group,
                 offset=offset,
                 size=size,
                 name=name.rstrip(b"\0").decode(errors="replace"),

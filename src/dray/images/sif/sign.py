@@ -39,6 +39,14 @@ def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
         )
     done = _apptainer(["verify", "--local", "--json", str(sif.path)], sif=sif.path)
     if done.code == 0:
+        if asked and len({part.group for part in sif.parts if part.kind != "signature"}) > 1:
+            # What starts could be in a group of another signer.
+            raise ConfigError(
+                "the image's parts are not in one group, and each group has signatures of its own",
+                where=sif.path,
+                wanted="one group, as dray image build and apptainer build make it",
+                fix="ask who built it for an image of one group",
+            )
         signers = [key["Signer"] for key in json.loads(done.out)["SignerKeys"]]
         found = sorted({f"{signer['Name']} {signer['Fingerprint'].upper()}" for signer in signers})
         if asked and not any(one.endswith(key) for one in found for key in asked):

@@ -3,17 +3,25 @@
 
 node::signed() { # ENGINE IMAGE RECORD KEY...
   local -r engine="$1" file="$2" record="$3"
-  local found key
+  local found key groups
   shift 3
   if found="$("$engine" verify --local --json "$file" 2>&1)"; then
     found="${found//[[:space:]]/}"
-    for key; do
-      [[ "${found^^}" != *"\"FINGERPRINT\":\"$key\""* ]] || return 0
-    done
-    found="it is signed with another key"
+    # A signature is for a group of the file's parts, and what starts could be in a group of another signer.
+    groups="$("$engine" sif list "$file" | sed --quiet 's/^[0-9][0-9]* *|\([0-9][0-9]*\) .*/\1/p' | sort --unique)" || true
+    if [[ "$groups" =~ ^[0-9]+$ ]]; then
+      for key; do
+        [[ "${found^^}" != *"\"FINGERPRINT\":\"$key\""* ]] || return 0
+      done
+      found="it is signed with another key"
+    else
+      found="its parts are not in one group, and each group has signatures of its own"
+    fi
+  else
+    found="$(grep '^FATAL' <<<"$found" || tail --lines=3 <<<"$found")"
   fi
   printf 'dray: the image is not signed as it must be\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
-    "$file" "$(node::host)" "$*" "$(tail --lines=3 <<<"$found" | paste --serial --delimiters=' ')" \
+    "$file" "$(node::host)" "$*" "$(paste --serial --delimiters=' ' <<<"$found")" \
     "dray image sign; and on every node $engine key import FILE, with the public key" >&2
   node::record "$record"
 }
