@@ -121,8 +121,8 @@ node::mounts
 DRAY_IMAGE_ID=$(od --address-radix=n --format=x1 --skip-bytes=48 --read-bytes=16 '/shared/my work/build/dray-cpu.sif' | tr --delete ' \n') || true
 export DRAY_IMAGE_ID
 
-# Only the node knows these: its own identity, and what pass_env names. Where bash traces (SHELLOPTS=xtrace), the
-# log would show the values.
+# Only the node knows these: its own identity, and what pass_env names.
+# Where bash traces (SHELLOPTS=xtrace), the log would show the values.
 { traced=$-; set +x; } 2>/dev/null
 if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
 if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi

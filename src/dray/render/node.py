@@ -172,8 +172,8 @@ def _identify(plan: Plan, argv: list[str]) -> Iterator[str]:
 
 
 def _handed_in(plan: Plan, prefix: str) -> Iterator[str]:
-    yield "# Only the node knows these: its own identity, and what pass_env names. Where bash traces (SHELLOPTS=xtrace), the"
-    yield "# log would show the values."
+    yield "# Only the node knows these: its own identity, and what pass_env names."
+    yield "# Where bash traces (SHELLOPTS=xtrace), the log would show the values."
     yield "{ traced=$-; set +x; } 2>/dev/null"
     for name in (*plan.world.identity.values(), *plan.pass_env):
         yield f'if [[ -v {name} ]]; then export {prefix}{name}="${name}"; fi'
