@@ -331,3 +331,44 @@ def test_docker_has_no_library_folder_to_put_the_hosts_into(root: Path) -> None:
     site = Site(name="s", about="", fabric=fabric)
     decided = made(root, Path("/r"), site=site, engine="docker", image="dray:cpu")
     assert decided.fabric == Fabric(transport=("cxi",))
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        ("mount dev = yes\n", []),  # a bind over it would have nodev: nobody could open the device
+        ("# mount dev = minimal\nmount dev = yes\n", []),
+        ("mount dev = no\n", []),
+        ("\tmount dev=minimal\n", ["--bind=DEV/kfd", "--bind=DEV/dri"]),
+        ("allow setuid = yes\nmount dev = minimal\n", ["--bind=DEV/kfd", "--bind=DEV/dri"]),
+        (None, []),
+    ],
+)
+@pytest.mark.parametrize("engine", ["apptainer", "singularity"])
+def test_amd_gpus_are_seen_without_the_hosts_rocm(
+    root: Path, tmp_path: Path, engine: str, config: str | None, bound: list[str]
+) -> None:
+    """The real script; the engine is a stand-in that has a configuration, and the devices are files."""
+    (tmp_path / "dev/dri").mkdir(parents=True)
+    for place in ("dev/kfd", "i.sif"):
+        (tmp_path / place).touch()
+    (tmp_path / "run/attempt-1").mkdir(parents=True)
+    if config is not None:
+        (tmp_path / "a conf").write_text(config)
+    tool = tmp_path / engine
+    found = f'echo "PREFIX=/usr"; echo "{engine.upper()}_CONF_FILE={tmp_path}/a conf"'
+    tool.write_text(f'#!/bin/bash\nif [[ $1 == buildcfg ]]; then {found}; exit; fi\nprintf "%s\\n" "$@"\n')
+    tool.chmod(0o755)
+    facts = Facts(scheduler="slurm", nodelist="n1", nodes=1, gpus_per_node=1, engine=engine, image=f"{tmp_path}/i.sif")
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["image=rocm"])
+    decided = plan(recipe, Site(name="s", about=""), facts, run_folder=PurePosixPath(tmp_path / "run"),
+                   scratch="/tmp/dray-7-r", dray="0")  # fmt: skip
+    script = render.node_script(decided).replace("/dev/", f"{tmp_path}/dev/")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
+    ended = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=False)
+    words = ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    wanted = [word.replace("DEV", f"{tmp_path}/dev") for word in bound]
+    assert [word for word in words if word.startswith(("--rocm", "--bind"))] == wanted
+    said = "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
+    assert f"\n  GPUs       {said}\n" in render.text(decided)

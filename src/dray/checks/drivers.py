@@ -35,7 +35,7 @@ def explain_amd(device: Path = _AMD) -> None:
     if not device.exists():
         raise Skip(
             f"{device} is missing: no AMD GPU, or the container was started without it",
-            fix="start it with --rocm (Apptainer) or --device /dev/kfd --device /dev/dri (Docker), on a GPU node",
+            fix="run on a node with an AMD GPU; Docker: --device /dev/kfd --device /dev/dri, Apptainer with a minimal /dev: --bind",
         )
     if not os.access(device, os.R_OK | os.W_OK):
         raise Skip(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
-from dray.engines.base import MOUNTS, STAGED_IMAGE, Container, Engine
+from dray.engines.base import DEVICES, MOUNTS, STAGED_IMAGE, Container, Engine
 
-_GPU = {"cpu": [], "cuda": ["--nv"], "rocm": ["--rocm"]}
+_GPU = {"cpu": [], "cuda": ["--nv"], "rocm": [DEVICES]}
 
 
 class Apptainer(Engine):
@@ -17,6 +18,9 @@ class Apptainer(Engine):
     env_prefix = "APPTAINERENV_"
     host_libraries = True
     verifies = True
+    gpu_access: ClassVar[dict[str, str]] = {
+        "rocm": "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
+    }
 
     def argv(self, container: Container, inner: Sequence[str]) -> list[str]:
         return [

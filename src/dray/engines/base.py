@@ -68,6 +68,8 @@ class Engine:
     """Whether it puts libraries of the host into the container's library path."""
     names_devices: ClassVar[bool] = False
     """Whether each device of the host must be named."""
+    gpu_access: ClassVar[dict[str, str]] = {}
+    """How the container sees GPUs of a kind, where that needs a reason."""
     verifies: ClassVar[bool] = False
     """Whether `NAME verify` checks who signed an image before it starts."""
     private_network: ClassVar[bool] = False

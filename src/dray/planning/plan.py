@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from dray import engines
+from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import run_folder as names
@@ -93,6 +94,7 @@ def plan(
             "site": f"{site.name}: {site_why}",
             "image": image_why,
             **reasons,
+            **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
             "store": f"torch's, on that port of the first node; {launcher.store}",
             "preflight": preflight.why,
             "fabric": fabric.why,

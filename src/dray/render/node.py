@@ -46,6 +46,7 @@ def node_script(plan: Plan) -> str:
         *_lines(_handed_in(plan, engine.env_prefix) if engine.env_prefix else []),
         *_lines(_missing_secrets(plan)),
         _DEVICES if engine.names_devices else "",
+        f"{_file('amd')}\n\nnode::amd {plan.engine}" if ACCELERATORS[plan.variant] in engine.gpu_access else "",
         _stage(plan) if plan.stage else "",
         _signed(plan) if plan.signers else "",
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",

@@ -31,6 +31,7 @@ def text(plan: Plan) -> str:
                 ("nodes", plan.reasons["nodes"]),
                 ("", " ".join(_named(node.name, node.address) for node in plan.world.nodes)),
                 ("ranks", f"{plan.world.size} in all; on a node {plan.reasons['ranks_per_node']}"),
+                *([("GPUs", plan.reasons["gpus"])] if "gpus" in plan.reasons else []),
                 ("master", plan.reasons["master"]),
                 ("port", plan.reasons["port"]),
                 ("cores", plan.reasons["cores"]),
