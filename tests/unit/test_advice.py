@@ -51,9 +51,10 @@ def test_what_a_job_gets_by_default() -> None:
 
 
 def test_gpus_of_another_kind() -> None:
-    others, half = notes("image=cuda", "train.precision=bf16", site="iris")
+    (others,) = notes("image=cuda", "train.precision=fp16", site="iris")
     assert (others.problem, others.found) == ("site iris has GPUs for image=cuda12", "image=cuda")
-    assert (half.problem, half.fix) == ("GPUs before A100 have no bf16", "train.precision=fp16")
+    (half,) = notes("image=cuda12", "train.precision=bf16")
+    assert half.problem == "GPUs before A100 (V100) emulate bf16"
     assert notes("image=cuda12", "train.precision=fp16", site="iris") == []
 
 

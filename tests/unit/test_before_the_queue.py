@@ -47,6 +47,50 @@ def dray(folder: Path, *words: str, **env: str) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
+class TestV100:
+    """bf16 is emulated there, and a run would be slow without a word."""
+
+    def made(self, *words: str, site: str = "iris", **more: object) -> Plan:
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ("image=cuda12", *words))
+        seen = facts(login="here", account="p", gpus_per_node=4, site=site, **more)
+        return decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")))
+
+    @pytest.mark.parametrize("site", ["iris", "taiwania2"])
+    def test_bf16_is_refused_before_it_is_submitted(self, site: str) -> None:
+        (refusal,) = (one for one in self.made("train.precision=bf16", site=site).findings if one.code)
+        assert refusal._replace(where="") == Finding(
+            "the GPUs of this site emulate bf16, without tensor cores",
+            wanted="train.precision=fp16, or fp32", found="train.precision = bf16", fix="train.precision=fp16", code=78,
+        )  # fmt: skip
+        assert refusal.where == f"site {site}: {sites.find(site).about}"
+
+    @pytest.mark.parametrize(
+        ("words", "site", "precision"),
+        [
+            (("train.precision=fp16",), "iris", "fp16"),
+            (("train.precision=fp32",), "iris", "fp32"),
+            (("image=cpu", "train.precision=bf16"), "iris", "bf16"),
+            (("image=cuda", "train.precision=bf16"), "meluxina", "bf16"),
+        ],
+    )
+    def test_what_the_recipe_says_stays(self, words: tuple[str, ...], site: str, precision: str) -> None:
+        made = self.made(*words, site=site)
+        assert (made.recipe.train.precision, [one for one in made.findings if one.code]) == (precision, [])
+
+    def test_a_recipe_that_says_nothing_gets_fp16_with_the_reason(self, tmp_path: Path) -> None:
+        text = (ROOT / "recipes" / "smoke-cpu.toml").read_text()
+        assert 'precision = "fp32"\n' in text
+        (tmp_path / "r.toml").write_text(text.replace('precision = "fp32"\n', ""))
+        cases = (("iris", "cuda12", "fp16"), ("iris", "cpu", "bf16"), ("meluxina", "cuda", "bf16"))
+        for site, variant, precision in cases:
+            recipe = read_recipe(tmp_path / "r.toml", (f"image={variant}",))
+            seen = facts(login="here", account="p", gpus_per_node=4, site=site)
+            made = decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")))
+            assert (made.recipe.train.precision, [one for one in made.findings if one.code]) == (precision, [])
+            why = "fp16 (the recipe names none, and the GPUs of site iris emulate bf16)"
+            assert (why in made.reasons["training"]) == (precision == "fp16")
+
+
 class TestTheImage:
     @pytest.mark.parametrize(
         ("overrides", "more", "variant", "why"),

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -181,6 +182,60 @@ def test_why_there_is_no_nvidia_device(
     with pytest.raises(type(why)) as raised:
         drivers.explain_nvidia(wanted, driver, library)
     assert raised.value.problem == why.problem
+
+
+@pytest.mark.parametrize(("content", "version"), [("6.10.5\n", "6.10.5"), ("6.12.12", "6.12.12"), ("x", None)])
+def test_amd_s_driver_s_version(content: str, version: str | None, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(content)
+    assert node.amdgpu_driver(tmp_path / "version") == version
+    assert node.amdgpu_driver(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "accelerator", "found", "fits"),
+    [
+        ("cuda12", "cuda", "525.60.13", True),  # CUDA 12.8 with the oldest driver of CUDA 12
+        ("cuda12", "cuda", "550.54.15", True),
+        ("cuda12", "cuda", "525.60", False),
+        ("cuda12", "cuda", "470.256.02", False),
+        ("cuda", "cuda", "580", True),
+        ("cuda", "cuda", "580.65.06", True),
+        ("cuda", "cuda", "575.57.08", False),
+        ("rocm", "rocm", "6.7.0", True),
+        ("rocm", "rocm", "6.12.12", True),  # not a number of two digits
+        ("rocm", "rocm", "6.3.6", False),
+    ],
+)
+def test_a_driver_is_compared_where_a_gpu_is_seen(
+    root: Path, image: Path, monkeypatch: pytest.MonkeyPatch, variant: str, accelerator: str, found: str, fits: bool
+) -> None:
+    """By image.toml, in whose CUDA all minor versions are compatible."""
+    torch = pytest.importorskip("torch")
+    from dray.checks import collectives, device
+
+    definition = tomllib.loads((root / "containers" / variant / "image.toml").read_text())
+    image.write_text(json.dumps({"variant": variant, "accelerator": accelerator, "driver": definition["driver"]}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "accelerator", lambda: accelerator)
+    monkeypatch.setattr(device, "_works", lambda _: "it works")
+    monkeypatch.setattr(node, "driver", lambda _: found)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    driver, works = device.results()
+    assert (driver.level, works.level) == ("ok" if fits else "error", "ok")
+    rank = type("Rank", (), {"plan": {"variant": variant, "world": {"ranks_per_node": 1}}, "node": "n7"})()
+    with pytest.raises((UnfitError, AttributeError, RuntimeError, AssertionError)) as refused:  # torch has no GPU here
+        collectives._device(rank)
+    assert isinstance(refused.value, UnfitError) != fits
+    if not fits:
+        assert refused.value.finding.where == "node n7"
+        assert refused.value.finding.wanted == f"{definition['driver']} or newer"
+        assert ("image=cuda12" in refused.value.finding.fix) == (accelerator == "cuda")
+
+
+def test_a_driver_whose_version_nobody_tells_is_tried() -> None:
+    with pytest.raises(Skip, match="the amdgpu driver's version is not seen here"):
+        drivers.require("6.7", None, "rocm")
+    assert drivers.require(None, "1.0", "cuda") == "NVIDIA driver 1.0"
 
 
 def test_why_there_is_no_amd_device(tmp_path: Path) -> None:

@@ -204,6 +204,20 @@ def test_an_engine_that_is_none(root: Path) -> None:
         made(root, Path("/r"), site=Site(name="s", about=""), engine="rkt", image="/i")
 
 
+def limits(engine: str, uid: int, accelerator: str = "cuda") -> list[str]:
+    """What the engine says of limits: network cards register, and so lock, the memory that they read and write."""
+    container = Container(
+        run="r", image="i", staged=False, accelerator=accelerator, folder="/r", user=f"{uid}:{uid}", variables=(),
+        name_variable="N", one_machine=False, mounts=(),
+    )  # fmt: skip
+    return [word for word in engines.get(engine).argv(container, ["true"]) if word.startswith("--ulimit")]
+
+
+def test_runs_without_gpus_keep_the_limits() -> None:
+    assert limits("docker", 0, "cpu") == limits("podman", 1000, "cpu") == []
+    assert limits("docker", 1000, "rocm") == ["--ulimit=memlock=-1"]
+
+
 @pytest.mark.parametrize(("uid", "keep"), [(1000, True), (0, False)])
 def test_podman_differs_from_docker_in_few_words(root: Path, uid: int, keep: bool) -> None:
     site = Site(name="s", about="")
@@ -212,6 +226,8 @@ def test_podman_differs_from_docker_in_few_words(root: Path, uid: int, keep: boo
         render.node_script(made(root, Path("/r"), site=site, engine=engine, **said)).splitlines()
         for engine in ("docker", "podman")
     )
+    for_gpus = ["--ulimit=memlock=-1", *(["--ulimit=host"] if keep else ["--ulimit=memlock=-1"])]
+    assert [limits(engine, uid) for engine in ("docker", "podman")] == [[one] for one in for_gpus]
     new = [line for line in podman if line not in docker]
     assert new == [
         "DRAY_IMAGE_ID=$(podman image inspect '--format={{.Id}}' dray:cpu | tr --delete ' \\n') || true",

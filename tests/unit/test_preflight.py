@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -27,7 +28,8 @@ def made(folder: Path, port: int, **wanted: object) -> dict[str, Any]:
     for name in ("logs", "preflight"):
         (folder / name).mkdir(parents=True)
     world = {"nodes": NODES, "ranks_per_node": 1, "size": 2, "port": port, "shared_folder": True}
-    fabric = {"strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0}
+    fabric = {"kind": "unknown", "strategy": "none", "libraries": [], "plugin": "", "transport": ["cxi"]}
+    fabric |= {"min_bus_bandwidth_gb_s": 0.0}
     plan = {"folder": str(folder), "variant": "cpu", "site": "site s", "world": world, "fabric": fabric}
     world["rendezvous_timeout_s"] = wanted.pop("rendezvous_timeout_s", 240)
     plan["preflight"] = {**WANTED, **wanted}
@@ -336,6 +338,62 @@ def test_the_transport_is_read_from_the_librarys_log(log: str, name: str | None,
     if used:
         assert used.fix.startswith(advice)
         assert bool(used.fix) == bool(advice)
+
+
+IB = "NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB", "NCCL INFO Using network IB"
+ENABLED = "NCCL INFO NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_0'"
+DISABLED = "NCCL INFO NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"
+FAR = "NCCL INFO GPU Direct RDMA Disabled for GPU 3 / HCA 1 (distance 9 > 5)"
+OFI = "NCCL INFO NET/Libfabric : GPU Direct RDMA Disabled for HCA 0 'rdmap0s29'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((*IB, DISABLED), DISABLED),
+        ((*IB, ENABLED), None),
+        ((*IB, ENABLED, FAR), None),  # one far pair beside others that are near
+        ((*IB, FAR), FAR),
+        ((*LOGS["new plugin on Slingshot"], OFI), OFI),
+        ((*LOGS["silent fallback, new"], DISABLED), None),  # sockets never read a GPU's memory
+        (LOGS["one node"], None),
+        ((), None),
+    ],
+)
+def test_copies_through_the_hosts_memory_are_seen(lines: tuple[str, ...], found: str | None) -> None:
+    slow = transport.indirect(lines, transport.used(lines))
+    assert (slow and slow.found) == found
+    if slow:
+        assert (slow.level, slow.problem) == (
+            "warning", "GPU Direct RDMA is disabled: all that goes between nodes is copied through the host's memory",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "nodes", "limit", "refused", "said"),
+    [
+        ("cuda", "infiniband", 2, 8 << 20, True, False),
+        ("rocm", "slingshot", 2, 65536, True, False),
+        ("cuda", "infiniband", 2, resource.RLIM_INFINITY, False, False),
+        ("cuda", "infiniband", 2, 64 << 30, False, False),
+        ("cuda", "infiniband", 1, 8 << 20, False, True),
+        ("cuda", "unknown", 2, 8 << 20, False, True),
+        ("cuda", "ethernet", 2, 0, False, True),
+        ("cpu", "infiniband", 2, 8 << 20, False, False),
+    ],
+)
+def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
+    capsys, variant: str, kind: str, nodes: int, limit: int, refused: bool, said: bool
+) -> None:
+    plan = {"variant": variant, "fabric": {"kind": kind}, "world": {"nodes": NODES[:nodes]}}
+    if refused:
+        with pytest.raises(UnfitError, match="the limit of locked memory is too small for RDMA") as unfit:
+            preflight.locked(plan, limit)
+        assert unfit.value.finding.wanted == "unlimited (ulimit -l)"
+        assert "LimitMEMLOCK=infinity" in unfit.value.finding.fix
+    else:
+        preflight.locked(plan, limit)
+    assert ("too small for RDMA" in capsys.readouterr().out) == said
 
 
 class TestTheSitesFabric:

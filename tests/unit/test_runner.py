@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,37 @@ def test_what_the_job_is_told_every_rank_hears() -> None:
 )
 def test_cores_are_shared_out(allowed: str, ranks: int, nodes: list[str], gpus: list[int], shares: list[str]) -> None:
     known = {number: parse(node) for number, node in enumerate(nodes)}
-    found = cores.split(parse(allowed), ranks, known, gpus)
-    assert [render(share) for share in found] == shares
+    found = cores.split([[core] for core in parse(allowed)], ranks, known, gpus)
+    assert [render(chain.from_iterable(share)) for share in found] == shares
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "shares", "omp"),
+    [
+        ("8", 2, ["0-1,4-5", "2-3,6-7"], "4"),  # Slurm counts threads
+        ("4", 2, ["0-1,4-5", "2-3,6-7"], "2"),  # it counts cores: --hint=nomultithread, --threads-per-core=1
+        ("", 2, ["0-1,4-5", "2-3,6-7"], "4"),
+        ("4", 3, ["0,4", "1,5", "2,6"], "1"),  # no core's threads in two shares
+        ("8", 8, ["0", "4", "1", "5", "2", "6", "3", "7"], "1"),  # fewer cores than ranks
+        ("5", 2, [], "2"),  # nothing confines the job, which has 5 of 8
+        ("3", 2, [], "1"),
+    ],
+)
+def test_second_threads_in_the_cpuset_leave_no_rank_unbound(
+    tmp_path: Path, monkeypatch, capsys, given: str, ranks: int, shares: list[str], omp: str
+) -> None:
+    """Slurm may count cores while the cpuset has both threads of each: that was taken for a job without a cpuset."""
+    for cpu in range(8):
+        (tmp_path / f"devices/system/cpu/cpu{cpu}/topology").mkdir(parents=True)
+        siblings = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        siblings.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    world = {"identity": {"cpus": "SLURM_CPUS_ON_NODE"}, "cores": [], "ranks_per_node": ranks}
+    found = runner.placed(world, {"SLURM_CPUS_ON_NODE": given}, str(tmp_path))
+    assert found.get("DRAY_CORES", "") == ";".join(shares)
+    assert found["OMP_NUM_THREADS"] == omp
+    whole = any("," in share for share in shares)
+    assert ("whole cores, with all their threads" in capsys.readouterr().out) == whole
 
 
 def test_the_machine_is_read(tmp_path: Path) -> None:
@@ -365,18 +395,19 @@ def test_the_machine_is_read(tmp_path: Path) -> None:
             (tmp_path / f"bus/pci/devices/0000:{slot}:00.0/{name}").write_text(f"{text}\n")
     (tmp_path / "bus/pci/devices/0000:01:00.0").mkdir()
     (tmp_path / "bus/pci/devices/0000:01:00.0/class").write_text("0x020000\n")
-    assert cores._nodes(str(tmp_path)) == {0: [0, 4, 1, 5], 8: [2, 6, 3, 7]}
+    assert cores._nodes(str(tmp_path)) == {0: [0, 1, 4, 5], 8: [2, 3, 6, 7]}
+    assert cores.physical(range(8), str(tmp_path)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert cores._gpus(str(tmp_path)) == [8, 0]
 
 
 def test_a_site_s_cores_count_where_the_job_has_all_of_them(monkeypatch) -> None:
     world = {"identity": {"cpus": "DRAY_CPUS"}, "cores": ["2-3", "0-1"]}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert cores.shares(2, world, {}) == [[2, 3], [0, 1]]
-    assert cores.shares(2, world, {"DRAY_CPUS": "2"}) == []
+    assert cores.shares(2, world, {}, sys="/nowhere") == [[[2], [3]], [[0], [1]]]
+    assert cores.shares(2, world, {"DRAY_CPUS": "2"}, sys="/nowhere") == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
-    assert cores.shares(2, world, {"DRAY_CPUS": "4"}, sys="/nowhere") == [[0, 1], [2, 5]]
-    assert cores.shares(8, world, {}) == []
+    assert cores.shares(2, world, {"DRAY_CPUS": "4"}, sys="/nowhere") == [[[0], [1]], [[2], [5]]]
+    assert cores.shares(8, world, {}, sys="/nowhere") == []
 
 
 def test_a_rank_moves_to_its_cores(tmp_path: Path) -> None:

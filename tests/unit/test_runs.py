@@ -155,7 +155,8 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     paths.preflight.mkdir()
     trained(paths)
     seen = {"seconds": {"meet": 1.25, "bandwidth": 3.0}, "sweep": [{"bus_gb_s": 0.5}, {"bus_gb_s": 122.5}]}
-    (paths.preflight / "report.json").write_text(json.dumps({**seen, "ranks": [{"transport": "cxi"}] * 2}))
+    ranks = [{"transport": "cxi", "warning": "GPU Direct RDMA is disabled"}] * 2
+    (paths.preflight / "report.json").write_text(json.dumps({**seen, "ranks": ranks}))
     result = finish(paths, code=0)
     written = json.loads(paths.result.read_text())
     assert written.pop("finished").endswith("Z")
@@ -173,7 +174,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "tokens_per_s": 1234.5,
         "train_seconds": 3.5,
         "sample": "two: the guard",
-        "preflight": "cxi, 122.50 GB/s of bus bandwidth, in 4.2 s",
+        "preflight": "cxi, 122.50 GB/s of bus bandwidth, in 4.2 s; GPU Direct RDMA is disabled",
         "cause": None,
         "reason": None,
         "restarts": 0,
@@ -185,7 +186,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
     }
     assert summary(result, paths) == (
         "done: 20 steps, loss 5.500 -> 0.250, perplexity 1.25, 1,234 tokens/s, 4 ranks on n1 n2\n"
-        "preflight: cxi, 122.50 GB/s of bus bandwidth, in 4.2 s\n"
+        "preflight: cxi, 122.50 GB/s of bus bandwidth, in 4.2 s; GPU Direct RDMA is disabled\n"
         f"sample: two: the guard\nrun folder: {paths.run}"
     )
 

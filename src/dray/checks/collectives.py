@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dray.checks import drivers, image, transport
+from dray.checks.check import Skip
 from dray.contract import node
 from dray.contract.findings import DrayError, UnfitError
 
@@ -58,10 +59,14 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         dist.destroy_process_group(group)
     rank.phase("bandwidth")
     sweep = _sweep(rank, device)
-    used = transport.used(log.read_text(errors="replace").splitlines()) if log.exists() else None
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    used = transport.used(lines)
+    slow = transport.indirect(lines, used)
+    if slow:
+        print(f"dray: {slow}", flush=True)
     _require_fabric(rank, used, max((row["bus_gb_s"] for row in sweep), default=0.0), gpus=device.type == "cuda")
     name = used.name if used else "gloo over TCP" if device.type == "cpu" else "within the node"
-    ranks = _all_gather({"node": rank.node, "transport": name}, device)
+    ranks = _all_gather({"node": rank.node, "transport": name, **({"warning": slow.problem} if slow else {})}, device)
     if device.type == "cuda":  # NCCL may still be sending when its kernel has ended
         dist.destroy_process_group()
     rank.phase("done")
@@ -91,6 +96,14 @@ def _device(rank: Rank) -> torch.device:
             found=f"torch sees {count}{_why_none(rank)}",
             fix="ask for GPUs (--gpus-per-node), or leave this node out; python -m dray.checks in the image says why",
         )
+    accelerator = "rocm" if rank.plan["variant"] == "rocm" else "cuda"
+    try:
+        drivers.require(image.declared().driver, node.driver(accelerator), accelerator)
+    except Skip:
+        pass
+    except UnfitError as unfit:
+        unfit.amend(where=f"node {rank.node}")
+        raise
     torch.cuda.set_device(local)
     torch.ones(8, device="cuda").sum().item()
     return torch.device("cuda", local)

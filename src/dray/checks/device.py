@@ -22,6 +22,8 @@ def results() -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if not count:
         yield check("device", _none)
+    elif accelerator() in ("cuda", "rocm"):
+        yield check("driver", _driver)
     for index in range(count):
         yield check(f"device {index}", partial(_works, index))
 
@@ -29,6 +31,10 @@ def results() -> Iterator[Finding]:
 def accelerator() -> str:
     """What this torch is built for, named as in image.toml."""
     return "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+
+
+def _driver() -> str:
+    return drivers.require(image.declared().driver, node.driver(accelerator()), accelerator())
 
 
 def _works(index: int) -> str:

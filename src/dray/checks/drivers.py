@@ -7,9 +7,25 @@ import os
 from pathlib import Path
 
 from dray.checks.check import Skip
+from dray.contract import node
 from dray.contract.findings import UnfitError
 
 _AMD = Path("/dev/kfd")
+_MODULES = {"cuda": "NVIDIA driver", "rocm": "amdgpu driver"}
+
+
+def require(wanted: str | None, found: str | None, accelerator: str) -> str:
+    """Raise if the image needs a newer driver; one whose version nobody tells is tried."""
+    module = _MODULES[accelerator]
+    if found is None:
+        raise Skip(f"the {module}'s version is not seen here")
+    if wanted and node.older(found, than=wanted):
+        raise UnfitError(
+            f"{module} {found}",
+            wanted=f"{wanted} or newer",
+            fix="a node with a newer driver" + ", or image=cuda12: CUDA 12 runs with 525" * (accelerator == "cuda"),
+        )
+    return f"{module} {found}"
 
 
 def explain_nvidia(wanted: str | None, found: str | None, library: str = "libcuda.so.1") -> None:
@@ -22,12 +38,8 @@ def explain_nvidia(wanted: str | None, found: str | None, library: str = "libcud
             f"the machine has NVIDIA driver {found}, but {library} is not in the container",
             fix="start it with --nv (Apptainer) or --gpus all (Docker)",
         )
-    if wanted and found and _numbers(found) < _numbers(wanted):
-        raise UnfitError(
-            f"NVIDIA driver {found}",
-            wanted=f"{wanted} or newer",
-            fix="use the cuda12 image, which needs driver 570.26, or a node with a newer driver",
-        )
+    if found:
+        require(wanted, found, "cuda")
 
 
 def explain_amd(device: Path = _AMD) -> None:
@@ -35,7 +47,8 @@ def explain_amd(device: Path = _AMD) -> None:
     if not device.exists():
         raise Skip(
             f"{device} is missing: no AMD GPU, or the container was started without it",
-            fix="run on a node with an AMD GPU; Docker: --device /dev/kfd --device /dev/dri, Apptainer with a minimal /dev: --bind",
+            fix="run on a node with an AMD GPU; Docker: --device /dev/kfd --device /dev/dri; Apptainer with a minimal "
+            "/dev: --bind /dev/kfd,/dev/dri",
         )
     if not os.access(device, os.R_OK | os.W_OK):
         raise Skip(
@@ -50,7 +63,3 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))

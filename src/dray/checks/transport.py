@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dray.contract.findings import Finding
+
 # The last of these in the log decides. `Initialized NET plugin` is also logged for plugins that are dropped later.
 _DECISIVE = (
     re.compile(r"NET/OFI Selected provider is (?P<name>[^\s,]+)", re.IGNORECASE),
@@ -38,6 +40,8 @@ _PROBLEMS = (
         "the plugin does not start: dray site show --image says what it lacks",
     ),
 )
+# By HCA where the driver lacks it; by GPU and HCA where they are far apart, beside others that are near.
+_DIRECT = re.compile(r"GPU Direct RDMA.* (?P<state>Enabled|Disabled) for (HCA|GPU)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -66,3 +70,17 @@ def used(lines: Iterable[str]) -> Transport | None:
                 break
     chosen = provider if network is None or (provider and _CARRIERS.match(network.name)) else network
     return chosen and Transport(chosen.name, chosen.line, problem, fix)
+
+
+def indirect(lines: Iterable[str], used: Transport | None) -> Finding | None:
+    """That no network card reads the GPUs' memory itself, where NCCL says so; sockets never could."""
+    if used is None or used.name.casefold() == "socket":
+        return None
+    states = [(found["state"].lower(), line.strip()) for line in lines if (found := _DIRECT.search(line))]
+    if not states or any(state == "enabled" for state, _ in states):
+        return None
+    return Finding(
+        "GPU Direct RDMA is disabled: all that goes between nodes is copied through the host's memory",
+        found=states[0][1],
+        fix="ask the administrators for nvidia-peermem, or for NVIDIA's open kernel modules, which have DMA-BUF",
+    )

@@ -109,6 +109,9 @@ class Site(Spec):
     """How a job requests them: --gpus-per-node=N or --gres=gpu:N."""
     gpu_memory_gb: Annotated[float, Field(ge=0)] = 0.0
     """Memory of one GPU, the smaller one if there are two kinds; a run that does not fit is refused."""
+    bf16: bool = True
+    """Whether its GPUs multiply bf16 in hardware; those before A100 (V100) emulate it, without tensor cores. If false,
+    a recipe without train.precision trains in fp16, and one with bf16 is refused."""
     account: str = ""
     """An example of an account, if the cluster requires --account; `dray submit` refuses a job without one."""
     cpus_per_node: Annotated[int, Field(ge=0)] = 0

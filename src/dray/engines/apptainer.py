@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dray.engines.base import DEVICES, MOUNTS, STAGED_IMAGE, Container, Engine
 
-_GPU = {"cpu": [], "cuda": ["--nv"], "rocm": [DEVICES]}
+_GPU: dict[str, list[str]] = {"cpu": [], "cuda": ["--nv"], "rocm": [DEVICES]}
 
 
 class Apptainer(Engine):

@@ -45,6 +45,7 @@ class Docker(Engine):
             f"--user={container.user}",
             *self.user_namespace(container.user),
             "--shm-size=1g",  # the default of 64 MB ends data workers and NCCL with a bus error
+            *(self.locked_memory(container.user) if container.accelerator != "cpu" else []),
             DEVICES,  # Apptainer sees the host's; here each must be named
             *self.gpus[container.accelerator],
             *(f"--env={name}" for name in container.variables),
@@ -57,6 +58,10 @@ class Docker(Engine):
     def user_namespace(self, _user: str) -> list[str]:
         """Options that keep the caller's user inside."""
         return []
+
+    def locked_memory(self, _user: str) -> list[str]:
+        """Options that let network cards register memory: Docker's own limit is 8 MB, and RDMA locks what it uses."""
+        return ["--ulimit=memlock=-1"]
 
     def identify(self, image: str) -> list[str]:
         return [self.name, "image", "inspect", "--format={{.Id}}", image]
@@ -72,3 +77,7 @@ class Podman(Docker):
     def user_namespace(self, user: str) -> list[str]:
         """Without root the caller's number inside is another one outside, unless it is told to keep it."""
         return [] if user.startswith("0:") else ["--userns=keep-id"]
+
+    def locked_memory(self, user: str) -> list[str]:
+        """Without root nobody may raise the host's limit, and asking for more stops the container."""
+        return super().locked_memory(user) if user.startswith("0:") else ["--ulimit=host"]

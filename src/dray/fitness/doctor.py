@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dray import __version__, process
 from dray.config import checkout, sites
-from dray.config.image import ACCELERATORS
+from dray.config.image import ACCELERATORS, Image
+from dray.config.model import load
 from dray.config.recipe import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
@@ -112,7 +113,7 @@ def _gpus() -> Iterator[Finding]:
         count = len(list(Path("/dev").glob("nvidia[0-9]*")))
         yield _ok("GPU", f"{count} of NVIDIA, driver {driver}")
     if amd and os.access("/dev/kfd", os.R_OK | os.W_OK):
-        yield _ok("GPU", f"{len(amd)} of AMD")
+        yield _ok("GPU", f"{len(amd)} of AMD, driver {node.amdgpu_driver() or 'of the kernel'}")
     elif amd:
         fix = "join the group of /dev/kfd (render or video)"
         yield _unfit("GPU", f"{len(amd)} of AMD, and this user may not open /dev/kfd", fix)
@@ -161,10 +162,21 @@ def _images() -> Iterator[Finding]:
     files = {variant: file for variant in ACCELERATORS if (file := store.sif(root, variant)).exists()}
     for variant, file in files.items():
         yield _ok("image", f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
+        yield from _driver(variant, load(Image, root / "containers" / variant / "image.toml").driver)
     if not files:
         yield _note(
             "image", f"none in {root / 'build'}", "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"
         )
+
+
+def _driver(variant: str, wanted: str | None) -> Iterator[Finding]:
+    """Of this machine; those of compute nodes may be newer."""
+    found = node.driver(ACCELERATORS[variant])
+    if found and wanted and node.older(found, than=wanted):
+        fix = (
+            "unless the compute nodes have a newer one: image=cuda12, which runs with 525" if variant == "cuda" else ""
+        )
+        yield _note("driver", f"{found}, and the {variant} image needs {wanted} or newer", fix)
 
 
 def _site(chosen: sites.Choice) -> Iterator[Finding]:

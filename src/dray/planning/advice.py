@@ -72,8 +72,9 @@ def _launchers(plan: Plan) -> Iterator[Finding]:
 def _gpus(plan: Plan, site: Site) -> Iterator[Finding]:
     if plan.variant != "cpu" and site.image not in (None, plan.variant):
         yield _note(f"site {site.name} has GPUs for image={site.image}", found=f"image={plan.variant}")
-    if plan.recipe.train and plan.recipe.train.precision == "bf16" and "cuda12" in (plan.variant, site.image):
-        yield _note("GPUs before A100 have no bf16", fix="train.precision=fp16")
+    if plan.recipe.train and plan.recipe.train.precision == "bf16" and plan.variant == "cuda12" and site.bf16:
+        fix = "train.precision=fp16, and bf16 = false in the site file"
+        yield _note("GPUs before A100 (V100) emulate bf16", fix=fix)
 
 
 def _weights(plan: Plan) -> Iterator[Finding]:

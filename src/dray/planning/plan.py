@@ -20,6 +20,7 @@ from dray.planning import (
     launchers,
     memory,
     pins,
+    precision,
     refusals,
     signatures,
     transport,
@@ -48,6 +49,7 @@ def plan(
     """Decide everything, with the reason of every automatic choice, and find what is wrong or unwise."""
     files, engine, folder = files or Files(), engines.get(facts.engine), run_folder / names.attempt(attempt)
     recipe, image_why = image.chosen(recipe, site, facts)
+    recipe, precision_why = precision.chosen(recipe, site)
     ranks, reasons = world.decide(recipe, site, facts)
     shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
     fabric, preflight = transport.fabric(site, engine), transport.preflight(recipe, facts)
@@ -99,7 +101,7 @@ def plan(
             "preflight": preflight.why,
             "fabric": fabric.why,
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
-            **({"training": _training(recipe), "memory": held} if recipe.train else {}),
+            **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
             **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
         recipe=recipe,
@@ -111,7 +113,7 @@ def plan(
     return made.model_copy(update={"findings": found})
 
 
-def _training(recipe: Recipe) -> str:
+def _training(recipe: Recipe, precision_why: str) -> str:
     """What decides most of how it goes, a file of DeepSpeed's read in."""
     train, model = recipe.train, recipe.model
     assert train is not None
@@ -119,7 +121,7 @@ def _training(recipe: Recipe) -> str:
     offload = f", offload {train.offload}" if train.offload else ""
     tokenizer = model.tokenizer or model.name or "one for each byte"
     schedule = f"{train.lr_scheduler_type} from {train.lr:g}"
-    return f"{length}, {train.strategy}{offload}, {train.precision}, {schedule}; tokens: {tokenizer}"
+    return f"{length}, {train.strategy}{offload}, {train.precision}{precision_why}, {schedule}; tokens: {tokenizer}"
 
 
 def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:

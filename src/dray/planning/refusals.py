@@ -12,7 +12,7 @@ from dray.contract.findings import Finding
 from dray.contract.values import control_characters
 from dray.engines.base import Engine
 from dray.facts import Facts
-from dray.planning import signatures
+from dray.planning import precision, signatures
 from dray.planning.schema import Plan
 
 
@@ -23,6 +23,7 @@ def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[F
     yield from _digest(recipe, facts, engine)
     yield from signatures.refusals(recipe, site, engine)
     yield from _checkpoints(recipe, facts)
+    yield from precision.refusals(recipe, site)
 
 
 def in_values(made: Plan, facts: Facts) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from dray.contract import files, run_folder, scratch, unexpected
@@ -210,15 +211,20 @@ def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
     return [*launcher, *rank, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
 
 
-def placed(world: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
     """Where the ranks of this node run: each supervisor moves to its share. Threads follow unless somebody said."""
-    shares = cores.shares(world["ranks_per_node"], world, environ)
+    shares = cores.shares(world["ranks_per_node"], world, environ, sys)
     given = environ.get(world["identity"]["cpus"], "")
-    count = min(map(len, shares)) if shares else int(given if given.isdigit() else 1) // world["ranks_per_node"]
+    cpus = [sum(map(len, share)) for share in shares]
+    whole = any(len(core) > 1 for share in shares for core in share)
+    if whole and given.isdigit() and int(given) < sum(cpus):  # Slurm counts cores, and so do OpenMP's threads
+        cpus = list(map(len, shares))
+    count = min(cpus) if shares else int(given if given.isdigit() else 1) // world["ranks_per_node"]
     found = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, count))}
     if shares:
-        found["DRAY_CORES"] = ";".join(map(render, shares))
+        found["DRAY_CORES"] = ";".join(render(chain.from_iterable(share)) for share in shares)
     told, ranks = found.get("DRAY_CORES", "not bound"), world["ranks_per_node"]
+    told += " (whole cores, with all their threads)" * whole
     if not shares and given.isdigit() and int(given) < ranks:
         told += f" ({given} for {ranks} ranks: ask for more, --cpus-per-task)"
     print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={found['OMP_NUM_THREADS']}", flush=True)

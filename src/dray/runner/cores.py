@@ -1,4 +1,7 @@
-"""Which cores each rank of this node gets: a share of those that the node has, near its GPU where that can be told."""
+"""Which cores each rank of this node gets: a share of those that the node has, near its GPU where that can be told.
+
+A core is the list of its threads, by the numbers that Linux gives them.
+"""
 
 from __future__ import annotations
 
@@ -9,51 +12,64 @@ from typing import Any
 
 from dray.contract.cores import parse
 
+Core = Sequence[int]
+
 _DISPLAYS = ("0x0300", "0x0302", "0x0380", "0x1200")  # PCI classes of GPUs: display, 3D, other, accelerator
 _VENDORS = ("0x10de", "0x1002")
 
 
-def shares(ranks: int, world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> list[list[int]]:
+def shares(ranks: int, world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> list[list[Core]]:
     """The cores of each local rank; none where it cannot be told which are this job's."""
     allowed = sorted(os.sched_getaffinity(0))
+    cores = physical(allowed, sys)
     given = environ.get(world["identity"]["cpus"], "")
-    # Where nothing confines a job to its CPUs, it sees all of them, and cannot know which are its own.
-    if len(allowed) < ranks or (given.isdigit() and int(given) < len(allowed)):
+    # Where nothing confines a job to its CPUs, it sees all of them, and cannot know which are its own. As many as there
+    # are cores are all of them: with --hint=nomultithread Slurm counts no second threads, and the cpuset has them.
+    confined = not given.isdigit() or int(given) >= len(allowed) or int(given) == len(cores)
+    if len(allowed) < ranks or not confined:
         return []
     site = [parse(str(mask)) for mask in world["cores"]]
-    if len(site) == ranks and set(allowed) >= {core for mask in site for core in mask}:
-        return site
-    return split(allowed, ranks, _nodes(sys), _gpus(sys))
+    if len(site) == ranks and set(allowed) >= {thread for mask in site for thread in mask}:
+        return [physical(mask, sys) for mask in site]
+    if len(cores) < ranks:
+        cores = [[thread] for core in cores for thread in core]
+    return split(cores, ranks, _nodes(sys), _gpus(sys))
+
+
+def physical(threads: Sequence[int], sys: str = "/sys") -> list[Core]:
+    """Those cores, each with the threads that are named."""
+    cores: dict[int, list[int]] = {}
+    for thread in threads:
+        cores.setdefault(_first_thread(thread, sys), []).append(thread)
+    return list(cores.values())
 
 
 def split(
-    allowed: Sequence[int], ranks: int, nodes: Mapping[int, Sequence[int]], gpus: Sequence[int]
-) -> list[list[int]]:
+    cores: Sequence[Core], ranks: int, nodes: Mapping[int, Sequence[int]], gpus: Sequence[int]
+) -> list[list[Core]]:
     """Even shares in the order of the memory they are next to; beside their GPUs, where each rank has one of all."""
-    near = {number: [core for core in cores if core in set(allowed)] for number, cores in nodes.items()}
+    near = {number: [core for core in cores if core[0] in set(threads)] for number, threads in nodes.items()}
     if len(gpus) == ranks and all(len(near.get(node, ())) >= gpus.count(node) for node in gpus):
         return [_part(near[node], gpus[:rank].count(node), gpus.count(node)) for rank, node in enumerate(gpus)]
-    named = [core for cores in near.values() for core in cores]
-    ordered = [*named, *(core for core in allowed if core not in set(named))]
+    named = [core for beside in near.values() for core in beside]
+    ordered = [*named, *(core for core in cores if core not in named)]
     return [_part(ordered, rank, ranks) for rank in range(ranks)]
 
 
-def _part(cores: Sequence[int], number: int, parts: int) -> list[int]:
+def _part(cores: Sequence[Core], number: int, parts: int) -> list[Core]:
     size = len(cores) // parts
     return list(cores[number * size : (number + 1) * size])
 
 
 def _nodes(sys: str) -> dict[int, list[int]]:
-    """The cores of each NUMA node, a core's two threads side by side."""
-    found = {}
-    for path in glob.glob(f"{sys}/devices/system/node/node[0-9]*"):
-        cores = parse(_read(f"{path}/cpulist"))
-        found[int(path.rpartition("node")[2])] = [core for _, core in sorted((_first_thread(c, sys), c) for c in cores)]
+    """The threads of each NUMA node."""
+    paths = glob.glob(f"{sys}/devices/system/node/node[0-9]*")
+    found = {int(path.rpartition("node")[2]): parse(_read(f"{path}/cpulist")) for path in paths}
     return dict(sorted(found.items()))
 
 
-def _first_thread(core: int, sys: str) -> int:
-    return min(parse(_read(f"{sys}/devices/system/cpu/cpu{core}/topology/thread_siblings_list")), default=core)
+def _first_thread(thread: int, sys: str) -> int:
+    return min(parse(_read(f"{sys}/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")), default=thread)
 
 
 def _gpus(sys: str) -> list[int]:

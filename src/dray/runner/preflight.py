@@ -27,6 +27,7 @@ def check(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: M
     folder = plan["folder"]
     try:
         room(folder, wanted)
+        locked(plan)
         os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
         codes = _ranks(plan, me, ranks, environ)
         for rank, code in codes.items():
@@ -53,6 +54,18 @@ def room(folder: str, wanted: Mapping[str, Any], shm: str = node.SHARED_MEMORY, 
     ):
         if found.code:
             raise error(found)
+
+
+def locked(plan: Mapping[str, Any], limit: int | None = None) -> None:
+    """Refuse a node whose network card cannot register memory; where no card needs to, say so alone."""
+    if plan["variant"] == "cpu":
+        return
+    rdma = plan["fabric"]["kind"] in ("infiniband", "slingshot") and len(plan["world"]["nodes"]) > 1
+    found = node.locked_memory(needed=rdma, limit=limit)
+    if found.code:
+        raise error(found)
+    if found.level == "warning":
+        print(f"dray: {found}", flush=True)
 
 
 def _ranks(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> dict[int, int]:

@@ -171,7 +171,8 @@ class _Left:
             return None
         transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
         best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
-        return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s"
+        slow = "".join(sorted({f"; {rank['warning']}" for rank in report["ranks"] if "warning" in rank}))
+        return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
         """What ranks told one another in the preflight is of use only where it failed."""
