@@ -14,6 +14,7 @@ from dray import render
 from dray.config.site import Site, SiteBind, SiteVariable
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, parse, to_text
+from dray.planning import environment
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
@@ -310,3 +311,105 @@ def test_what_a_recipe_reads_and_keeps_is_bound(root: Path) -> None:
     script = render.node_script(decided)
     assert "mkdir -p -m 700 -- /scratch/kept || true\n" in script
     assert "\nnode::need /scratch/kept 'recipe checkpoint.folder: " in script
+
+
+def chosen(decided: Plan, *names: str) -> dict[str, str]:
+    return {one.name: one.value for one in decided.env if one.name.startswith(names)}
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (("image=cuda",), "expandable_segments:True"),
+        (("image=rocm",), None),
+        (("image=cpu",), None),
+        (("image=cuda12", "env.PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync"), "backend:cudaMallocAsync"),
+        (("image=cuda", "env.PYTORCH_ALLOC_CONF=backend:native"), None),
+        (("image=cuda", 'pass_env=["PYTORCH_ALLOC_CONF"]'), None),
+    ],
+)
+def test_the_allocator_joins_freed_memory_where_it_can(root: Path, words: tuple, value: str | None) -> None:
+    decided = made(root, *words, gpus_per_node=2)
+    assert chosen(decided, "PYTORCH_CUDA").get("PYTORCH_CUDA_ALLOC_CONF") == value
+
+
+def test_the_allocator_of_a_users_own_program_is_its_own(root: Path) -> None:
+    """It may share tensors by CUDA IPC."""
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["image=cuda"])
+    own = recipe.model_copy(update={"train": None})
+    seen = Facts.model_validate({**FACTS, "gpus_per_node": 2})
+    variables = environment.resolve(own, SITE, seen, run_folder="/r", scratch="/s")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in {one.name for one in variables}
+
+
+GPU = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_SOCKET_IFNAME": "hsn0,hsn1",  # the site's own
+}
+INDUCTOR = {
+    "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "0",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+    "TORCHINDUCTOR_MAX_AUTOTUNE": "0",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "0",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("image=cpu",), {}),
+        (("image=cuda",), GPU),
+        (("image=rocm", "train.compile=true"), GPU | INDUCTOR),
+        (
+            ("image=cuda", "model.attn_implementation=flash_attention_2", "analog.enabled=true"),
+            GPU | {"FLASH_ATTENTION_DETERMINISTIC": "1", "AIHWKIT_USE_TRITON": ""},
+        ),
+        (("image=cpu", "train.compile=true"), INDUCTOR),
+    ],
+)
+def test_deterministic_training_has_all_that_it_needs(root: Path, words: tuple, found: dict[str, str]) -> None:
+    decided = made(root, *words, "train.deterministic=true", gpus_per_node=2)
+    names = ("CUBLAS", "NCCL", "TORCHINDUCTOR", "FLASH", "AIHWKIT")
+    without = chosen(made(root, *words, gpus_per_node=2), *names)
+    assert {**chosen(decided, *names), "NCCL_SOCKET_IFNAME": "hsn0,hsn1"} == {**without, **found}
+    assert ", deterministic, " in decided.reasons["training"]
+    decided.refuse()
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("env.NCCL_ALGO=NVLS", "NCCL_ALGO=NVLS"),
+        ("env.NCCL_ALGO=Ring,Tree", "NCCL_ALGO=Ring,Tree"),
+        ("env.NCCL_ALGO=", "NCCL_ALGO="),
+        ("env.NCCL_PROTO=^LL128", "NCCL_PROTO=^LL128"),
+        ("env.CUBLAS_WORKSPACE_CONFIG=:0:0", "CUBLAS_WORKSPACE_CONFIG=:0:0"),
+        ("env.TORCHINDUCTOR_MAX_AUTOTUNE=1", "TORCHINDUCTOR_MAX_AUTOTUNE=1"),
+        ("env.TORCHINDUCTOR_DETERMINISTIC=0", "TORCHINDUCTOR_DETERMINISTIC=0"),
+        ("env.AIHWKIT_USE_TRITON=0", "AIHWKIT_USE_TRITON=0"),
+        ("env.FLASH_ATTENTION_DETERMINISTIC=", "FLASH_ATTENTION_DETERMINISTIC="),
+        ('pass_env=["NCCL_ALGO"]', "NCCL_ALGO in pass_env"),
+    ],
+)
+def test_deterministic_training_is_refused_where_something_takes_it_away(root: Path, word: str, shown: str) -> None:
+    words = ("image=cuda", "train.compile=true", "analog.enabled=true", "model.attn_implementation=flash_attention_2")
+    decided = made(root, *words, "train.deterministic=true", word, gpus_per_node=2)
+    found = [finding for finding in decided.findings if "deterministic" in finding.problem]
+    assert [(one.found, one.where, one.code) for one in found] == [(shown, "recipe", 78)]
+    assert (
+        found[0].fix
+        == f"leave {shown.split('=', maxsplit=1)[0].split(maxsplit=1)[0]} out, or train.deterministic=false"
+    )
+    made(root, *words, "train.deterministic=true", "env.NCCL_ALGO=tree", gpus_per_node=2).refuse()
+    assert not [one for one in made(root, *words, word, gpus_per_node=2).findings if one.code]
+
+
+def test_a_site_that_takes_determinism_away_is_named(root: Path) -> None:
+    site = SITE.model_copy(update={"env": (SiteVariable(name="NCCL_ALGO", value="CollNet", why="it is fast"),)})
+    decided = made(root, "image=cuda", "train.deterministic=true", site=site, gpus_per_node=2)
+    with pytest.raises(ConfigError, match="NCCL_ALGO keeps runs from being deterministic"):
+        decided.refuse()
+    assert [one.where for one in decided.findings if one.code] == ["site harbour"]

@@ -150,6 +150,12 @@ def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
     assert "  fix:    train.steps=2, or another checkpoint.folder\n" in fewer.said()
 
 
+def test_on_a_cpu_the_bits_are_the_same_with_deterministic_and_without(run: BEGUN, alone: Run) -> None:
+    other = run(1, "train.deterministic=true").end()
+    assert other.losses() == alone.losses()
+    assert all(torch.equal(weight, alone.weights()[name]) for name, weight in other.weights().items())
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) -> None:
     resumed(run, strategy)

@@ -150,10 +150,16 @@ class Train(Spec):
     """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of the matrix products; weights stay in 32 bits (model.dtype)."""
+    tf32: bool = True
+    """Whether matrix products of 32 bits have TF32's 10 bits of mantissa, which GPUs from A100 on multiply several
+    times as fast. Without effect on a CPU."""
     initial_loss_scale: Annotated[float, Field(ge=1)] = 4096.0
     """Loss scale of the first step with fp16; it then adapts."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seeds weights, data order and dropout."""
+    deterministic: bool = False
+    """Whether two runs on the same kind of GPUs agree to the last bit, which costs some speed. On a CPU they always
+    do."""
     log_every: Count = 10
     """Steps between two lines of metrics."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0

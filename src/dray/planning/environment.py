@@ -10,10 +10,13 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.facts import Facts
+from dray.planning import deterministic
 
 # By which Slurm says whose GPUs a job has, where nothing else keeps it from the others'. ROCm reads CUDA's name too,
 # and numbers anew what is left: of two such lists the second would name GPUs that are not there.
 _VISIBLE = {"cpu": (), "cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("ROCR_VISIBLE_DEVICES",)}
+# torch reads one of them, and its newer name beats the older, which every version knows.
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 class Variable(BaseModel):
@@ -34,7 +37,7 @@ def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_folder: str, scratc
     What pass_env names has the job's value, and is not decided here.
     """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, facts, run_folder, scratch), _sites(site, facts), _recipes(recipe)):
+    for layer in (_ours(recipe, site, facts, run_folder, scratch), _sites(site, facts), _recipes(recipe)):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
@@ -50,7 +53,7 @@ def passed(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*recipe.pass_env, *visible)))
 
 
-def _ours(recipe: Recipe, facts: Facts, run_folder: str, scratch: str) -> Iterator[Variable]:
+def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: str) -> Iterator[Variable]:
     def ours(name: str, value: str, why: str) -> Variable:
         return Variable(name=name, value=value, source="dray", why=why)
 
@@ -66,6 +69,11 @@ def _ours(recipe: Recipe, facts: Facts, run_folder: str, scratch: str) -> Iterat
         yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")
     if facts.hf_home:
         yield ours("HF_HOME", facts.hf_home, "the job's own; models and datasets are shared by all nodes")
+    if recipe.train and ACCELERATORS[recipe.image] == "cuda" and not _names(recipe, site) & _ALLOCATOR:
+        why = "freed memory serves tensors of any size; not on ROCm 6.4, nor in programs that may share it by CUDA IPC"
+        yield ours("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", why)
+    for setting in deterministic.settings(recipe):
+        yield ours(setting.name, setting.values[0], setting.why)
     if recipe.image == "rocm":
         for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
             yield ours(name, f"{scratch}/miopen", "MIOpen's SQLite locks fail on a shared disk")
@@ -85,6 +93,11 @@ def _sites(site: Site, facts: Facts) -> Iterator[Variable]:
         if setting.nodes not in ("any", several):
             continue
         yield Variable(name=setting.name, value=setting.value, source=f"site {site.name}", why=setting.why)
+
+
+def _names(recipe: Recipe, site: Site) -> set[str]:
+    """What recipe, job or site decide."""
+    return {*recipe.env, *recipe.pass_env, *(setting.name for setting in site.env)}
 
 
 def _recipes(recipe: Recipe) -> Iterator[Variable]:

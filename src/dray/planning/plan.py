@@ -15,6 +15,7 @@ from dray.planning import (
     advice,
     batch,
     binds,
+    deterministic,
     environment,
     image,
     launchers,
@@ -108,6 +109,7 @@ def plan(
     )  # fmt: skip
     found = (
         *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *files.findings, *too_large,
+        *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
         *advice.find(made, site, facts, files),
     )  # fmt: skip
     return made.model_copy(update={"findings": found})
@@ -121,7 +123,10 @@ def _training(recipe: Recipe, precision_why: str) -> str:
     offload = f", offload {train.offload}" if train.offload else ""
     tokenizer = model.tokenizer or model.name or "one for each byte"
     schedule = f"{train.lr_scheduler_type} from {train.lr:g}"
-    return f"{length}, {train.strategy}{offload}, {train.precision}{precision_why}, {schedule}; tokens: {tokenizer}"
+    tf32 = " with TF32" if train.precision == "fp32" and train.tf32 and recipe.image != "cpu" else ""
+    same = ", deterministic" if train.deterministic else ""
+    kind = f"{train.precision}{precision_why}{tf32}{same}"
+    return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokens: {tokenizer}"
 
 
 def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:

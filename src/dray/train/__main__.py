@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.train import manifest, objectives, strategies
+from dray.train import manifest, numerics, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.config import Config, read
@@ -40,6 +40,7 @@ def main(path: str) -> None:
     logging.disable_progress_bar()
     config = read(path)
     device = init_distributed(config.variant)
+    numerics.set_up(config, device)
     tokens = tokenizer.load(config)
     build.check(config, tokens)  # before datasets are read, which may take long
     metrics = Metrics(config, writes=dist.get_rank() == 0)

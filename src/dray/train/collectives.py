@@ -28,7 +28,8 @@ def init_distributed(variant: str) -> torch.device:
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if not on_cpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if on_cpu else "nccl")
+    # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
+    dist.init_process_group("gloo") if on_cpu else dist.init_process_group("nccl", device_id=device)
     _control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     return device
 

@@ -9,11 +9,25 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from dray.contract import exit_codes, unexpected
+from dray.contract.findings import ConfigError, DrayError
 
 
 def say(text: str) -> None:
     """A line in this rank's log, at once."""
     print(text, flush=True)
+
+
+def _nondeterministic(raised: Exception) -> DrayError | None:
+    """What torch refuses with train.deterministic."""
+    text = str(raised)
+    if not isinstance(raised, RuntimeError) or "torch.use_deterministic_algorithms(" not in text:
+        return None
+    return ConfigError(
+        "an operation of this model is not deterministic on this device",
+        wanted="operations that sum in one order, for train.deterministic",
+        found=" ".join(text.split(", but you set", maxsplit=1)[0].split())[:200],
+        fix="train.deterministic=false, or another model.attn_implementation",
+    )
 
 
 def guarded(main: Callable[..., None], *arguments: str) -> NoReturn:
@@ -27,7 +41,7 @@ def guarded(main: Callable[..., None], *arguments: str) -> NoReturn:
     try:
         main(*arguments)
     except Exception as raised:
-        found = unexpected.error(raised)
+        found = _nondeterministic(raised) or unexpected.error(raised)
         if found.problem == unexpected.DEFECT:
             traceback.print_exc()  # this is a log, in which a developer looks for it
         print(found, file=sys.stderr)

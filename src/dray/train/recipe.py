@@ -59,8 +59,10 @@ class Train:
     eps: float
     weight_decay: float
     precision: str
+    tf32: bool
     initial_loss_scale: float
     seed: int
+    deterministic: bool
     log_every: int
     max_grad_norm: float
     strategy: str

@@ -1,0 +1,66 @@
+"""train.deterministic: the variables without which two runs differ in their last bits, and what takes them away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from dray.config.recipe import Recipe
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
+
+
+class Setting(NamedTuple):
+    """A variable, the values with which runs agree (the first is dray's own), and why it must have one of them."""
+
+    name: str
+    values: tuple[str, ...]
+    why: str
+
+
+_GPU = (
+    Setting("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"), "else cuBLAS sums in an order that its streams decide"),
+    Setting("NCCL_ALGO", ("Ring", "Tree"), "else NCCL takes an algorithm by size, and a switch may sum in any order"),
+    Setting("NCCL_PROTO", ("Simple", "LL", "LL128"), "else NCCL takes a protocol by size and topology"),
+)
+_COMPILED = (
+    Setting("TORCHINDUCTOR_DETERMINISTIC", ("1",), "else Inductor takes the reduction that was fastest just now"),
+    *(
+        Setting(f"TORCHINDUCTOR_{name}", ("0",), "tuning takes the kernel that was fastest just now")
+        for name in ("COORDINATE_DESCENT_TUNING", "MAX_AUTOTUNE", "MAX_AUTOTUNE_GEMM", "MAX_AUTOTUNE_POINTWISE")
+    ),
+)
+_FLASH = Setting("FLASH_ATTENTION_DETERMINISTIC", ("1",), "else flash attention's gradients are added by atomics")
+_ANALOG = Setting("AIHWKIT_USE_TRITON", ("",), "aihwkit-lightning's Triton kernels add by atomics")
+
+
+def settings(recipe: Recipe) -> Iterator[Setting]:
+    """Those of this recipe. On a CPU a sum has one order without any."""
+    train = recipe.train
+    if train is None or not train.deterministic:
+        return
+    if train.compile:
+        yield from _COMPILED
+    if recipe.image != "cpu":
+        yield from _GPU
+        if recipe.model.attn_implementation == "flash_attention_2":
+            yield _FLASH
+        if recipe.analog and recipe.analog.enabled:
+            yield _ANALOG
+
+
+def refusals(recipe: Recipe, environment: Iterable[tuple[str, str, str]], passed: Iterable[str]) -> Iterator[Finding]:
+    """`environment` has names, values and who set them; what is passed has the job's value, which nobody knows yet."""
+    found = {name: (f"{name}={value}", source) for name, value, source in environment}
+    found |= {name: (f"{name} in pass_env", "recipe") for name in passed}
+    for setting in settings(recipe):
+        shown, source = found[setting.name]
+        if shown.casefold() not in {f"{setting.name}={value}".casefold() for value in setting.values}:
+            yield Finding(
+                f"{setting.name} keeps runs from being deterministic: {setting.why}",
+                where=source,
+                wanted=f"{' or '.join(f'{setting.name}={value}' for value in setting.values)}, for train.deterministic",
+                found=shown,
+                fix=f"leave {setting.name} out, or train.deterministic=false",
+                code=exit_codes.CONFIG,
+            )

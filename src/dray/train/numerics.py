@@ -1,0 +1,21 @@
+"""How the device computes: what torch is told of it before the model is there."""
+
+from __future__ import annotations
+
+import torch
+
+from dray.train.config import Config
+
+
+def set_up(config: Config, device: torch.device) -> None:
+    """A CPU has no TF32, and oneDNN would take the same word for bf16 products.
+
+    By the names from before torch 2.9: its new ones, fp32_precision, leave the old ones unreadable, and Inductor reads
+    both (seen with 2.9.1 and 2.13).
+    """
+    if device.type != "cpu":
+        torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.train.tf32
+    if config.train.deterministic:  # planning/deterministic.py has set the variables that this needs
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
