@@ -6,8 +6,6 @@ set -euo pipefail
 export ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
-# dray: all ranks are on this machine: gloo need not listen for others
-export GLOO_SOCKET_IFNAME=lo
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
 export HF_HUB_OFFLINE=1
 # site harbour: the fast network

@@ -89,7 +89,8 @@ def test_fit_nodes_leave_a_report(tmp_path: Path, port: int) -> None:
         assert said.startswith("dray: preflight took ")
     report = json.loads((tmp_path / "run/preflight/report.json").read_text())
     assert list(report["seconds"]) == [
-        "import torch", "libraries", "device", "rendezvous", "all-reduce", "all-gather", "new groups", "bandwidth",
+        "import torch", "libraries", "device", "rendezvous", "all-reduce", "all-gather", "new groups",
+            "control group", "bandwidth",
     ]  # fmt: skip
     assert [row["bytes"] for row in report["sweep"]] == [16384, 262144]
     assert all(row["bus_gb_s"] > 0 for row in report["sweep"])

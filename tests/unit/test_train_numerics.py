@@ -63,11 +63,13 @@ def test_nccl_knows_its_device_from_the_start(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(collectives, "_control", None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     dist = SimpleNamespace(
-        init_process_group=lambda backend, **more: calls.append((backend, more)), new_group=lambda **_: None
+        init_process_group=lambda backend, timeout, device_id: calls.append((backend, device_id)),
+        new_group=lambda **_: "control",
     )
     monkeypatch.setattr(collectives, "dist", dist)
+    monkeypatch.setattr(collectives, "_set_pg_timeout", lambda *_: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
     device = collectives.init_distributed("cuda")
-    assert calls == [("set_device", device), ("nccl", {"device_id": torch.device("cuda", 3)})]
+    assert calls == [("set_device", device), ("nccl", torch.device("cuda", 3))]
     collectives.init_distributed("cpu")
-    assert calls[2:] == [("gloo", {})]
+    assert calls[2:] == [("gloo", None)]

@@ -57,6 +57,11 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         group = dist.new_group(list(range(rank.size)))
         dist.all_reduce(torch.ones(1, device=device), group=group)
         dist.destroy_process_group(group)
+    rank.phase("control group")
+    total = torch.full((1,), rank.number)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))  # as the trainer has one beside NCCL's
+    if total.item() != wanted:
+        raise UnfitError("gloo's all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
     rank.phase("bandwidth")
     sweep = _sweep(rank, device)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []

@@ -77,8 +77,6 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     if recipe.image == "rocm":
         for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
             yield ours(name, f"{scratch}/miopen", "MIOpen's SQLite locks fail on a shared disk")
-    if facts.nodes == 1 or (facts.address or "").startswith("127."):
-        yield ours("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine: gloo need not listen for others")
     if recipe.image == "cpu":
         yield ours("ACCELERATE_USE_CPU", "true", "else accelerate looks for GPUs")
         yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image has no use for GPUs that the node may have")

@@ -42,9 +42,10 @@ def main(path: str) -> int:
         start, at, listener = Start(), None, None
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener)
+            own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
             links = control.Control(world, me, supervised, channels, start)
-            code = launch(plan, me, supervised, links, at, listener, start)
+            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own))
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():
                     _record(plan, str(other), found, why=str(found), name=f"node-{me}-lost-{other}", time=since)
@@ -77,11 +78,14 @@ def launch(
     store: tuple[str, int],
     listener: socket.socket | None,
     start: Start,
+    gloo: Mapping[str, str],
 ) -> int:
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world, since = plan["world"], time.time()
     environ = {
-        "TMPDIR": plan["scratch"],  # where nobody has set another: torchrun and torch leave files there
+        # Where nobody has set another; torchrun and torch leave files in the first.
+        "TMPDIR": plan["scratch"],
+        **gloo,
         **os.environ,
         **placed(world, os.environ),
         # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.

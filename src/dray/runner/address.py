@@ -1,4 +1,4 @@
-"""Where the first node listens."""
+"""Where the first node listens, and by which interface each node reaches the others."""
 
 from __future__ import annotations
 
@@ -68,19 +68,35 @@ def addresses(world: Mapping[str, Any]) -> list[str]:
 
 def interface(names: list[str]) -> str:
     """The address of the first of these interfaces that this node has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in names:
-            try:
-                found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                return socket.inet_ntoa(found[20:24])
-            except OSError:
-                continue
+    found = (address for name in names if (address := _address(name)))
+    if first := next(found, ""):
+        return first
     raise UnfitError(
         "the first node has none of the site's network interfaces",
         wanted=" or ".join(names),
         found=" ".join(name for _, name in socket.if_nameindex()),
         fix="correct `interfaces` in the site's file, or ask for other nodes",
     )
+
+
+def gloo(address: str) -> dict[str, str]:
+    """The interface that has this node's address in the rendezvous, for gloo; none where no interface has it.
+
+    By itself gloo listens at the address of the host's name, which may be loopback, where no other node comes.
+    """
+    if address.startswith("127."):  # all of them are loopback's, which has one
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    names = [name for _, name in socket.if_nameindex() if address and _address(name) == address]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+        return socket.inet_ntoa(found[20:24])
 
 
 def _resolve(name: str) -> str:

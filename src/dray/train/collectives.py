@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dray.contract import findings
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, UnfitError
+
+# How long a rank waits for the others in a step, as NCCL does by default, and in all else.
+_IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)
 
 _control: dist.ProcessGroup | None = None
 
@@ -21,16 +25,28 @@ def init_distributed(variant: str) -> torch.device:
     """Join the other ranks; this rank's device.
 
     NCCL gives up after ten minutes, and tokenizing, reading weights and writing checkpoints may take longer. So they
-    have a group of their own: gloo's, on CPUs, which waits for as long as it takes.
+    have a group of their own: gloo's, on CPUs, which waits for as long as it takes, once all ranks are connected.
     """
     global _control  # noqa: PLW0603  torch's default group is a global, too
     on_cpu = variant == "cpu"
     device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if not on_cpu:
         torch.cuda.set_device(device)
-    # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
-    dist.init_process_group("gloo") if on_cpu else dist.init_process_group("nccl", device_id=device)
-    _control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    try:
+        # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
+        own = None if on_cpu else device
+        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=_IN_A_STEP, device_id=own)
+        _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
+    except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
+        raise UnfitError(
+            "the ranks could not connect to one another",
+            wanted=f"all process groups within {_IN_A_STEP.total_seconds():.0f} s",
+            found=f"{str(error).strip().splitlines()[0]}\n"
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')}",
+            fix="correct `interfaces` in the site's file, or set env.GLOO_SOCKET_IFNAME in the recipe",
+        ) from error
+    assert _control is not None
+    _set_pg_timeout(_ELSE, _control)
     return device
 
 
