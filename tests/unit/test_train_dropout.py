@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from dray.train.model import dropout  # noqa: E402
+from dray.train.model import attention, dropout  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -47,6 +47,7 @@ def test_attention_is_the_same_but_for_what_is_left_out(kind: str, monkeypatch) 
     apart = torch.arange(16)[None] % 7
     wanted = [network.eval()(rows).logits, network(rows, position_ids=apart).logits]
     dropout.install(network)
+    network.set_attn_implementation(attention._DROPOUT)
     monkeypatch.setattr(dropout, "dropped", lambda values, share: values)
     found = [network.train()(rows).logits, network(rows, position_ids=apart).logits]
     for one, other in zip(wanted, found, strict=True):

@@ -103,6 +103,7 @@ def plan(
             "fabric": fabric.why,
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
+            **({"attention": _attention(recipe)} if recipe.train else {}),
             **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
         recipe=recipe,
@@ -127,6 +128,22 @@ def _training(recipe: Recipe, precision_why: str) -> str:
     same = ", deterministic" if train.deterministic else ""
     kind = f"{train.precision}{precision_why}{tf32}{same}"
     return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokens: {tokenizer}"
+
+
+def _attention(recipe: Recipe) -> str:
+    """What each rank chooses when it has the model and its device; its log says which."""
+    model = recipe.model.attn_implementation
+    if model not in ("auto", "sdpa"):
+        return f"{model}: model.attn_implementation"
+    if not recipe.data.document_mask:
+        return "sdpa, without a mask where none is needed"
+    if model == "sdpa" or recipe.image == "cpu":
+        return "sdpa, with a mask for documents"
+    return (
+        "flex_attention for documents: every GPU image's torch has it, and cuda's alone flash attention for them; "
+        "sdpa with a mask for attention dropout, heads below 16, a GPU before compute capability 8.0 "
+        "or a model without it"
+    )
 
 
 def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from dray.train.config import Config
 from dray.train.data.datasets import Feed
 from dray.train.data.order import indices
 from dray.train.metrics import Metrics, Speed
-from dray.train.model import attention
+from dray.train.model import attention_scores
 from dray.train.objectives.base import Batch, Objective
 from dray.train.schedule import learning_rate
 from dray.train.strategies.base import Strategy
@@ -134,7 +134,7 @@ class Loop:
         if scaler:
             fields |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
         if config.train.attention_stats:
-            fields |= attention.scores(self.strategy, batch)
+            fields |= attention_scores.scores(self.strategy, batch)
         self.metrics.write(
             "step",
             f"step {taken}/{config.steps}  loss {loss:.4f}  {fields['tokens_per_s']:,.0f} tokens/s  "

@@ -1,48 +1,139 @@
-"""How large attention's scores are: a model on its way to diverge, or to overflow in fp16, shows it here first."""
+"""Which attention a model computes, and with which mask.
+
+transformers makes a mask in every compiled pass (5.23 with torch before 2.14), and reads the device in every other one
+to see whether documents are packed. With a mask SDPA has no flash kernel, does masked work, too, and repeats grouped
+heads. So the functions here have a mask function of their own, which makes none where `is_causal` says the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import masking_utils
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dray.train.objectives.base import Batch
-from dray.train.strategies.base import Strategy
+from dray.train.config import Config
+from dray.train.model import dropout
 
-_NAME = "dray-observed"
-_seen: list[torch.Tensor] = []
-
-
-def _observed(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
-    _seen.append(torch.stack([-scores.min(), scores.max()]))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+_SDPA, _EXPANDED, _DROPOUT, _FLEX = "dray-sdpa", "dray-expanded", "dray-dropout", "dray-flex"
+_FUSED = (8, 0)  # the first compute capability with flash attention; Triton's matrix products begin there, too
+_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_SMALLEST_HEAD = 16  # for flex attention
 
 
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _observed)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+def look_for_documents(masked: bool) -> None:
+    """Whether position ids that begin anew begin another document, in all models from now on."""
+    masking_utils.find_packed_sequence_indices = _packed if masked else _never_packed
 
 
-@torch.no_grad()
-def scores(strategy: Strategy, batch: Batch) -> dict[str, list[float]]:
-    """The smallest and the largest score of each layer, over all ranks: one more forward pass, of one row."""
-    network: Any = strategy.network
+def install(network: Any, config: Config, device: torch.device) -> str:  # noqa: ANN401  a transformers model
+    """Choose for this device, in place; the choice with its reason."""
+    documents = config.data.document_mask
+    compiled_on_cpu = config.train.compile and device.type == "cpu"
+    if compiled_on_cpu:
+        dropout.install(network)
     usual = network.config._attn_implementation
-    _seen.clear()
-    network.eval()
-    network.set_attn_implementation(_NAME)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            strategy.losses(batch.head().to(strategy.device))
-    finally:
-        network.set_attn_implementation(usual)
-        network.train()
-    found = torch.stack(_seen)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return {"attention_min": (-found[:, 0]).tolist(), "attention_max": found[:, 1].tolist()}
+    if usual != "sdpa":
+        return f"{usual}: model.attn_implementation, or all that the model has"
+    masked = "with a mask for documents" if documents else "without a mask where is_causal says the same"
+    if compiled_on_cpu:
+        network.set_attn_implementation(_DROPOUT)
+        return f"sdpa {masked}; dropout that is compiled into the products around it"
+    if device.type == "cpu":
+        network.set_attn_implementation(_SDPA)
+        return f"sdpa {masked}"
+    capability = torch.cuda.get_device_capability(device)
+    if documents and config.model.attn_implementation == "auto":
+        problem = _no_flex(network, capability)
+        if not problem:
+            network.set_attn_implementation(_FLEX)
+            return "flex_attention: it leaves out what a mask for documents hides"
+        masked += f": no flex_attention for {problem}"
+    # Without flash attention only the unfused kernel knows grouped heads, and it keeps every score.
+    flash = capability >= _FUSED and config.train.precision != "fp32"
+    network.set_attn_implementation(_SDPA if flash else _EXPANDED)
+    return f"sdpa {masked}"
+
+
+def _no_flex(network: Any, capability: tuple[int, int]) -> str:  # noqa: ANN401  a transformers model
+    """Why flex attention cannot be; empty where it can."""
+    settings = network.config.get_text_config()
+    share = max((getattr(settings, name, 0.0) or 0.0 for name in _DROPOUTS), default=0.0)
+    head = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    if not network._supports_flex_attn:
+        return f"{settings.model_type}"
+    if capability < _FUSED:
+        return f"compute capability {'.'.join(map(str, capability))}"
+    if share:
+        return f"attention dropout {share:g}"
+    return f"heads of {head}" if head < _SMALLEST_HEAD else ""
+
+
+def _mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,  # noqa: ANN401  what transformers passes
+) -> torch.Tensor | None:
+    """SDPA's; none where all of it is causal, or nothing is hidden. Decided by sizes alone, so that it is compiled."""
+    plain = allow_is_causal_skip or allow_is_bidirectional_skip
+    if plain and attention_mask is None and q_length == kv_length and (local_size is None or kv_length <= local_size):
+        return None
+    return sdpa_mask(  # type: ignore[no-any-return]
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
+    )  # fmt: skip
+
+
+def _blocks(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    device: torch.device,
+    **_: object,
+) -> BlockMask:
+    """Flex attention's; transformers' own breaks a compiled graph with torch 2.13."""
+    make = create_block_mask if torch.compiler.is_compiling() else torch.compile(create_block_mask)
+    return make(mask_function, batch_size, None, q_length, kv_length, device=device)
+
+
+def register(name: str, function: Callable[..., Any], mask: Callable[..., Any] = _mask) -> None:
+    """Make an attention function one of transformers', with a mask function of this module."""
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+
+
+def _never_packed(position_ids: torch.Tensor) -> None:
+    """Where documents are not masked, no pass looks whether there are several."""
+
+
+def _packed(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document. transformers' own reads from the device whether there is more than one."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+def _expanded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
+    """SDPA's with as many heads of keys as of queries; it expands those of a module that says that it groups them."""
+    causal = options.pop("is_causal", None)
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    groups = query.shape[1] // key.shape[1]
+    key, value = (heads.repeat_interleave(groups, dim=1) if groups > 1 else heads for heads in (key, value))
+    return sdpa_attention_forward(None, query, key, value, attention_mask, is_causal=causal, **options)
+
+
+register(_SDPA, sdpa_attention_forward)
+register(_EXPANDED, _expanded)
+register(_DROPOUT, dropout.attention)
+register(_FLEX, flex_attention_forward, _blocks)

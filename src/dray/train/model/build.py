@@ -26,11 +26,12 @@ from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
 from dray.train.data import hub
-from dray.train.model import lora
+from dray.train.model import attention, lora
 
 
 def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
     """The model; with its weights if `filled`."""
+    attention.look_for_documents(config.data.document_mask)
     model = config.model
     folder = ""
     if model.name:

@@ -11,10 +11,6 @@ from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-_NAME = "dray-dropout"
 
 
 def dropped(values: torch.Tensor, share: float) -> torch.Tensor:
@@ -42,7 +38,8 @@ class Dropout(torch.nn.Module):
         return dropped(values, self.p) if self.training and self.p > 0 else values
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
+def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
+    """SDPA's; with dropout, in the open."""
     share = options.get("dropout", 0.0)
     if not module.training or not share:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -60,15 +57,9 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
 def install(network: Any) -> None:  # noqa: ANN401  a transformers model
-    """In the place of torch's everywhere."""
+    """In the place of each of torch's modules."""
     for module in network.modules():
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Dropout):
                 setattr(module, name, Dropout(child.p))
-    if network.config._attn_implementation == "sdpa":
-        network.set_attn_implementation(_NAME)

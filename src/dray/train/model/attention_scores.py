@@ -1,0 +1,46 @@
+"""How large attention's scores are: a model on its way to diverge, or to overflow in fp16, shows it here first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dray.train.model import attention
+from dray.train.objectives.base import Batch
+from dray.train.strategies.base import Strategy
+
+_NAME = "dray-observed"
+_seen: list[torch.Tensor] = []
+
+
+def _observed(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:  # noqa: ANN401
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * scale
+    _seen.append(torch.stack([-scores.min(), scores.max()]))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+attention.register(_NAME, _observed)
+
+
+@torch.no_grad()
+def scores(strategy: Strategy, batch: Batch) -> dict[str, list[float]]:
+    """The smallest and the largest score of each layer, over all ranks: one more forward pass, of one row."""
+    network: Any = strategy.network
+    usual = network.config._attn_implementation
+    _seen.clear()
+    network.eval()
+    network.set_attn_implementation(_NAME)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            strategy.losses(batch.head().to(strategy.device))
+    finally:
+        network.set_attn_implementation(usual)
+        network.train()
+    found = torch.stack(_seen)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return {"attention_min": (-found[:, 0]).tolist(), "attention_max": found[:, 1].tolist()}
