@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from dray.train.config import Config
 from dray.train.data import datasets
 from dray.train.data.token_cache import Tokens
+from dray.train.kernels.head import IGNORE_INDEX
 from dray.train.metrics import Metrics, perplexity
-from dray.train.objectives.base import IGNORE_INDEX, Batch, Objective
+from dray.train.objectives.base import Batch, Objective
 from dray.train.strategies.base import Strategy
 
 

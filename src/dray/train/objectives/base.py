@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.encoding import PLAIN, Encoding, end_token
+from dray.train.kernels.head import IGNORE_INDEX, Head
 from dray.train.recipe import Evaluation
 
-IGNORE_INDEX = -100
-"""The label of a token that is not predicted."""
+_BUCKETS = 16
+"""Sizes that the labelled part of a batch may have: torch.compile compiles again for other shapes, so there are few."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Batch:
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None
+    labelled: torch.Tensor | None = None
+    """Which tokens the head is for, by their places in the flattened batch; None is all of them. Set by `to`."""
 
     @property
     def label_count(self) -> int:
@@ -35,17 +37,28 @@ class Batch:
 
     def head(self) -> Batch:
         """Its first row alone."""
-        return Batch(*(None if part is None else part[:1] for part in self._parts()))  # type: ignore[arg-type]
+        return Batch(*(None if part is None else part[:1] for part in self.inputs[:3]))  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Batch:
-        """The same on that device; a GPU receives it while it computes."""
+        """What the strategy takes, on that device; a GPU receives it while it computes."""
+        found = replace(self, labelled=_labelled(self.labels.flatten()))
         if device.type == "cpu":
-            return self
-        moved = (None if part is None else part.pin_memory().to(device, non_blocking=True) for part in self._parts())
+            return found
+        moved = (None if part is None else part.pin_memory().to(device, non_blocking=True) for part in found.inputs)
         return Batch(*moved)  # type: ignore[arg-type]
 
-    def _parts(self) -> tuple[torch.Tensor | None, ...]:
-        return self.input_ids, self.labels, self.position_ids
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """LossModule's arguments."""
+        return self.input_ids, self.labels, self.position_ids, self.labelled
+
+
+def _labelled(labels: torch.Tensor) -> torch.Tensor | None:
+    """The tokens that are predicted, and as many others as fill a bucket."""
+    size = -(-labels.numel() // _BUCKETS)
+    predicted, other = (labels != IGNORE_INDEX).nonzero()[:, 0], (labels == IGNORE_INDEX).nonzero()[:, 0]
+    missing = max(-(-len(predicted) // size), 1) * size - len(predicted)
+    return torch.cat([predicted, other[:missing]]) if missing < len(other) else None
 
 
 class Objective(ABC):
@@ -85,18 +98,24 @@ class LossModule(torch.nn.Module):
 
     def __init__(self, network: torch.nn.Module) -> None:
         super().__init__()
-        self.network = network
+        self.network, self._head = network, Head(network)
         self._uncached = {"use_cache": False} if hasattr(network, "generate") else {}  # BERT has no such argument
 
     def forward(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        labelled: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the losses of all labels; in evaluation also how many were predicted, and in how many rows all
         were."""
         positions = {} if position_ids is None else {"position_ids": position_ids}
-        logits = self.network(input_ids=input_ids, **positions, **self._uncached).logits.flatten(0, 1)
-        loss = functional.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
-        if self.network.training:
+        self._head.expect(labels, labelled)
+        logits = self.network(input_ids=input_ids, **positions, **self._uncached).logits
+        loss, right = self._head.loss(logits), None if self.network.training else self._head.right(logits)
+        self._head.expect(None, None)
+        if right is None:
             return loss, loss.new_zeros(2)
-        labelled, right = labels != IGNORE_INDEX, logits.argmax(1).view_as(labels) == labels
-        return loss, torch.stack([right.sum(), (labelled.any(1) & (right | ~labelled).all(1)).sum()])
+        wanted = labels != IGNORE_INDEX
+        return loss, torch.stack([right.sum(), (wanted.any(1) & (right | ~wanted).all(1)).sum()])

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dray.train.config import Config
 from dray.train.data.token_cache import IDS, LABEL, LAST
-from dray.train.objectives.base import IGNORE_INDEX, Batch, Objective
+from dray.train.kernels.head import IGNORE_INDEX
+from dray.train.objectives.base import Batch, Objective
 from dray.train.recipe import Evaluation
 
 

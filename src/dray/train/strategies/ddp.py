@@ -49,7 +49,7 @@ class Ddp:
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast:
-            found: tuple[torch.Tensor, torch.Tensor] = self._module(batch.input_ids, batch.labels, batch.position_ids)
+            found: tuple[torch.Tensor, torch.Tensor] = self._module(*batch.inputs)
         return found
 
     @contextmanager

@@ -72,7 +72,7 @@ class Zero:
             optimizer._lazy_init_hp_params_optimizer_state()
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = self._engine(batch.input_ids, batch.labels, batch.position_ids)
+        found: tuple[torch.Tensor, torch.Tensor] = self._engine(*batch.inputs)
         return found
 
     @contextmanager

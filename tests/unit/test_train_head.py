@@ -1,0 +1,117 @@
+"""The head and the loss: the labelled tokens alone, and the same numbers as transformers' whole logits give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from torch.nn import functional  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
+
+from dray.train.kernels.head import IGNORE_INDEX  # noqa: E402
+from dray.train.objectives.base import Batch, LossModule  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+WORDS = 61
+SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+SMALL = {**SIZES, "num_hidden_layers": 1, "max_position_embeddings": 32}
+BERT = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GROUPED = {**SMALL, "num_key_value_heads": 1, "head_dim": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": WORDS, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {**SMALL, "ffn_dim": 32, "word_embed_proj_dim": 8, "dropout": 0.0},
+    "gpt_neo": {**SIZES, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+    "llama": GROUPED,
+    "gemma2": {**GROUPED, "final_logit_softcapping": 3.0},
+    "granite": {**GROUPED, "logits_scaling": 8.0},
+    "bert": BERT,
+    "roberta": BERT,
+    "mobilebert": {**BERT, "embedding_size": 8, "intra_bottleneck_size": 8},
+}  # fmt: skip
+
+
+def network(kind: str, **settings: Any):
+    torch.manual_seed(3)
+    masked = kind in ("bert", "roberta", "mobilebert")
+    made = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(
+        AutoConfig.for_model(kind, **MODELS[kind] | settings)
+    )
+    for weight in made.parameters():  # biases too
+        weight.data.normal_(std=0.3)
+    return made.double()
+
+
+def batch(share: float = 0.2, rows: int = 4, length: int = 30) -> Batch:
+    chance = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, WORDS, (rows, length), generator=chance)
+    labels = torch.randint(0, WORDS, ids.shape, generator=chance)
+    labels[torch.rand(ids.shape, generator=chance) >= share] = IGNORE_INDEX
+    return Batch(ids, labels, None).to(torch.device("cpu"))
+
+
+def plain(made, given: Batch):
+    logits = made(input_ids=given.input_ids).logits
+    return functional.cross_entropy(logits.flatten(0, 1), given.labels.flatten(), reduction="sum"), logits
+
+
+def gradients(made, loss) -> dict[str, Any]:
+    made.zero_grad()
+    (loss * 0.25).backward()
+    return {name: weight.grad.clone() for name, weight in made.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.95])
+def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(kind: str, share: float) -> None:
+    made, given = network(kind), batch(share)
+    wanted, logits = plain(made, given)
+    expected = gradients(made, wanted)
+    module = LossModule(made)
+    loss, hits = module(*given.inputs)
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    assert hits.tolist() == [0, 0]
+    found = gradients(made, loss)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+
+    made.eval()
+    given.labels[0] = torch.where(given.labels[0] == IGNORE_INDEX, IGNORE_INDEX, logits[0].argmax(1))
+    right = logits.argmax(2) == given.labels
+    hit_rows = [
+        bool((row | (labels == IGNORE_INDEX)).all()) and bool((labels >= 0).any())
+        for row, labels in zip(right, given.labels, strict=True)
+    ]
+    with torch.no_grad():
+        assert module(*given.inputs)[1].tolist() == [int(right.sum()), sum(hit_rows)]
+        assert torch.equal(made(input_ids=given.input_ids).logits, logits), "outside of a loss all is as it was"
+
+
+def test_only_labelled_tokens_reach_the_head() -> None:
+    made, seen = network("bert"), []
+    head = made.get_output_embeddings()
+    usual, head.forward = head.forward, lambda hidden: seen.append(hidden.shape) or usual(hidden)
+    module = LossModule(made)
+    for share in (0.0, 0.15, 0.95, 1.0):
+        module(*batch(share).inputs)
+    assert [tuple(shape) for shape in seen] == [(1, 8, 16), (1, 24, 16), (4, 30, 16), (4, 30, 16)]
+
+
+@pytest.mark.parametrize("predicted", [0, 1, 8, 9, 100, 112, 113, 119, 120])
+def test_the_part_of_a_batch_with_labels_has_few_sizes(predicted: int) -> None:
+    """And no token is twice in it: gradients are put back to their places."""
+    labels = torch.full((120,), IGNORE_INDEX)
+    labels[torch.randperm(120)[:predicted]] = 1
+    places = Batch(labels[None], labels[None], None).to(torch.device("cpu")).labelled
+    if predicted > 112:
+        assert places is None
+        return
+    assert len(places) == max(-(-predicted // 8), 1) * 8
+    assert len(set(places.tolist())) == len(places)
+    assert int((labels[places] != IGNORE_INDEX).sum()) == predicted
