@@ -12,11 +12,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, cast
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dray.contract.findings import ConfigError
 from dray.train.data import chat, corpus, hub, table
@@ -95,7 +94,7 @@ def pieces(names: tuple[str, ...]) -> list[Piece]:
             found += [Piece(name, begin, min(begin + _PIECE, size)) for begin in range(0, size, _PIECE)]
         elif kind == ".parquet":
             with _readable(name):
-                found += [Piece(name, group, group + 1) for group in range(pq.ParquetFile(name).num_row_groups)]
+                found += [Piece(name, group, group + 1) for group in range(_arrow().row_groups(name))]
         else:
             found.append(Piece(name))
     return found
@@ -127,7 +126,7 @@ def _rows(piece: Piece, column: str) -> Iterator[Any]:
     if piece.path == _BUILTIN:
         yield from corpus.documents()
     elif kind in _ARROW:
-        yield from _arrow_rows(piece, column)
+        yield from _arrow().rows(piece.path, column, range(piece.begin, piece.end))
     elif kind in (".csv", ".tsv"):
         yield from _csv_rows(piece, column, "\t" if kind == ".tsv" else ",")
     elif kind == ".json" and _begins_with_list(piece.path):
@@ -224,27 +223,9 @@ def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
         yield from table.rows(file, piece.path, column, between)
 
 
-def _arrow_rows(piece: Piece, column: str) -> Iterator[Any]:
-    if _kind(piece.path) == ".parquet":
-        file = pq.ParquetFile(piece.path)
-        if column not in file.schema_arrow.names:
-            table.no_column(piece.path, column, file.schema_arrow.names)
-        batches = file.iter_batches(row_groups=range(piece.begin, piece.end), columns=[column])
-    else:
-        mapped = _mapped(piece.path)
-        if column not in mapped.schema.names:
-            table.no_column(piece.path, column, mapped.schema.names)
-        batches = mapped.to_batches()
-    for batch in batches:
-        yield from batch.column(column).to_pylist()
-
-
-def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
-    """Arrow's own files are of two formats, and both have the same ending."""
-    try:
-        return pa.ipc.open_file(pa.memory_map(path)).read_all()
-    except pa.ArrowInvalid:
-        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+def _arrow() -> ModuleType:
+    """What reads parquet and Arrow: half a second of imports, and the one package that other files do not need."""
+    return import_module("dray.train.data.arrow")
 
 
 @contextmanager
@@ -252,7 +233,7 @@ def _readable(path: str) -> Iterator[None]:
     """What every reader of files may find: none, no leave, or one that is cut or damaged."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error) as error:
         unreadable(path, error)
 
 

@@ -1,0 +1,224 @@
+"""Memory and speed: parts that have the machine to themselves."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from processes import Failed, call
+from rows import Row, judged, left_out
+from training import HERE, Here, look, timed
+
+PLAN = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
+LOSSES = ("full", "chunked", "triton") if "loss" in PLAN["recipe"]["train"] else ("full",)
+MFU = {"GPT-2 124M": 0.45, "Llama 1B": 0.50}  # on one H100 or H200
+STOCK, HELD = 1.5, 0.1
+SHAPES: dict[str, dict[str, Any]] = json.loads((HERE / "shapes.json").read_text(encoding="utf-8"))
+"""By name: what differs from plan.json, and what the planner estimates for it, in GB."""
+
+
+def _small(changes: dict[str, Any]) -> dict[str, Any]:
+    """The same on a CPU within a second."""
+    sizes = {
+        "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 512, "num_hidden_layers": 2,
+        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 32,
+    }  # fmt: skip
+    config = {name: sizes.get(name, value) for name, value in changes["model.config"].items()}
+    return {**changes, "model.config": config, "data.sequence_length": 32, "batch.per_device": 2}
+
+
+def _changes(here: Here, name: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    changes = {**SHAPES[name]["changes"], **{key.replace("_", ".", 1): value for key, value in more.items()}}
+    estimate = SHAPES[name]["estimate_gb"] * 1e9
+    while estimate > 0.8 * here.memory and not here.on_cpu and changes["batch.per_device"] > 1:
+        estimate, changes["batch.per_device"] = estimate / 2, changes["batch.per_device"] // 2
+    return _small(changes) if here.on_cpu else changes
+
+
+def machine(here: Here) -> Iterator[Row]:
+    """What it is, and the most that its matrix products reach."""
+    about, tflops = call(_machine, here.variant, limit=here.limit(60), log=here.log("machine"))
+    yield judged("machine", about, "", f"{tflops:.0f} TFLOP/s, bf16, 8,192 cubed" if tflops else "", good=None)
+
+
+def _machine(variant: str) -> tuple[str, float]:
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    about = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    if variant == "cpu":
+        return f"a CPU; {about}", 0.0
+    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        left @ right
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(20):
+        left @ right
+    end.record()
+    torch.cuda.synchronize()
+    found = torch.cuda.get_device_properties(0)
+    about = f"{found.name}, {found.total_memory / 2**30:.0f} GiB; {about}"
+    return about, 20 * 2 * 8192**3 / (begin.elapsed_time(end) / 1e3) / 1e12
+
+
+def memory(here: Here) -> Iterator[Row]:
+    """The most of the allocator's memory in three steps, beside the planner's estimate."""
+    for name, shape in list(SHAPES.items())[: 1 if here.on_cpu else None]:
+        estimate = shape["estimate_gb"]
+        if estimate > here.memory / 1e9 and not here.on_cpu:
+            yield left_out("memory", name, f"{estimate:.0f} GB are more than this GPU has")
+            continue
+        try:
+            seen = look(here, f"memory-{name}", _changes(here, name), _peak, limit=60)
+        except Failed as failed:
+            yield Row("memory", name, f"{estimate:.1f} GB", str(failed), "failed")
+            continue
+        if seen:
+            good, shown = abs(estimate / seen - 1) <= 0.15, f"{seen:.1f} GB, {estimate / seen:.2f} of it estimated"
+        else:
+            good, shown = None, "three steps, without a figure on a CPU"
+        yield judged("memory", name, f"{estimate:.1f} GB to 15 %", shown, good=good)
+
+
+def _peak(loop: Any) -> float:  # noqa: ANN401  dray's Loop
+    import torch  # noqa: PLC0415
+
+    loop.strategy.network.train()
+    for step in range(3):
+        loop._step(step, loop._read(step)[0])
+    return torch.cuda.max_memory_allocated() / 1e9 if loop.strategy.device.type == "cuda" else 0.0
+
+
+def speed(here: Here) -> Iterator[Row]:
+    """Tokens a second and MFU of the trainer's own lines, the first ones left out; compiled first: it matters most."""
+    steps = 6 if here.on_cpu else 24
+    for compiled in (True, False):
+        for name, aim in MFU.items():
+            best = 0.0
+            for loss in LOSSES:
+                what = f"{name}, {'compiled' if compiled else 'eager'}, {loss}"
+                if here.on_cpu and (compiled or loss != "full"):
+                    continue
+                if loss == "triton" and find_spec("triton") is None:
+                    yield left_out("speed", what, "this Python lacks triton")
+                    continue
+                more = {"train_steps": steps, "train_log_every": steps // 3, "train_compile": compiled}
+                changes = _changes(here, name, **more, **({"train_loss": loss} if len(LOSSES) > 1 else {}))
+                try:
+                    lines = look(here, f"speed-{what}".replace(" ", "-"), changes, timed, limit=180)
+                except Failed as failed:
+                    yield Row("speed", what, "", str(failed), "failed")
+                    continue
+                tokens = statistics.median(line["tokens_per_s"] for line in lines[2:])
+                mfu, peak = lines[-1].get("mfu"), lines[-1]["memory_gb"]
+                best = max(best, tokens)
+                shown = f"{tokens:,.0f} tokens/s, {peak:.1f} GB" + (f", MFU {mfu:.1%}" if mfu else "")
+                good = mfu >= aim if mfu and compiled else None
+                yield judged("speed", what, f"MFU {aim:.0%}", shown, good=good)
+            if compiled != here.on_cpu and name == "GPT-2 124M":
+                yield from _beside(here, name, best)
+
+
+def _beside(here: Here, name: str, best: float) -> Iterator[Row]:
+    """The stock Trainer with the same switches, in the same minute."""
+    what = f"{name}, the best of these beside the stock Trainer's"
+    if find_spec("accelerate") is None:
+        yield left_out("speed", what, "this Python lacks accelerate")
+        return
+    changes = _changes(here, name)
+    steps = 4 if here.on_cpu else 24
+    stock = call(_stock, here.variant, changes, here.folder, steps, limit=here.limit(180), log=here.log("stock"))
+    good = best / stock >= STOCK if not here.on_cpu else None
+    yield judged("speed", what, f"{STOCK}x", f"{best / stock:.2f}x of {stock:,.0f} tokens/s", good=good)
+
+
+def _stock(variant: str, changes: dict[str, Any], folder: str, steps: int) -> float:
+    """Tokens a second in the second half of the steps."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: PLC0415
+
+    length, batch = changes["data.sequence_length"], changes["batch.per_device"]
+    kind = changes.get("model.type", "gpt2")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes["model.config"]))
+    ids = torch.randint(256, (batch * steps, length))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: object, **__: object) -> None:
+            if variant != "cpu":
+                torch.cuda.synchronize()
+            ends.append(time.monotonic())
+
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/stock", per_device_train_batch_size=batch, max_steps=steps, learning_rate=1e-4,
+        bf16=True, torch_compile=variant != "cpu", save_strategy="no", report_to=[], disable_tqdm=True,
+        logging_steps=steps, use_cpu=variant == "cpu",
+    )  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
+    half = steps // 2
+    return (steps - half) * batch * length / (ends[-1] - ends[half - 1])
+
+
+def checkpoint(here: Here) -> Iterator[Row]:
+    """How long a step is held up, beside a save that is waited for."""
+    name = "GPT-2 124M"
+    held, whole, step, size = look(here, "checkpoint", _changes(here, name, train_precision="bf16"), _held, limit=120)
+    aim = f"less than {HELD} of a save that is waited for"
+    shown = f"{held * 1e3:.0f} ms of {whole * 1e3:.0f} ms, {held / whole:.2f}; {size / 1e9:.2f} GB"
+    shown += f", a step of {step * 1e3:.0f} ms"
+    yield judged("checkpoint", "a step is held up", aim, shown, good=held / whole < HELD if not here.on_cpu else None)
+    yield judged("checkpoint", "time to rename", "", f"{whole:.2f} s, {size / whole / 1e9:.2f} GB/s", good=None)
+
+
+def _held(loop: Any) -> tuple[float, float, float, int]:  # noqa: ANN401  dray's Loop
+    """Seconds that a step is longer, that a whole save takes, and that a step takes; and the bytes."""
+    import torch  # noqa: PLC0415
+
+    on_gpu = loop.strategy.device.type == "cuda"
+    loop.strategy.network.train()
+    batches = loop._read(0)[0]
+
+    def took(do: Callable[[], object]) -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        do()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.monotonic() - began
+
+    number = iter(range(1, 100))
+
+    def saved(*, wait: bool) -> None:
+        loop.checkpoints.save(next(number), None)
+        if wait:
+            loop.checkpoints.settle()
+        else:
+            loop._step(0, batches)
+
+    for _ in range(3):
+        loop._step(0, batches)
+    plain = statistics.median(took(lambda: loop._step(0, batches)) for _ in range(5))
+    took(lambda: saved(wait=True))  # which also makes the buffers
+    wholes, longer = [], []
+    for _ in range(3):
+        wholes.append(took(lambda: saved(wait=True)))
+        longer.append(took(lambda: saved(wait=False)) - plain)
+        loop.checkpoints.settle()
+    newest = max(Path(loop.config.checkpoints).glob("step-*"), key=lambda path: path.stat().st_mtime)
+    size = sum(file.stat().st_size for file in newest.iterdir())
+    return max(0.0, statistics.median(longer)), statistics.median(wholes), plain, size
+
+
+PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
+    "machine": (machine, 90), "checkpoint": (checkpoint, 150), "memory": (memory, 200), "speed": (speed, 600),
+}  # fmt: skip
+"""Each with its limit in seconds."""

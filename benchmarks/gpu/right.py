@@ -1,0 +1,209 @@
+"""Whether it is right: parts that run beside one another, since none of them measures time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from processes import call
+from rows import Row, judged, left_out
+from training import HERE, Here, joined, look, planned, train
+
+GPT2 = {
+    "n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+SAME = 5e-3  # of a loss near 5.5: TF32 rounds products to 10 bits, and nothing else differs
+HALF = 5e-2
+
+
+def checks(here: Here) -> Iterator[Row]:
+    """`python -m dray.checks`, as in an image."""
+    del here
+    ended = subprocess.run([sys.executable, "-m", "dray.checks", "--json"], capture_output=True, text=True, check=False)
+    found = json.loads(ended.stdout)
+    failed = [f"{one['problem']}: {one['found']}" for one in found["results"] if one["level"] == "error"]
+    seen = f"{found['ok']} ok, {found['skip']} skipped, {found['error']} failed"
+    yield judged("checks", "python -m dray.checks", "none fails", "; ".join([seen, *failed]), good=not failed)
+
+
+def runner(here: Here) -> Iterator[Row]:
+    """A run as a node starts it: runner, preflight, rank supervisor, trainer."""
+    command = [sys.executable, f"{HERE}/training.py", "{plan}"]
+    plan = planned(here, "runner", {"command": command})
+    names = json.loads(plan.read_text())["world"]["identity"]
+    env = {names["node"]: "0", names["nodes"]: "1", names["name"]: "node1", names["cpus"]: str(os.cpu_count())}
+    env |= {"OMP_NUM_THREADS": "1"} if here.on_cpu else {}
+    ended = subprocess.run(  # noqa: S603  our own module
+        [sys.executable, "-m", "dray.runner", str(plan)],
+        env={**os.environ, **env}, cwd=plan.parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    report = plan.parent / "preflight" / "report.json"
+    seen = f"exit code {ended.returncode}, {'a' if report.exists() else 'no'} report of the preflight"
+    good = ended.returncode == 0 and report.exists()
+    last = [] if good else (ended.stdout + ended.stderr).splitlines()[-6:]
+    yield judged("preflight", "a run by dray.runner", "exit code 0", "; ".join([seen, *last]), good=good)
+
+
+def _near(part: str, what: str, found: list[float], wanted: list[float], within: float) -> Row:
+    apart = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
+    good = bool(found) and math.isfinite(apart) and apart <= within
+    return judged(part, what, f"the CPU's losses to {within:g}", f"{apart:.1e} apart, {found[-1]:.4f}", good=good)
+
+
+def losses(here: Here) -> Iterator[Row]:
+    """Three steps of each strategy beside the CPU's."""
+    wanted = train(here, "losses-cpu", {"variant": "cpu"}).losses
+    for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
+        if strategy.startswith("zero") and find_spec("deepspeed") is None:
+            yield left_out("strategies", strategy, "this Python lacks deepspeed")
+            continue
+        found = train(here, f"losses-{strategy}", {"train.strategy": strategy})
+        yield _near("strategies", f"{strategy}, fp32", found.losses, wanted, SAME)
+    for precision in ("bf16", "fp16"):
+        found = train(here, f"losses-{precision}", {"train.precision": precision})
+        yield _near("fp16" if precision == "fp16" else "strategies", f"ddp, {precision}", found.losses, wanted, HALF)
+        if precision == "fp16":
+            scale = found.steps[-1].get("loss_scale", 0)
+            skipped = found.steps[-1].get("skipped_steps")
+            seen = f"scale {scale:g}, {skipped} steps left out"
+            yield judged("fp16", "loss scale", "a scale above 1", seen, good=scale > 1)
+
+
+def attention(here: Here) -> Iterator[Row]:
+    """The kernels' names, by the profiler: attention without a mask is flash attention."""
+    models = {
+        "gpt2": {"model.config": GPT2},
+        "llama": {"model.type": "llama", "model.config": {**LLAMA, "hidden_size": 256}},
+    }
+    changed = {"data.sequence_length": 64, "train.precision": "bf16"}
+    for name, model in models.items():
+        for compiled in (False,) if here.on_cpu else (False, True):  # on a CPU it takes a minute of a C++ compiler
+            what = f"{name}, {'compiled' if compiled else 'eager'}"
+            changes = {**model, **changed, "train.compile": compiled}
+            kernels = look(here, f"attention-{name}-{compiled}", changes, _kernels, limit=180)
+            flash = sorted({one for one in kernels if "flash" in one.lower() or "fmha" in one.lower()})
+            shown = ", ".join(one[:48] for one in flash[:2]) or f"none of {len(kernels)} kernels"
+            yield judged("attention", what, "a flash kernel", shown, good=bool(flash))
+
+
+def _kernels(loop: Any) -> list[str]:  # noqa: ANN401  dray's Loop
+    """Their names, of one step after two."""
+    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
+
+    on_cpu = loop.strategy.device.type == "cpu"
+    loop.strategy.network.train()
+    for step in range(2):
+        loop._step(step, loop._read(step)[0])
+    with profile(activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA]) as seen:
+        loop._step(2, loop._read(2)[0])
+    return sorted({event.name for event in seen.events() or ()})
+
+
+def syncs(here: Here) -> Iterator[Row]:
+    """What of a step waits for the GPU: torch's own warnings, and copies of single numbers."""
+    for name, changes in (("ddp", {}), ("fsdp", {"train.strategy": "fsdp"})):
+        found = look(here, f"syncs-{name}", {"train.precision": "bf16", **changes}, _waits)
+        shown = ", ".join(f"{count} x {where}" for where, count in found.items()) or "none"
+        yield judged("syncs", f"3 steps of {name}", "none", shown, good=not found)
+
+
+def _waits(loop: Any) -> dict[str, int]:  # noqa: ANN401  dray's Loop
+    """Where steps wait, and how often."""
+    import torch  # noqa: PLC0415
+    from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
+
+    on_gpu = loop.strategy.device.type == "cuda"
+    loop.strategy.network.train()
+    batches = [loop._read(step)[0] for step in range(5)]
+    for step in range(2):
+        loop._step(step, batches[step])
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as warned, profile(activities=[ProfilerActivity.CPU]) as seen:
+        warnings.simplefilter("always")
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("warn")
+        for step in range(2, 5):
+            loop._step(step, batches[step])
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    for one in warned if on_gpu else ():
+        if "synchroniz" in str(one.message):
+            found[f"{Path(one.filename).name}:{one.lineno}"] += 1
+    found["item()"] = sum(event.name == "aten::_local_scalar_dense" for event in seen.events() or ()) if on_gpu else 0
+    return {where: count for where, count in found.items() if count}
+
+
+def resume(here: Here) -> Iterator[Row]:
+    """A run that resumes takes the steps that the one before took."""
+    changes = {"train.steps": 6, "checkpoint.every": [[0, 3]], "train.precision": "bf16"}
+    first = train(here, "resume", changes)
+    newest = max(first.folder.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
+    shutil.rmtree(newest)
+    (first.folder / "attempt-1" / "metrics.jsonl").unlink()
+    second = train(here, "resume", changes)
+    apart = max(abs(one - other) for one, other in zip(second.losses[-3:], first.losses[-3:], strict=True))
+    resumed = "resumed at step 3" in second.log
+    seen = f"{apart:.1e} apart{'' if resumed else ', and it did not resume'}"
+    yield judged("resume", "steps 4 to 6 again", "the same losses to 1e-3", seen, good=resumed and apart <= 1e-3)
+
+
+def analog(here: Here) -> Iterator[Row]:
+    """With the library's own Triton kernels on a GPU."""
+    if find_spec("aihwkit_lightning") is None:
+        yield left_out("analog", "aihwkit-lightning", "this Python lacks aihwkit_lightning")
+        return
+    model = {"model.type": "llama", "model.config": LLAMA, "analog.enabled": True}
+    wanted = train(here, "analog-cpu", {**model, "variant": "cpu"}).losses
+    os.environ["AIHWKIT_USE_TRITON"] = "0" if here.on_cpu else "1"  # read as it is imported, in the next process
+    found = train(here, "analog", model, limit=240).losses
+    yield _near("analog", f"Triton {'off' if here.on_cpu else 'on'}", found, wanted, HALF)
+
+
+def generate(here: Here) -> Iterator[Row]:
+    """`dray generate` and `dray eval` of a saved model, where they run by themselves."""
+    made = train(here, "generate", {"train.steps": 2})
+    model, plan = made.folder / "checkpoints" / "final", made.folder / "attempt-1" / "plan.json"
+    for job in ("generate", "evaluate"):
+        log = here.log(job)
+        used = call(_job, job, str(model), str(plan), limit=here.limit(120), log=log)
+        text = log.read_text(errors="replace").strip().splitlines()
+        seen = f"on the {used}: {text[-1][:40] if text else 'nothing'}"
+        good = bool(text) and (used == "CPU") == here.on_cpu
+        yield judged("generate", f"dray {job if job == 'generate' else 'eval'}", "text, by the GPU", seen, good=good)
+
+
+def _job(kind: str, model: str, plan: str) -> str:
+    """Where it ran."""
+    import torch  # noqa: PLC0415
+
+    from dray.contract import jobs  # noqa: PLC0415
+    from dray.train.outputs import evaluate, generate  # noqa: PLC0415
+
+    joined()
+    if kind == "generate":
+        generate.run(jobs.Generate(model, "causal", "one: ", 8, 0.0, 0, trust_remote_code=False))
+    else:
+        evaluate.run(jobs.Evaluate(model, json.loads(Path(plan).read_text())))
+    return "GPU" if torch.cuda.is_available() and torch.cuda.max_memory_allocated() else "CPU"
+
+
+PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
+    "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 200), "attention": (attention, 240),
+    "syncs": (syncs, 90), "resume": (resume, 90), "analog": (analog, 200), "generate": (generate, 120),
+}  # fmt: skip
+"""Each with its limit in seconds."""

@@ -1,0 +1,173 @@
+"""Runs of dray's own trainer from plan.json, which the planner has made: whole ones, and a look into a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from processes import call
+
+HERE = Path(__file__).resolve().parent
+SRC = HERE.parents[1] / "src"
+PLACE = "/PLACE"
+Changes = dict[str, Any]
+
+
+class Here(NamedTuple):
+    """This machine, and where runs go."""
+
+    folder: str
+    variant: str
+    memory: float  # of the GPU, in bytes
+    deadline: float
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.variant == "cpu"
+
+    def log(self, name: str) -> Path:
+        """Of a process."""
+        return Path(self.folder, "logs", f"{name}.log")
+
+    def limit(self, seconds: float) -> float:
+        """No later than the end of the suite; a CPU may have much else to do."""
+        return max(1.0, min(seconds * (10 if self.on_cpu else 1), self.deadline - time.monotonic()))
+
+
+def environment(folder: str) -> dict[str, str]:
+    """What the plan has all processes see."""
+    plan = json.loads(_text(folder, "none"))
+    return {one["name"]: one["value"] for one in plan["env"] if one["name"] not in ("HF_HOME", "OMP_NUM_THREADS")}
+
+
+def _text(folder: str, name: str) -> str:
+    text = (HERE / "plan.json").read_text(encoding="utf-8")
+    places = {"PYTHON": sys.executable, "SCRATCH": f"{folder}/scratch", "RUN": f"{folder}/{name}"}
+    for placeholder, path in places.items():
+        text = text.replace(f"{PLACE}/{placeholder}", json.dumps(path)[1:-1])
+    return text
+
+
+def planned(here: Here, name: str, changes: Changes) -> Path:
+    """plan.json of this run, with settings of the recipe changed; `batch.*` is one rank's."""
+    plan = json.loads(_text(here.folder, name))
+    plan["variant"] = here.variant
+    for key, value in changes.items():
+        part, _, field = key.rpartition(".")
+        owner = plan if not part else plan["batch"] if part == "batch" else plan["recipe"][part]
+        if field not in owner:
+            raise KeyError(f"{key}: the recipe has no such setting")
+        owner[field] = value
+    plan["batch"]["global_size"] = plan["batch"]["per_device"] * plan["batch"]["gradient_accumulation_steps"]
+    plan["recipe"]["data"]["cache_dir"] = f"{here.folder}/tokens"
+    folder = Path(plan["folder"])
+    for path in (folder / "logs", folder / "failures"):
+        path.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan).replace("{plan}", f"{folder}/plan.json"))
+    return folder / "plan.json"
+
+
+class Run(NamedTuple):
+    """What a run of the trainer left."""
+
+    folder: Path
+    log: str
+    steps: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps]
+
+
+def train(here: Here, name: str, changes: Changes, *, limit: float = 120) -> Run:
+    """One run, whole: `python -m dray.train` without its start."""
+    plan, log = planned(here, name, changes), here.log(name)
+    call(_trained, str(plan), limit=here.limit(limit), log=log)
+    return Run(plan.parents[1], log.read_text(errors="replace"), _steps(plan))
+
+
+def look(here: Here, name: str, changes: Changes, function: Callable[..., Any], *more: Any, limit: float = 120) -> Any:  # noqa: ANN401
+    """The trainer makes everything that it makes for a run, and in the place of its loop the function looks at that."""
+    plan = planned(here, name, changes)
+    return call(_looked, str(plan), function, more, limit=here.limit(limit), log=here.log(name))
+
+
+def timed(loop: Any) -> list[dict[str, Any]]:  # noqa: ANN401  dray's Loop
+    """The loop as it is, without evaluation; the lines of its steps."""
+    loop.original_run(lambda _: None)
+    return _steps(Path(loop.config.folder, "plan.json"))
+
+
+def _steps(plan: Path) -> list[dict[str, Any]]:
+    lines = (plan.parent / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == "step"]
+
+
+def joined() -> None:
+    """This process is the one rank of its world, where the runner has not said so."""
+    if "RANK" in os.environ:
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DRAY_NODE_NAME": "node1"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the runner has it for one machine
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+def without_tensorboard() -> None:
+    """A Python of somebody else's may lack it, and nobody reads it here."""
+    from dray.train import trackers  # noqa: PLC0415  not before the environment is set
+
+    trackers.TRACKERS["tensorboard"] = lambda *_: Nothing()
+
+
+class Nothing:
+    """A tracker."""
+
+    def log(self, *_: object) -> None:
+        """No."""
+
+    def close(self) -> None:
+        """No."""
+
+
+def _trained(plan: str) -> None:
+    from dray.train.__main__ import main  # noqa: PLC0415
+
+    joined()
+    without_tensorboard()
+    main(plan)
+
+
+class _DoneError(Exception):
+    """The look is over."""
+
+
+def _looked(plan: str, function: Callable[..., Any], more: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    from dray.train import __main__ as trainer  # noqa: PLC0415
+    from dray.train.loop import Loop  # noqa: PLC0415
+
+    found: list[Any] = []
+
+    def run(loop: Any, evaluate: object) -> None:  # noqa: ANN401
+        del evaluate
+        found.append(function(loop, *more))
+        raise _DoneError
+
+    joined()
+    without_tensorboard()
+    Loop.original_run, Loop.run = Loop.run, run  # type: ignore[attr-defined, method-assign]
+    try:
+        trainer.main(plan)
+    except _DoneError:
+        return found[0]
+
+
+if __name__ == "__main__":  # as the runner's rank
+    _trained(sys.argv[1])

@@ -1,0 +1,186 @@
+"""benchmarks/gpu: the suite for a machine with a GPU, on this CPU and with a Python that lacks what it may lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray.config import sites
+from dray.facts import Facts
+from dray.planning import memory
+from dray.planning.plan import plan
+from dray.runs import write
+from helpers import ROOT, golden
+
+SUITE = ROOT / "benchmarks" / "gpu"
+# What the first machine with a GPU lacks, and more.
+LACKS = (
+    "aihwkit_lightning", "datasets", "deepspeed", "docker", "peft", "pyarrow", "pydantic", "tensorboard", "triton",
+    "typer",
+)  # fmt: skip
+
+LACKING = """
+from importlib import metadata
+from importlib.machinery import PathFinder
+lacks, found, version = {lacks}, PathFinder.find_spec, metadata.version
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in lacks else found(name, *more)
+def of(name):
+    if name in lacks:
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = of
+"""
+PLANTED = """
+import json, os, signal, subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+import suite
+from training import Here
+os.environ["GPU_CHECK_START"] = "fork"
+folder = sys.argv[2]
+one = suite.Row("hangs", "one", "", "1", "ok")
+
+def hangs(here):
+    yield one
+    child = subprocess.Popen(["sleep", "600"])
+    open(folder + "/left", "w").write(str(child.pid))
+    time.sleep(600)
+
+def dies(here):
+    os.kill(os.getpid(), signal.SIGSEGV)
+    yield one
+
+def raises(here):
+    raise ValueError("of a library")
+    yield one
+
+def well(here):
+    yield one._replace(part="well")
+
+suite.PARTS = {"hangs": (hangs, 3.0), "dies": (dies, 60.0), "raises": (raises, 60.0), "well": (well, 60.0)}
+here = Here(folder, "cuda", 0.0, time.monotonic() + 600)
+rows = suite._rows(here, list(suite.PARTS), 2)
+rows += suite._rows(here._replace(deadline=0.0), ["late"], 1)
+print(json.dumps(rows))
+"""
+
+
+def recipe(*overrides: str):
+    return write.read_recipe(SUITE / "recipe.toml", overrides)
+
+
+def test_its_plan_is_the_planner_s() -> None:
+    facts = Facts(
+        scheduler="local", nodelist="node1", nodes=1, address="127.0.0.1", gpus_per_node=1, engine="bare",
+        image="/PLACE/PYTHON", uid=0, gid=0,
+    )  # fmt: skip
+    made = plan(
+        recipe(), sites.choose(facts).site, facts, run_folder=PurePosixPath("/PLACE/RUN"), scratch="/PLACE/SCRATCH",
+        dray="gpu-check",
+    )  # fmt: skip
+    golden(SUITE / "plan.json", made.model_dump_json(indent=1) + "\n")
+
+
+def test_its_estimates_are_the_planner_s() -> None:
+    shapes = json.loads((SUITE / "shapes.json").read_text())
+    for one in shapes.values():
+        changes = one["changes"]
+        overrides = [f"batch.global_size={changes['batch.per_device']}"]
+        for key, value in changes.items():
+            pairs = (
+                {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+            )
+            overrides += [f"{name}={str(inner).lower()}" for name, inner in pairs.items()]
+        of_model = {"model_type": changes.get("model.type", "gpt2"), **changes["model.config"]}
+        found = memory.estimate(recipe(*overrides), memory.shape(of_model), ranks=1, ranks_per_node=1)
+        # CUDA's own memory is not the allocator's, which the suite asks.
+        one["estimate_gb"] = round((found.on_gpu - found.gpu["the rest"]) / 1e9, 2)
+    golden(SUITE / "shapes.json", json.dumps(shapes, indent=1) + "\n")
+
+
+def cells(table: str) -> list[list[str]]:
+    """What, its part and its verdict, of each line but the first two."""
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in table.splitlines() if line.startswith("| ")]
+    return [[row[0].removeprefix("| "), row[1], row[4].removesuffix(" |").strip()] for row in rows[1:]]
+
+
+def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+    (tmp_path / "sitecustomize.py").write_text(LACKING.format(lacks=LACKS))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    argv = [sys.executable, str(SUITE), "--cpu", "--minutes", "90", "--page", str(tmp_path / "page.md")]
+    ended = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    page = (tmp_path / "page.md").read_text()
+    gpt, llama, ok, aimless, missing = "GPT-2 124M", "Llama 1B", "ok", "no aim", "left out"
+    found = cells(page)
+    assert found.pop(found.index(next(row for row in found if row[0] == "machine")))[1].startswith("a CPU; torch ")
+    assert found == [
+        ["checks", "python -m dray.checks", ok],
+        ["preflight", "a run by dray.runner", ok],
+        ["strategies", "ddp, fp32", ok],
+        ["strategies", "fsdp, fp32", ok],
+        *(["strategies", zero, missing] for zero in ("zero1", "zero2", "zero3")),
+        ["strategies", "ddp, bf16", ok],
+        ["fp16", "ddp, fp16", ok],
+        ["fp16", "loss scale", ok],
+        ["attention", "gpt2, eager", ok],
+        ["attention", "llama, eager", ok],
+        ["syncs", "3 steps of ddp", ok],
+        ["syncs", "3 steps of fsdp", ok],
+        ["resume", "steps 4 to 6 again", ok],
+        ["analog", "aihwkit-lightning", missing],
+        ["generate", "dray generate", ok],
+        ["generate", "dray eval", ok],
+        ["checkpoint", "a step is held up", aimless],
+        ["checkpoint", "time to rename", aimless],
+        ["memory", gpt, aimless],
+        ["speed", f"{gpt}, eager, full", aimless],
+        ["speed", f"{gpt}, the best of these beside the stock Trainer's", aimless],
+        ["speed", f"{llama}, eager, full", aimless],
+    ]
+    assert page.startswith("# dray on a GPU, ")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("gpu-check-")] == []
+
+
+def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PLANTED, str(SUITE), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(ended.stdout)
+    rows[3][3] = re.sub("; .*; ", "; ...; ", rows[3][3])
+    assert rows == [
+        ["hangs", "one", "", "1", "ok"],
+        ["hangs", "", "", "not done after 3 s", "failed"],
+        ["dies", "", "", "died by SIGSEGV", "failed"],
+        ["raises", "", "", "exit code 1; ...; ValueError: of a library", "failed"],
+        ["well", "one", "", "1", "ok"],
+        ["late", "", "", "no time was left for it", "left out"],
+    ]
+    state, deadline = Path("/proc", (tmp_path / "left").read_text(), "stat"), time.monotonic() + 60
+    while state.exists() and state.read_text().split(") ")[1][0] != "Z":  # a container's init may not reap it
+        assert time.monotonic() < deadline, "what a part has started ends with it"
+
+
+def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+    argv = [sys.executable, str(SUITE), "--only", "machine"]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("no GPU can be used here: exit code 1; ")
+    assert ended.stderr.endswith("\n  fix: python3 benchmarks/gpu --cpu runs without one\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("--only", "memory,speeed"), "there is no part speeed: checks, "), (("--minutes", "x"), "'x'")]
+)
+def test_words_that_it_does_not_know(words: tuple[str, ...], said: str) -> None:
+    ended = subprocess.run([sys.executable, str(SUITE), *words], capture_output=True, text=True, check=False)
+    assert (ended.returncode, said in ended.stderr) == (2, True)
