@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,21 @@ def row_groups(path: str) -> int:
 def rows(path: str, column: str, groups: range) -> Iterator[Any]:
     """The column's cells, in order; of parquet those of these row groups."""
     with _damaged():
-        file = pq.ParquetFile(path) if path.lower().endswith(".parquet") else None
-        mapped = _mapped(path) if file is None else None
-        names = mapped.schema.names if file is None else file.schema_arrow.names
-        if column not in names:
-            table.no_column(path, column, names)
-        for batch in mapped.to_batches() if file is None else file.iter_batches(row_groups=groups, columns=[column]):
+        if path.lower().endswith(".parquet"):
+            file: Any = pq.ParquetFile(path)
+            _require(path, column, file.schema_arrow.names)
+            batches: Iterable[Any] = file.iter_batches(row_groups=groups, columns=[column])
+        else:
+            mapped = _mapped(path)
+            _require(path, column, mapped.schema.names)
+            batches = mapped.to_batches()
+        for batch in batches:
             yield from batch.column(column).to_pylist()
+
+
+def _require(path: str, column: str, names: list[str]) -> None:
+    if column not in names:
+        table.no_column(path, column, names)
 
 
 def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
