@@ -93,6 +93,17 @@ class Facts(BaseModel):
         return hosts
 
 
+class Counted(BaseModel):
+    """What a model's forward pass keeps for the backward pass, counted in the model itself: bytes for each row."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kept: int
+    """Of a step as it is."""
+    checkpointed: int
+    """With activation checkpointing."""
+
+
 class Files(BaseModel):
     """What this machine's disk holds of what the recipe names, looked up once."""
 
@@ -100,6 +111,8 @@ class Files(BaseModel):
 
     configuration: dict[str, Any] | None = None
     """The model's config.json, as transformers will read it; none where it is not on this disk."""
+    counted: Counted | None = None
+    """What the model keeps, where somebody has counted it."""
     missing_on_hub: tuple[str, ...] = ()
     """Models and datasets of the hub that are not in its cache."""
     findings: tuple[Finding, ...] = ()

@@ -53,6 +53,9 @@ def plan(
     ] = "text",
     verbose: Verbose = False,
     gpu_memory: GpuMemory = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Count activations in the model itself, which needs torch here.")
+    ] = False,
     site: Site = "",
     sbatch: Sbatch = None,
     runs: Runs = None,
@@ -80,7 +83,7 @@ def plan(
     if save:
         _write(recipe, seen, choice, folder, run)
         return
-    decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)))
+    decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)), exact=exact)
     if form == "json":
         print(decided.model_dump_json(indent=1))
     elif form == "bash":

@@ -1,14 +1,14 @@
 """What a training run will hold in memory, from the model's configuration and the recipe: an estimate beforehand.
 
-Weights, gradients and optimizer are counted. Activations are the usual count for transformers whose attention keeps no
-matrix of scores (34 bytes a token, layer and hidden unit in 16 bits), and the logits, which small models forget.
+Weights, gradients and optimizer are counted. Activations are a formula's, or counted in the model itself where torch is
+at hand (`dray plan --exact`, and every plan made in an image). The logits come on top, which small models forget.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,8 +17,8 @@ from dray.config.site import Site
 from dray.config.training import STRATEGIES
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
-from dray.facts import Facts, Files
-from dray.planning import batch
+from dray.facts import Counted, Facts, Files
+from dray.planning import activations, batch
 from dray.planning.world import World
 
 _GB = 1e9
@@ -47,6 +47,11 @@ class Shape:
     vocabulary: int
     linear: int
     """Inputs and outputs of all linear layers of one block together, which is what LoRA grows with."""
+    outside: int
+    """Parameters that are in no block, such as the embedding: FSDP gathers them once, as one group."""
+    block: activations.Block
+    counted: Counted | None = None
+    """What the model itself keeps."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ def shape(raw: Mapping[str, Any]) -> Shape | None:
     tables = 1 if known.get("tie_word_embeddings", not gated) else 2
     total = known["vocab_size"] * hidden * tables + positions * hidden + layers * block + hidden
     linear = 4 * hidden + 2 * (width + shared) + (3 if gated else 2) * (hidden + inner)
-    return Shape(total, hidden, layers, known["vocab_size"], linear)
+    sizes = activations.block(known, hidden=hidden, width=width, shared=shared, heads=heads, inner=inner)
+    return Shape(total, hidden, layers, known["vocab_size"], linear, total - layers * block, sizes)
 
 
 def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:
@@ -109,7 +115,9 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     kept = 2 if recipe.model.dtype == "bf16" else 4
     stage, zero = STRATEGIES[train.strategy][:2]
     weights = (half if zero else kept) * model.parameters / (ranks if stage == 3 else 1)
-    whole = model.parameters / model.layers if stage == 3 else model.parameters if half < kept and not zero else 0
+    layer = (model.parameters - model.outside) / model.layers
+    # All that is in no layer, from the first layer to the last; beside it one layer, and the next on its way.
+    whole = model.outside + 2 * layer if stage == 3 else model.parameters if half < kept and not zero else 0
     moves = 4 if zero or lora else kept  # LoRA's are in 32 bits, and so is what DeepSpeed sums
     gradients = moves * moved / (ranks if stage >= 2 else 1)
     optimizer = (12 if zero else 2 * moves) * moved / (ranks if stage >= 1 else 1)
@@ -118,7 +126,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
         "their 16-bit copies" if half == 2 and not zero and stage < 3 else "gathered layers": half * whole,
         "gradients": gradients,
         "optimizer": optimizer,
-        "activations": _activations(recipe, model, ranks, half),
+        "activations": _activations(recipe, model, ranks),
         "the rest": _REST if recipe.image != "cpu" else 0.0,
     }
     away = {"": (), "optimizer": ("optimizer", "gradients"), "all": ("weights", "optimizer", "gradients")}[
@@ -129,16 +137,38 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     return Estimate(gpu, host)
 
 
-def _activations(recipe: Recipe, model: Shape, ranks: int, half: int) -> float:
-    assert recipe.train is not None
+def use(recipe: Recipe) -> activations.Use:
+    """How the recipe runs the model."""
+    train, model = recipe.train, recipe.model
+    assert train is not None
+    stage, deepspeed = STRATEGIES[train.strategy][:2]
+    half = train.precision != "fp32"
+    # FSDP and DeepSpeed compute with 16-bit weights, and so with 16 bits between the layers.
+    narrow = model.dtype == "bf16" or (half and (deepspeed or stage == 3))
+    return activations.Use(
+        recipe.data.sequence_length,
+        products=2 if half or narrow else 4,
+        residual=2 if narrow else 4,
+        autocast=half and not deepspeed,
+        compiled=train.compile,
+        checkpointed=train.activation_checkpointing,
+        eager=model.attn_implementation == "eager",
+        masked=recipe.data.document_mask and model.attn_implementation == "sdpa",
+    )
+
+
+def _activations(recipe: Recipe, model: Shape, ranks: int) -> float:
+    """Of one micro-batch, at the beginning of its backward pass."""
     assert recipe.batch is not None
-    tokens = (batch.divide(recipe.batch, world_size=ranks).per_device or 1) * recipe.data.sequence_length
-    layer = 17 * half * tokens * model.hidden
-    layers = layer * model.layers
-    if recipe.train.activation_checkpointing:
-        layers = half * tokens * model.hidden * model.layers + layer
-    logits = 12 if half == 4 else 16  # with their logarithms and gradients, in 32 bits
-    return float(layers + tokens * model.vocabulary * logits)
+    rows, how = batch.divide(recipe.batch, world_size=ranks).per_device or 1, use(recipe)
+    if model.counted and not how.compiled:
+        row = float(model.counted.checkpointed if how.checkpointed else model.counted.kept)
+    else:
+        row = activations.kept(model.block, model.layers, how)
+    train = recipe.train
+    assert train is not None
+    predicted = train.mlm_probability if train.objective == "masked" else 1.0  # of tokens; the head computes no other
+    return rows * (row + predicted * activations.logits(model.vocabulary, how))
 
 
 _CHANGES: tuple[dict[str, Any], ...] = (
@@ -160,9 +190,11 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
     if model is None:
         unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
         return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
+    model = replace(model, counted=files.counted)
     found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
     on = f", on GPUs of {limit:g} GB" if limit and found.gpu else ""
-    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{on}", *found.lines()])
+    counted = ", activations counted in the model itself" if files.counted and not recipe.train.compile else ""
+    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{on}{counted}", *found.lines()])
     if not limit or found.on_gpu <= limit * _GB:
         return reason, ()
     refusal = Finding(

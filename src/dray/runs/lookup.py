@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,21 +20,27 @@ from dray.config.recipe import Command, Recipe
 from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
 from dray.contract.findings import ConfigError, DrayError, Finding
-from dray.facts import Facts, Files
+from dray.facts import Counted, Facts, Files
+from dray.planning import memory
 
 _TYPES = Path(__file__).with_name("model_types.toml")
 
 
-def files(recipe: Recipe, facts: Facts) -> Files:
-    """A job's planner runs in a container that sees HF_HOME alone: other paths are checked on the nodes."""
+def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
+    """A job's planner runs in a container that sees HF_HOME alone: other paths are checked on the nodes.
+
+    In an image, or if `exact`, the model itself is asked what it keeps.
+    """
     if recipe.command:
         return Files(findings=tuple(_program(recipe.command, facts)))
     if recipe.train is None:
         return Files()
     home = recipe.env.get("HF_HOME", facts.hf_home or "")
     configuration = _configuration(recipe, home)
+    in_image = Path(sys.prefix, "image.json").is_file() and recipe.image != "cpu"
     return Files(
         configuration=configuration,
+        counted=_counted(recipe, configuration, exact=exact) if configuration and (exact or in_image) else None,
         findings=tuple(_model_type(recipe, facts, configuration)),
         missing_on_hub=tuple(_missing_on_hub(recipe, home)),
         missing_paths=missing_paths(recipe) if facts.login else {},
@@ -50,6 +58,34 @@ def _configuration(recipe: Recipe, home: str) -> dict[str, Any] | None:
         return {**_json(model.name, model.revision, home), **model.config}
     except (OSError, ConfigError, ValueError):  # the nodes say what is wrong with it
         return None
+
+
+def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> Counted | None:
+    """By a program that needs torch; where it does not end well, only `exact` makes that an error."""
+    assert recipe.train is not None
+    use = memory.use(recipe)
+    question = {
+        "configuration": configuration,
+        "masked": recipe.train.objective == "masked",
+        "length": use.length,
+        "autocast": recipe.train.precision if use.autocast else "",
+        "weights": "fp32" if use.residual == 4 else "fp16" if recipe.train.precision == "fp16" else "bf16",
+        "attention": "eager" if use.eager else "auto",
+        "documents": use.masked,
+    }
+    argv = [sys.executable, "-m", "dray.train.activations", json.dumps(question)]
+    done = process.run(argv, env={"PYTHONDONTWRITEBYTECODE": "1"}, check=False)
+    if done.code == 0:
+        return Counted.model_validate_json(done.out.splitlines()[-1])
+    if exact:
+        lines = [line for line in done.err.splitlines() if line.strip()]
+        raise ConfigError(
+            "--exact cannot build this model here",
+            wanted="a Python with torch and transformers, and a type of model that transformers knows",
+            found=lines[-1][:200] if lines else f"exit code {done.code}",
+            fix="leave out --exact for an estimate, or plan in the image",
+        )
+    return None
 
 
 def _json(name: str, revision: str, home: str) -> dict[str, Any]:

@@ -97,10 +97,10 @@ def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
     return facts, choice
 
 
-def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths) -> Plan:
+def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
     made = plan(
-        recipe, choice.site, facts, lookup.files(recipe, facts), run_folder=PurePosixPath(paths.run),
+        recipe, choice.site, facts, lookup.files(recipe, facts, exact=exact), run_folder=PurePosixPath(paths.run),
         scratch=f"{node.OWN}{os.getuid()}-{secrets.token_hex(16)}",
         attempt=paths.attempt, dray=__version__, site_why=choice.reason,
     )  # fmt: skip

@@ -1,0 +1,133 @@
+"""What the forward pass keeps for the backward pass, from a model's configuration alone: for a machine without torch.
+
+Calibrated against `dray.train.activations`, which counts it in the model itself; tests hold one against the other.
+Numbers are bytes. Under autocast norms stay in 32 bits, and every product makes itself a copy in 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Where a configuration does not say: the function between a block's two linear layers, and its dropout.
+_ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neo": "gelu_new", "opt": "relu", "bert": "gelu"}
+_DROPOUTS = {"gpt2": 0.1, "opt": 0.1, "bert": 0.1}
+_WRITTEN_OUT = ("gelu_new", "gelu_fast")  # in single operations, of which each keeps something
+_LOSS = 12
+"""Of a logit: its logarithm and two gradients, in 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What decides how much one of a model's layers keeps."""
+
+    hidden: int
+    width: int
+    """Of all heads together."""
+    shared: int
+    """Of those heads of keys and values that are not shared."""
+    heads: int
+    inner: int
+    """Between the linear layers; of several experts, of those that a token goes through."""
+    activation: str
+    gated: bool
+    """With a third linear layer, and norms without a mean."""
+    fused: bool
+    """Whether one product makes queries, keys and values."""
+    normed: bool
+    """Whether queries and keys have norms of their own."""
+    dropout: bool
+    eager: bool
+    """Whether the scores are kept: the model has no other attention."""
+    window: int
+    """How far attention reaches back; 0: to the beginning."""
+    head: int
+    """What comes before the logits, in numbers for each hidden one."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a recipe runs it."""
+
+    length: int
+    products: int
+    """Bytes of a number in matrix products."""
+    residual: int
+    """Bytes of a number between the layers, which have the type of the weights that compute."""
+    autocast: bool
+    compiled: bool = False
+    checkpointed: bool = False
+    eager: bool = False
+    masked: bool = False
+
+
+def block(raw: Mapping[str, Any], *, hidden: int, width: int, shared: int, heads: int, inner: int) -> Block:
+    """From config.json, and the sizes that are read from it."""
+    kind = raw.get("model_type", "")
+    names = ("activation_function", "hidden_act", "hidden_activation")
+    gated = "rms_norm_eps" in raw
+    activation = next((str(raw[name]) for name in names if raw.get(name)), _ACTIVATIONS.get(kind, "silu"))
+    dropouts = [raw[name] for name in ("resid_pdrop", "resid_dropout", "hidden_dropout_prob", "dropout") if name in raw]
+    windowed = raw.get("use_sliding_window", True)
+    active = raw.get("num_experts_per_tok") or 1
+    return Block(
+        hidden=hidden, width=width, shared=shared, heads=heads, inner=inner * active, activation=activation,
+        gated=gated, fused=kind == "gpt2", normed=kind in ("qwen3", "qwen3_moe"), eager=kind == "gpt_neo",
+        dropout=bool(dropouts[0] if dropouts else _DROPOUTS.get(kind, 0)),
+        window=(raw.get("sliding_window") or 0) if windowed else 0, head=9 if kind == "bert" else 0,
+    )  # fmt: skip
+
+
+def kept(block: Block, layers: int, use: Use) -> float:
+    """Bytes for each row of tokens."""
+    between = _norm(block, use) + use.products + (0 if use.compiled else block.head)
+    outside = use.length * block.hidden * between
+    layer = use.length * _token(block, use)
+    if use.checkpointed:
+        return outside + layers * use.length * block.hidden * use.residual + layer
+    return outside + layers * layer
+
+
+def logits(vocabulary: int, use: Use) -> float:
+    """Bytes for each row at the beginning of the backward pass, where all logits are there at once."""
+    return float(use.length * vocabulary * (3 * use.products if use.compiled else _LOSS))
+
+
+def _token(block: Block, use: Use) -> float:
+    """One layer's for each token."""
+    x, h = use.products, block.hidden
+    # The output of a norm is kept as the input of what follows: cast for each product, if it is in 32 bits.
+    copies = use.autocast and not use.compiled and not (block.gated and use.residual == 2)
+    inputs = ((1 if block.fused else 3) + (2 if block.gated else 1) if copies else 2) * x * h
+    masked = use.masked or 0 < block.window < use.length
+    # Only without a mask do kernels take grouped heads as they are.
+    attention = (2 * block.width + 2 * (block.width if masked else block.shared)) * x
+    if block.eager or use.eager:
+        attention += block.heads * use.length * (4 + x if x < 4 else 4)
+    elif masked:
+        attention += use.length * x
+    if block.normed:
+        attention += (block.width + block.shared) * (x if use.compiled else 4 + x)
+    return 2 * _norm(block, use) * h + inputs + attention + block.inner * _between(block, use) + 2 * block.dropout * h
+
+
+def _norm(block: Block, use: Use) -> int:
+    """One norm's for each number, without its output."""
+    if use.compiled:
+        return use.residual
+    if block.gated:
+        return 4 + use.residual  # RMSNorm: its input in 32 bits, and what its weights are multiplied with
+    return 4 if use.autocast else use.residual
+
+
+def _between(block: Block, use: Use) -> int:
+    """Between the linear layers, for each number there."""
+    x = use.products
+    if block.gated:
+        return 3 * x if use.compiled else 4 * x
+    if block.activation == "relu":
+        return x
+    if block.activation in _WRITTEN_OUT and not use.compiled:
+        return 16 if use.autocast else 5 * x
+    return 2 * x
