@@ -31,7 +31,7 @@ def evaluate(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Evaluate the model of a run on the recipe's datasets, or on others, on this machine's CPUs."""
+    """Evaluate the model of a run on the recipe's datasets, or on others, by this machine's GPU or its CPUs."""
     plan, final = desk.ended(run, trust=trust_run)
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
@@ -43,7 +43,7 @@ def evaluate(
             )
     recipe = write.over(plan.recipe, overrides or [])
     job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"))
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("data", "evaluate")))
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("data", "evaluate"), by_gpu=True))
 
 
 @app.command()
@@ -56,7 +56,7 @@ def generate(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Print a prompt and what the model of a run makes of it, on this machine's CPUs."""
+    """Print a prompt and what the model of a run makes of it, by this machine's GPU or its CPUs."""
     plan, final = desk.ended(run, trust=trust_run)
     recipe = plan.recipe
     job = jobs.Generate(
@@ -68,7 +68,7 @@ def generate(
         seed=seed,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final))
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, by_gpu=True))
 
 
 @app.command()

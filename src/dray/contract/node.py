@@ -17,6 +17,12 @@ _AMD = "/sys/module/amdgpu/version"  # of AMD's own packages; the kernel's own m
 _LOCKED_GB = 1.0  # less than this, and the buffers of a few connections fill it
 
 
+def has_gpu(accelerator: str) -> bool:
+    """Whether this user may open a GPU here. A job's cgroup may still deny it: torch has the last word."""
+    control = {"cuda": "/dev/nvidiactl", "rocm": "/dev/kfd"}.get(accelerator)
+    return control is not None and os.access(control, os.R_OK | os.W_OK)
+
+
 def nvidia_driver(version_file: str | os.PathLike[str] = _NVIDIA) -> str | None:
     """The kernel module's version: `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul ...`."""
     try:

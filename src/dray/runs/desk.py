@@ -9,8 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import engines
+from dray.config.image import ACCELERATORS
 from dray.config.recipe import Command, Preflight, Recipe
-from dray.contract import files, jobs
+from dray.contract import files, jobs, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
@@ -89,11 +90,13 @@ def once(
     folder: Path,
     env: dict[str, str] | None = None,
     sections: Sequence[str] = (),
+    by_gpu: bool = False,
 ) -> int:
     """Run one job of contract/jobs.py and show what it prints as it comes; its exit code.
 
     It is a run of one rank in `folder`, which leaves no run folder. A container sees that folder, and the files that
-    the recipe's `sections` name.
+    the recipe's `sections` name. With `by_gpu` it also sees the GPU that the recipe's image is for, where this machine
+    has one.
     """
     run = new_id(recipe.name)
     environment = {**recipe.env, **(env or {})}
@@ -101,19 +104,21 @@ def once(
     visible = {name: getattr(recipe, name) for name in sections}
     if "data" in visible:
         visible["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was trained
-    facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=0, site="")
+    gpus = int(by_gpu and node.has_gpu(ACCELERATORS[recipe.image]))
+    facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=gpus, site="")
     with TemporaryDirectory(prefix="dray-") as runs:
         file = Path(runs, run, "job.json")
         python = engines.get(engine).python(image)
         program = Recipe(
             name=recipe.name,
+            image=recipe.image if gpus else "cpu",
             launcher="python",
             ranks_per_node=1,
             env=environment,
             pass_env=tuple(name for name in recipe.pass_env if name not in environment),
             preflight=Preflight(when="never"),
             command=Command(argv=(python, "-m", "dray.train.outputs", str(file)), folder=str(folder)),
-        ).model_copy(update=visible)  # in the cpu image: no GPU is needed
+        ).model_copy(update=visible)
         plan, paths = write.write(program, facts, runs=Path(runs), run=run)
         file.write_text(json.dumps(jobs.to_json(job)), encoding="utf-8")
         output = Output(paths.rank_log(0))

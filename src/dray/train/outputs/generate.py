@@ -49,7 +49,10 @@ def run(job: Generate) -> None:
     chosen: dict[str, Any] = (
         {"do_sample": True, "temperature": job.temperature} if job.temperature else {"do_sample": False}
     )
-    written = network.generate(
+    # In the type of its file, so that the likeliest tokens are the same ones on a CPU.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    prompt = prompt.to(device)
+    written = network.to(device).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,

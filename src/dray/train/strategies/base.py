@@ -82,7 +82,7 @@ def adamw(network: torch.nn.Module, config: Config, *, fused: bool = True) -> to
         {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
 
 
