@@ -13,7 +13,7 @@ import pytest
 
 from dray.config.image import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources import lock
+from dray.images.sources import lock, targets
 
 CPU = {"version": "2.0+cpu", "sha256": ["c" * 64]}
 ROCM = {"version": "2.0+rocm6", "sha256": ["a" * 64]}
@@ -271,3 +271,64 @@ def test_without_uv(checkout, monkeypatch, tmp_path):
         "where": str(tmp_path / "python"),
         "fix": f"{tmp_path / 'python'} -m pip install --require-hashes --constraint containers/venv.lock uv",
     }
+
+
+class TestTargets:
+    """One lock serves both machines and both Pythons, or says which it does not."""
+
+    @pytest.fixture
+    def locked(self, checkout, monkeypatch) -> Checkout:
+        checkout.write("containers/cuda/requirements.in", "torch==2.0\nfast\n")
+        checkout.publish("fast", "1.0")
+        return checkout
+
+    def asked(self, checkout: Checkout, **vendors: dict[str, object]) -> list[str]:
+        image = checkout.image("cuda", **vendors)
+        lock.update(checkout.root, image)
+        return targets.require_wheels(checkout.root, image)
+
+    def refused(self, checkout: Checkout) -> list[str]:
+        with pytest.raises(ConfigError) as refused:
+            self.asked(checkout)
+        return str(refused.value).splitlines()
+
+    def test_every_wheel_is_there(self, locked):
+        locked.write("containers/cuda/build.in", "tokens\n")
+        assert self.asked(locked) == [
+            "7 wheels for x86_64, Python 3.11",
+            "7 wheels for x86_64, Python 3.12",
+            "7 wheels for aarch64, Python 3.11",
+            "7 wheels for aarch64, Python 3.12",
+        ]
+
+    @pytest.mark.parametrize(
+        ("tag", "unserved"),
+        [
+            ("cp311-cp311-manylinux_2_28_x86_64", "x86_64 with Python 3.12"),
+            ("cp311-abi3-manylinux_2_28_x86_64", "aarch64 with Python 3.11"),
+        ],
+    )
+    def test_a_wheel_that_serves_one(self, locked, tag, unserved):
+        (wheel,) = (locked.index / "fast").glob("*.whl")
+        wheel.rename(wheel.with_name(f"fast-1.0-{tag}.whl"))
+        locked.list(wheel.parent)
+        said = self.refused(locked)
+        assert said[0] == f"the lock does not serve {unserved}"
+        assert said[1] == "  where:  containers/cuda/requirements.lock"
+        assert said[-1] == "  fix:    dray image lock cuda; or change the requirement that has no such wheel"
+
+    def test_a_package_that_one_machine_needs_more(self, locked):
+        locked.publish("fast", "2.0", 'tokens; platform_machine == "aarch64"')
+        locked.write("containers/cuda/requirements.in", "fast\n")
+        assert self.refused(locked)[0] == "the lock does not serve aarch64 with Python 3.11"
+
+    def test_a_file_that_the_index_has_changed(self, locked):
+        self.asked(locked)
+        with (locked.index / "fast/fast-1.0-py3-none-any.whl").open("ab") as wheel:
+            wheel.write(b"another")
+        with pytest.raises(ConfigError) as refused:
+            targets.require_wheels(locked.root, locked.image("cuda"))
+        assert str(refused.value).splitlines()[0] == "the lock does not serve x86_64 with Python 3.11"
+
+    def test_what_comes_from_a_vendor_is_left_out(self, locked):
+        assert self.asked(locked, torch=ROCM)[0] == "2 wheels for x86_64, Python 3.11"

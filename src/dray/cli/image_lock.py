@@ -11,7 +11,7 @@ from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.images.log import build_log
 from dray.images.sources import base as base_files
-from dray.images.sources import debs, inputs, venv
+from dray.images.sources import debs, inputs, targets, venv
 from dray.images.sources import lock as locks
 
 
@@ -20,7 +20,9 @@ def lock(
         str | None,
         typer.Argument(help="A folder of containers/, such as cpu; or debian; or venv. Else all but debian."),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only say if a lock is fresh; not for `debian`.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say if a lock is fresh, and serves both machines.")
+    ] = False,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
@@ -42,6 +44,8 @@ def lock(
         if check:
             locks.require_fresh(root, image) if image else venv.require_fresh(root)
             print(f"{name}: the lock is fresh")
+            for served in targets.require_wheels(root, image) if image else []:
+                print(f"{name}: {served}")
         else:
             changes = locks.update(root, image, upgrade=upgrade) if image else venv.update(root, upgrade=upgrade)
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))

@@ -206,10 +206,11 @@ def _text(path: Path) -> str:
 
 def compiler() -> list[str]:
     """What resolves requirements to versions and hashes."""
-    return [_uv(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"]
+    return [uv(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"]
 
 
-def _uv() -> str:
+def uv() -> str:
+    """The program."""
     beside = Path(sys.executable).with_name("uv")
     uv = process.which("uv") or (str(beside) if beside.exists() else None)
     if not uv:
