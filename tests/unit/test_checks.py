@@ -218,9 +218,10 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(device, "accelerator", lambda: accelerator)
     monkeypatch.setattr(device, "_works", lambda _: "it works")
+    monkeypatch.setattr(device, "_matmul", lambda _: "fast")
     monkeypatch.setattr(node, "driver", lambda _: found)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    driver, works = device.results()
+    driver, works, _ = device.results()
     assert (driver.level, works.level) == ("ok" if fits else "error", "ok")
     rank = type("Rank", (), {"plan": {"variant": variant, "world": {"ranks_per_node": 1}}, "node": "n7"})()
     with pytest.raises((UnfitError, AttributeError, RuntimeError, AssertionError)) as refused:  # torch has no GPU here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 
 from dray.checks import drivers, image
 from dray.checks.check import Skip, check
-from dray.contract import node
+from dray.contract import gpus, node
 from dray.contract.findings import Finding, UnfitError
 
 _NO_CODE = ("no kernel image", "invalid device function")  # by CUDA, by HIP
@@ -26,6 +27,7 @@ def results() -> Iterator[Finding]:
         yield check("driver", _driver)
     for index in range(count):
         yield check(f"device {index}", partial(_works, index))
+        yield check(f"matmul {index}", partial(_matmul, torch.device("cuda", index)))
 
 
 def accelerator() -> str:
@@ -55,6 +57,39 @@ def _works(index: int) -> str:
     if total != 64**3:
         raise UnfitError(f"{found}: a product of ones is {total}", wanted=str(64**3), fix="take the GPU out of service")
     return found
+
+
+def _matmul(device: torch.device) -> str:
+    """The most that this GPU gives a program, beside what its maker says."""
+    maker = gpus.find(torch.cuda.get_device_name(device))
+    half = torch.float16 if maker and not maker.bf16 else torch.bfloat16
+    found = ceiling(device, half)
+    kind = str(half).removeprefix("torch.")
+    if maker is None:
+        return f"{found:.0f} TFLOP/s in {kind}; gpus.toml does not have this GPU"
+    peak = maker.bf16 or maker.fp16
+    return f"{found:.0f} TFLOP/s in {kind}, {found / peak:.0%} of the maker's {peak:g} ({maker.source})"
+
+
+def ceiling(device: torch.device, dtype: torch.dtype, size: int = 8192, seconds: float = 0.3) -> float:
+    """TFLOP/s of square matrix products, once the clock has settled."""
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = 0.0
+    for _ in range(3):
+        rounds, began = 0, _now(device)
+        while (took := _now(device) - began) < seconds / 3 or not rounds:
+            for _ in range(4):
+                left @ right
+            rounds += 4
+        best = max(best, 2 * size**3 * rounds / took / 1e12)
+    return best
+
+
+def _now(device: torch.device) -> float:
+    """The time at which the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _none() -> str:

@@ -13,16 +13,11 @@ from typing import Any
 
 import torch
 
+from dray.contract import gpus
 from dray.contract.run_folder import METRICS
 from dray.train.config import Config
 from dray.train.strategies.base import Strategy
 from dray.train.trackers import TRACKERS, Tracker
-
-# Dense 16-bit matrix products a second, by the name that torch gives the device (one GCD of an MI250X).
-_PEAKS = {
-    "H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "A40": 150e12,
-    "MI300": 1307e12, "MI250": 191.5e12,
-}  # fmt: skip
 
 
 class Metrics:
@@ -64,7 +59,8 @@ class Speed:
 
     def __init__(self, config: Config, strategy: Strategy) -> None:
         self.config, self.device = config, strategy.device
-        self._flops, self._peak = _flops_a_token(strategy.network, config), _peak(strategy.device)
+        self._flops = _flops_a_token(strategy.network, config)
+        self._peak = _peak(strategy.device, config.train.precision)
         self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
         self._first_step = self._since = 0
         self._began = self._last = 0.0
@@ -118,12 +114,10 @@ def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a tr
     )
 
 
-def _peak(device: torch.device) -> float:
-    """0 where it is unknown."""
-    if device.type == "cpu":
-        return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), 0.0)
+def _peak(device: torch.device, precision: str) -> float:
+    """Operations a second, by the maker; 0 where it is unknown. 32 bits count against 16, which they might have."""
+    gpu = None if device.type == "cpu" else gpus.find(torch.cuda.get_device_name(device))
+    return 0.0 if gpu is None else (gpu.bf16 if precision == "bf16" else gpu.fp16) * 1e12
 
 
 def _memory(device: torch.device) -> float:
