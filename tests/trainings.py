@@ -130,12 +130,12 @@ class Run:
         return load_file(self.paths.final_model / "model.safetensors")
 
 
-def config(folder: Path, *words: str):
+def config(folder: Path, *words: str, model: Sequence[str] = GPT):
     """What a rank reads of the plan that `dray run` writes."""
     from dray.train.config import read
 
     chosen = write.read_recipe(
-        ROOT / "tests" / "tiny.toml", [*GPT, f"data.cache_dir={folder}/tokens", "train.steps=20", *words]
+        ROOT / "tests" / "tiny.toml", [*model, f"data.cache_dir={folder}/tokens", "train.steps=20", *words]
     )
     facts = local.facts(chosen, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
     _, paths = write.write(chosen, facts, runs=folder, run="run")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
+from dray.train import host
 from dray.train.config import Config
 from dray.train.data import datasets
 from dray.train.data.token_cache import Tokens
@@ -75,13 +76,14 @@ class Evaluator:
             begin = (number * world + dist.get_rank()) * at_once
             some = windows[begin : begin + at_once]
             batch = self._batch(tokens, [*some, *[Window(0, 0, 0)] * (at_once - len(some))], begin, objective)
-            loss, hits = strategy.losses(batch.to(strategy.device))
-            labelled = batch.labels != IGNORE_INDEX
-            counts: list[Any] = [labelled.sum(), labelled.any(1).sum()]
-            sums += torch.stack([loss.double(), *hits.double(), *sums.new_tensor(counts)])
+            moved = batch.to(strategy.device)
+            loss, hits = strategy.losses(moved)
+            labelled = moved.labels != IGNORE_INDEX
+            parts = (loss[None], hits, labelled.sum()[None], labelled.any(1).sum()[None])
+            sums += torch.cat([part.double() for part in parts])
         dist.all_reduce(sums)
         strategy.network.train()
-        losses, hit, hit_rows, labels, labelled_rows = sums.tolist()
+        losses, hit, hit_rows, labels, labelled_rows = host.read(sums)
         right, count = (hit_rows, labelled_rows) if by_word else (hit, labels)
         mean = losses / max(count, 1.0)
         return {"loss": mean, "perplexity": perplexity(mean), "accuracy": right / max(count, 1.0)}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError
+from dray.train import host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json
 from dray.train.config import Config
@@ -68,27 +69,27 @@ class Loop:
         ahead = self._reader.submit(self._read, begin)
         for step in range(begin, config.steps):
             with self.speed.spent("data_s"):
-                batches, position = ahead.result()
+                batches, labels, position = ahead.result()
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
             with self._analog.step() if self._analog else nullcontext():
-                norm = self._step(step, batches)
+                norm = self._step(step, batches, labels)
             taken = step + 1
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
             if due(taken, config.checkpoint.every):
-                self._check(taken)
+                self._check(taken, norm)
                 with self.speed.spent("checkpoint_s"):
                     self.checkpoints.save(taken, position)
             if config.train.eval_every and taken % config.train.eval_every == 0 and taken < config.steps:
-                self._check(taken)
+                self._check(taken, norm)
                 with self.speed.spent("evaluation"):
                     evaluate(taken)
         self._reader.shutdown()
         self.checkpoints.settle()
 
-    def _read(self, step: int) -> tuple[list[Batch], Any]:
-        """This rank's micro-batches of a step, and the feed's position after it."""
+    def _read(self, step: int) -> tuple[list[Batch], int, Any]:
+        """This rank's micro-batches of a step, how many labels they have, and the feed's position after it."""
         config, batches = self.config, []
         for micro in range(config.gradient_accumulation_steps):
             samples = indices(
@@ -100,14 +101,13 @@ class Loop:
                 accumulation=config.gradient_accumulation_steps,
             )
             batches.append(self.objective.batch(self.feed.rows(samples), samples))
-        return batches, self.feed.state()
+        return batches, sum(batch.label_count for batch in batches), self.feed.state()
 
-    def _step(self, step: int, batches: list[Batch]) -> torch.Tensor:
+    def _step(self, step: int, batches: list[Batch], count: int) -> torch.Tensor:
+        """On a GPU no line of it waits: the host is ahead, and tells the GPU what to do next."""
         # Dropout is a function of seed, step and rank: a run that is resumed draws the same numbers.
         torch.manual_seed(hash((self.config.train.seed, step, self.rank)) & (1 << 63) - 1)
-        labels = torch.tensor(
-            sum(batch.label_count for batch in batches), dtype=torch.float64, device=self.strategy.device
-        )
+        labels = torch.full((), count, dtype=torch.float64, device=self.strategy.device)
         self._sums[1] += labels
         # The loss is the mean over all labels of the step, however they fell to ranks and micro-batches.
         total = labels * self.world
@@ -128,7 +128,7 @@ class Loop:
 
     def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
         config, scaler = self.config, self.strategy.scaler
-        loss = self._check(taken)
+        loss, last = self._check(taken, norm)
         self._sums.zero_()
         fields = self.speed.measured(taken)
         if scaler:
@@ -142,23 +142,22 @@ class Loop:
             step=taken,
             loss=loss,
             lr=learning_rate(config, taken - 1),
-            grad_norm=float(norm) if norm.isfinite() else None,  # of a step that fp16 left out
+            grad_norm=last if math.isfinite(last) else None,  # of a step that fp16 left out
             tokens=taken * config.step_tokens,
             **fields,
         )
 
-    def _check(self, taken: int) -> float:
-        """The loss of all ranks since the last line.
+    def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float]:
+        """The loss of all ranks since the last line, and the norm.
 
         Stops if it or a gradient was not finite: before a line that would hide it, a checkpoint or an evaluation of it.
         """
         sums = self._sums.clone()
         dist.all_reduce(sums)
-        total, labels = sums.tolist()
-        step = int(self._bad)
+        total, labels, step, last = host.read(sums, self._bad, norm)
         if not math.isfinite(total) or step != _NEVER:
-            self._diverged(min(step, taken))
-        return float(total / max(labels, 1.0))
+            self._diverged(min(int(step), taken))
+        return total / max(labels, 1.0), last
 
     def _diverged(self, step: int) -> NoReturn:
         self.checkpoints.settle()

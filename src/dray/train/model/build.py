@@ -32,6 +32,8 @@ from dray.train.model import attention, lora
 def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
     """The model; with its weights if `filled`."""
     attention.look_for_documents(config.data.document_mask)
+    # No row is padded. transformers looks for that, only to warn, by reading the device in every pass.
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
     model = config.model
     folder = ""
     if model.name:
