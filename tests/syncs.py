@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -84,10 +85,16 @@ def may_wait(function: Callable[..., Any]) -> Callable[..., Any]:
 def main(*plans: str) -> None:
     from dray.train import __main__ as train
     from dray.train import checkpoint, evaluate, host, loop
+    from dray.train.objectives import base
 
     host.read = may_wait(host.read)
+    base._labelled = may_wait(base._labelled)  # a batch that is on the host still
     # Ranks tell one another how a checkpoint went, as JSON, by gloo on CPUs; its copies have a test of their own.
     checkpoint.Checkpoints.save = may_wait(checkpoint.Checkpoints.save)
+    if find_spec("aihwkit_lightning"):  # its own backward pass picks by booleans, without the library's Triton kernels
+        from aihwkit_lightning.nn.modules.torch_utils.torch_linear import InputRangeForward
+
+        InputRangeForward.backward = staticmethod(may_wait(InputRangeForward.backward))
     loop.Loop.run = guarded(loop.Loop.run)
     evaluate.Evaluator._measured = guarded(evaluate.Evaluator._measured)
     for plan in plans:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,19 @@ RUNS: dict[str, tuple[str, ...]] = {
     "attention scores, eager attention": ("train.attention_stats=true", "model.attn_implementation=eager"),
     "masked": BERT,
 }
+ANALOG = (
+    *BERT, "analog.clip_type=gaussian", "analog.clip_sigma=2.5", "analog.forward_inp_res=254",
+    "analog.modifier_type=add_gauss", "analog.modifier_std_dev=0.023",
+    "analog.input_range_enable=true", "analog.input_range_init_from_data=0",
+)  # fmt: skip
+if find_spec("aihwkit_lightning"):  # its ranges follow the data first, and it looks whether there is any
+    RUNS["analog"] = ANALOG
 
 
 def test_no_step_and_no_evaluation_waits(tmp_path: Path) -> None:
     for number, words in enumerate(RUNS.values()):
         (tmp_path / str(number)).mkdir()
-        config(tmp_path / str(number), *LOGGED, *words, model=() if words is BERT else GPT)
+        config(tmp_path / str(number), *LOGGED, *words, model=() if BERT[0] in words else GPT)
     plans = [str(tmp_path / str(number) / "run/attempt-1/plan.json") for number in range(len(RUNS))]
     env = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",

@@ -39,6 +39,7 @@ _NOISES = {
     "add_gauss": WeightNoiseInjectionType.ADD_NORMAL,
     "add_gauss_channel": WeightNoiseInjectionType.ADD_NORMAL_PER_CHANNEL,
 }
+_COUNTS = "input_range_update_idx"  # how often each input range has followed the data
 _STEPS = {"tensor": WeightQuantizationType.DISCRETIZE, "channel": WeightQuantizationType.DISCRETIZE_PER_CHANNEL}
 
 
@@ -125,6 +126,10 @@ class Analog:
         self.follows = settings.input_range_init_from_data if settings.input_range_enable else 0
         self._following: list[Any] = []
         self._seen: dict[Any, torch.Tensor] = {}
+        for layer in self.layers:
+            if layer.input_range_update_idx is not None:
+                # The library compares it in each pass, and would so wait for the device. A list hides the buffer.
+                layer.__dict__[_COUNTS] = layer.input_range_update_idx.int().tolist()
         for layer in self.layers if self.follows else ():
             layer.register_forward_hook(self._note, prepend=True)  # before ZeRO-3 takes the weights away again
 
@@ -142,12 +147,14 @@ class Analog:
         ranges = self._mean([self._seen[layer] for layer in self._following])
         for layer, value in zip(self._following, ranges, strict=True):
             self.strategy.write(layer.input_range, value)
+            for place, count in enumerate(layer.input_range_update_idx):
+                layer._buffers[_COUNTS][place] = count  # which checkpoints and the saved model have
         for layer in self.layers if self.sigma else ():
             bound = self.sigma * self.strategy.read(layer.weight).std(self.dims, keepdim=True)
             self.strategy.clamp(layer.weight, bound)
 
     def _follows(self, layer: Any) -> bool:  # noqa: ANN401  an analog layer
-        return bool(self.follows) and bool((layer.input_range_update_idx < self.follows).any())
+        return bool(self.follows) and min(layer.input_range_update_idx) < self.follows
 
     def _mean(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Each rank has seen other data."""

@@ -95,7 +95,8 @@ class Zero:
         if self.scaler:
             self.scaler.scale = float(self._engine.optimizer.cur_scale)
             self.scaler.skipped = int(self._engine.skipped_steps)
-        return torch.as_tensor(self._engine.get_global_grad_norm() or 0.0, device=self.device)
+        norm = self._engine.get_global_grad_norm()
+        return norm if isinstance(norm, torch.Tensor) else torch.full((), norm or 0.0, device=self.device)
 
     def state(self) -> Shards:
         found = divided(whole("others", buffers(self.network)), dist.get_rank(), dist.get_world_size())
