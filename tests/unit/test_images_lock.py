@@ -285,7 +285,7 @@ class TestTargets:
     def asked(self, checkout: Checkout, **vendors: dict[str, object]) -> list[str]:
         image = checkout.image("cuda", **vendors)
         lock.update(checkout.root, image)
-        return targets.require_wheels(checkout.root, image)
+        return targets.of_image(checkout.root, image)
 
     def refused(self, checkout: Checkout) -> list[str]:
         with pytest.raises(ConfigError) as refused:
@@ -295,10 +295,10 @@ class TestTargets:
     def test_every_wheel_is_there(self, locked):
         locked.write("containers/cuda/build.in", "tokens\n")
         assert self.asked(locked) == [
-            "7 wheels for x86_64, Python 3.11",
-            "7 wheels for x86_64, Python 3.12",
-            "7 wheels for aarch64, Python 3.11",
-            "7 wheels for aarch64, Python 3.12",
+            "every wheel for x86_64, Python 3.11",
+            "every wheel for x86_64, Python 3.12",
+            "every wheel for aarch64, Python 3.11",
+            "every wheel for aarch64, Python 3.12",
         ]
 
     @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ class TestTargets:
         locked.list(wheel.parent)
         said = self.refused(locked)
         assert said[0] == f"the lock does not serve {unserved}"
-        assert said[1] == "  where:  containers/cuda/requirements.lock"
+        assert said[1] == f"  where:  {locked.lock('cuda/requirements.lock')}"
         assert said[-1] == "  fix:    dray image lock cuda; or change the requirement that has no such wheel"
 
     def test_a_package_that_one_machine_needs_more(self, locked):
@@ -327,8 +327,22 @@ class TestTargets:
         with (locked.index / "fast/fast-1.0-py3-none-any.whl").open("ab") as wheel:
             wheel.write(b"another")
         with pytest.raises(ConfigError) as refused:
-            targets.require_wheels(locked.root, locked.image("cuda"))
+            targets.of_image(locked.root, locked.image("cuda"))
         assert str(refused.value).splitlines()[0] == "the lock does not serve x86_64 with Python 3.11"
 
     def test_what_comes_from_a_vendor_is_left_out(self, locked):
-        assert self.asked(locked, torch=ROCM)[0] == "2 wheels for x86_64, Python 3.11"
+        assert self.asked(locked, torch=ROCM)[0] == "every wheel for x86_64, Python 3.11"
+
+    def test_hosts_have_their_own_pythons(self, locked):
+        lines = [
+            f"torch==2.0 {locked.block('torch', '2.0').partition(' ')[2]}",
+            f"rich==15.0 ; sys_platform == 'linux' {locked.block('rich', '15.0').partition(' ')[2]}",
+        ]
+        locked.write("containers/venv.lock", "".join(lines))
+        pythons = ("3.11", "3.12", "3.13", "3.14")
+        assert targets.of_hosts(locked.root) == [
+            f"every wheel for {machine}, Python {python}" for machine in ("x86_64", "aarch64") for python in pythons
+        ]
+        locked.write("containers/venv.lock", "".join(lines).replace("sha256:", "sha256:0"))
+        with pytest.raises(ConfigError, match=r"the lock does not serve x86_64 with Python 3\.11"):
+            targets.of_hosts(locked.root)

@@ -44,7 +44,7 @@ def lock(
         if check:
             locks.require_fresh(root, image) if image else venv.require_fresh(root)
             print(f"{name}: the lock is fresh")
-            for served in targets.require_wheels(root, image) if image else []:
+            for served in targets.of_image(root, image) if image else targets.of_hosts(root):
                 print(f"{name}: {served}")
         else:
             changes = locks.update(root, image, upgrade=upgrade) if image else venv.update(root, upgrade=upgrade)
