@@ -26,6 +26,8 @@ export APPTAINERENV_TOKENIZERS_PARALLELISM=false
 export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 # dray: compile caches race on a shared disk
 export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
+# dray: tuning is kept with the compiled kernels for the next attempt
+export APPTAINERENV_TRITON_CACHE_AUTOTUNING=1
 # dray: compile caches race on a shared disk
 export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-7-r/triton
 # dray: Triton's other folders, which are in the home by default

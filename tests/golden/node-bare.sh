@@ -22,6 +22,8 @@ export TOKENIZERS_PARALLELISM=false
 export TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 # dray: compile caches race on a shared disk
 export TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
+# dray: tuning is kept with the compiled kernels for the next attempt
+export TRITON_CACHE_AUTOTUNING=1
 # dray: compile caches race on a shared disk
 export TRITON_CACHE_DIR=/tmp/dray-7-r/triton
 # dray: Triton's other folders, which are in the home by default

@@ -203,7 +203,7 @@ def test_a_rank_that_has_no_weights_yet_has_no_memory_for_them(tmp_path: Path) -
 def test_biases_and_norms_are_not_drawn_to_zero(tmp_path: Path) -> None:
     chosen = config(tmp_path, "train.weight_decay=0.1", "train.betas=[0.8, 0.95]", "train.eps=1e-6")
     built = build.build(chosen, tokenizer.load(chosen), filled=True)
-    optimizer = base.adamw(built, chosen)
+    optimizer = base.adamw(built.parameters(), chosen)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert {weight.dim() for weight in optimizer.param_groups[1]["params"]} == {1}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(built.parameters()))

@@ -121,8 +121,8 @@ def test_deepspeeds_stages_are_the_same_training(zero: BEGUN, alone: Run, strate
     same_weights(other, alone.weights())
 
 
-def resumed(run: BEGUN, strategy: str) -> None:
-    words = ("train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")
+def resumed(run: BEGUN, strategy: str, *more: str) -> None:
+    words = (*more, "train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")
     words += ("model.config.resid_pdrop=0.1",)
     whole = run(2, *words).end()
     again = run(2, *words)
@@ -161,6 +161,11 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(run: BEGUN, strategy: str) ->
     resumed(run, strategy)
 
 
+def test_a_resumed_run_with_master_weights_is_the_same_to_the_last_bit(run: BEGUN) -> None:
+    """A checkpoint has the masters, and the 16 bits follow from them."""
+    resumed(run, "ddp", "train.master_weights=true", "train.precision=bf16", "batch.per_device=2")
+
+
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_resumed_run_of_deepspeeds_is_the_same_to_the_last_bit(zero: BEGUN, strategy: str) -> None:
@@ -177,7 +182,8 @@ def test_a_checkpoint_of_step_0_has_the_first_weights(run: BEGUN) -> None:
 
 
 def handed_on(first: Run, again: Run, alone: Run) -> None:
-    first.end()
+    if not first.codes:
+        first.end()
     shutil.copytree(first.folder / "checkpoints/step-8", again.folder / "checkpoints/step-8")
     again.end()
     assert again.losses() == pytest.approx(alone.losses()[8:], rel=2e-5)
@@ -193,6 +199,13 @@ def test_any_ranks_go_on_from_any_others(
     run: BEGUN, alone: Run, ranks: int, strategy: str, others: int, then: str
 ) -> None:
     handed_on(run(ranks, *EIGHT, f"train.strategy={strategy}"), run(others, f"train.strategy={then}"), alone)
+
+
+def test_two_nodes_that_each_have_all_weights_hand_them_on(run: BEGUN, alone: Run) -> None:
+    """HSDP: what both nodes have is in the checkpoint once."""
+    first = run(4, *EIGHT, "train.strategy=fsdp", "train.fsdp_shard=node").end(LOCAL_WORLD_SIZE="2")
+    assert "fsdp: shards over the ranks of each node, " in first.said()
+    handed_on(first, run(2, "train.strategy=fsdp"), alone)
 
 
 @pytest.mark.deepspeed

@@ -167,6 +167,21 @@ class Train(Spec):
     strategy: Strategy = "ddp"
     """ddp: each rank has the whole model. fsdp: each has a shard of weights, gradients and optimizer. zero1 to zero3:
     DeepSpeed's stages, which shard the optimizer, then gradients, then weights."""
+    master_weights: bool = False
+    """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer moves masters of 32. Nothing is cast in
+    a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
+    fsdp_shard: Literal["auto", "node", "all"] = "auto"
+    """Over which ranks fsdp shards: those of a node, with a copy on each node (HSDP), so that weights are gathered
+    within nodes alone; or all. auto, here and in the next two: the fastest with which weights, gradients and optimizer
+    take at most a quarter of the memory."""
+    sync_each_batch: Literal["auto"] | bool = "auto"
+    """Whether fsdp reduces gradients over ranks in each micro-batch, or in a step's last one alone, which keeps whole
+    gradients of 32 bits until then."""
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """Whether fsdp frees a layer's weights after its forward pass and gathers them again for its backward pass, or
+    keeps them until the end of the step."""
+    fsdp_prefetch: Annotated[int, Field(ge=0)] = 1
+    """How many layers ahead fsdp gathers weights while it computes."""
     offload: Literal["", "optimizer", "all"] = ""
     """What zero1 to zero3 keep in the host's memory instead of the GPU's: the optimizer, or with zero3 also the weights
     (all)."""
@@ -199,6 +214,9 @@ class Train(Spec):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is more than lr = {self.lr}")
         stages = {"": self.strategy, "optimizer": "zero1, zero2 or zero3", "all": "zero3"}[self.offload]
+        if self.master_weights and (self.strategy != "ddp" or self.precision == "fp32"):
+            found = f"they are {self.strategy} and {self.precision}"
+            raise ValueError(f"master_weights wants strategy ddp and precision bf16 or fp16; {found}")
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
         if self.offload and self.strategy not in stages and not unread:
             raise ValueError(f"offload = {self.offload} wants strategy {stages}, and it is {self.strategy}")

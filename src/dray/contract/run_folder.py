@@ -1,6 +1,7 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
 RUN/checkpoints/            what all attempts share
+RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
 RUN/attempt-2/...           the next, after a requeue or by hand
 """
@@ -8,6 +9,7 @@ RUN/attempt-2/...           the next, after a requeue or by hand
 from __future__ import annotations
 
 CHECKPOINTS = "checkpoints"
+COMPILED = "compiled"
 FINAL_MODEL = "final"  # in the checkpoints
 
 # Of the run folder, by the recipe's runs.share. What is made in a shared one gets its group.

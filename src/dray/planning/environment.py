@@ -64,6 +64,7 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     yield ours("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor", "compile caches race on a shared disk")
     yield ours("TORCH_EXTENSIONS_DIR", f"{scratch}/extensions", "compile caches race on a shared disk")
     yield ours("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk")
+    yield ours("TRITON_CACHE_AUTOTUNING", "1", "tuning is kept with the compiled kernels for the next attempt")
     yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
     if recipe.command:
         yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")

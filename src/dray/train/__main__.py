@@ -20,6 +20,7 @@ from dray.contract.findings import ConfigError, DrayError, counted
 from dray.train import manifest, numerics, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
+from dray.train.compiled import Compiled
 from dray.train.config import Config, read
 from dray.train.data import datasets, tokenizer
 from dray.train.data.token_cache import IDS, Tokens
@@ -51,6 +52,8 @@ def main(path: str) -> None:
     parameters = sum(weight.numel() for weight in network.parameters())
     trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
     check_same(network)
+    compiled = Compiled(config, device)
+    compiled.load()
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
@@ -63,11 +66,13 @@ def main(path: str) -> None:
     barrier()  # the first node to have its datasets waits for the last
     began = time.monotonic()
     loop = Loop(
-        config, strategy=strategy, feed=data.training, objective=objective, metrics=metrics, checkpoints=checkpoints
-    )
+        config, strategy=strategy, feed=data.training, objective=objective, metrics=metrics, checkpoints=checkpoints,
+        compiled=compiled,
+    )  # fmt: skip
     loop.run(lambda step: evaluator.all(step, data.validation))
     seconds = time.monotonic() - began
     evaluator.all(config.steps, data.validation)
+    compiled.keep()
     if not math.isfinite(evaluator.found["eval"]["loss"]):
         raise DrayError(
             "the model is not finite",

@@ -21,6 +21,8 @@ class Config:
     folder: str
     final_model: str
     checkpoints: str
+    compiled: str
+    scratch: str
     host_variable: str
     variant: str
     image_sha256: str
@@ -65,6 +67,8 @@ def of_plan(plan: dict[str, Any]) -> Config:
         folder=plan["folder"],
         final_model=str(checkpoints / run_folder.FINAL_MODEL),
         checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),
+        compiled=str(Path(plan["run_folder"], run_folder.COMPILED)),
+        scratch=plan["scratch"],
         host_variable=plan["world"]["identity"]["name"],
         variant=plan["variant"],
         image_sha256=plan["image_sha256"],

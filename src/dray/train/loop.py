@@ -15,6 +15,7 @@ from dray.contract.findings import DrayError
 from dray.train import host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json
+from dray.train.compiled import Compiled
 from dray.train.config import Config
 from dray.train.data.datasets import Feed
 from dray.train.data.order import indices
@@ -43,9 +44,10 @@ class Loop:
         objective: Objective,
         metrics: Metrics,
         checkpoints: Checkpoints,
+        compiled: Compiled,
     ) -> None:
         self.config, self.strategy, self.feed, self.objective = config, strategy, feed, objective
-        self.metrics, self.checkpoints = metrics, checkpoints
+        self.metrics, self.checkpoints, self.compiled = metrics, checkpoints, compiled
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._reader = ThreadPoolExecutor(1)
         self._sums = torch.zeros(
@@ -77,6 +79,8 @@ class Loop:
             taken = step + 1
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
+            if taken == begin + 1:  # all ranks have compiled: their losses are logged
+                self.compiled.keep()
             if due(taken, config.checkpoint.every):
                 self._check(taken, norm)
                 with self.speed.spent("checkpoint_s"):
@@ -85,6 +89,7 @@ class Loop:
                 self._check(taken, norm)
                 with self.speed.spent("evaluation"):
                     evaluate(taken)
+                self.compiled.keep()
         self._reader.shutdown()
         self.checkpoints.settle()
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,23 @@ def wrong(folder: Path, files: dict[str, Any], some: slice = slice(None)) -> dic
     found = {}
     for name in sorted(files)[some]:
         try:
-            if _described(folder / name) != {key: files[name][key] for key in ("bytes", "sha256")}:
+            if described(folder / name) != {key: files[name][key] for key in ("bytes", "sha256")}:
                 found[name] = f"{name} is not what was written"
         except OSError as error:
             found[name] = f"{name}: {error.strerror}"
     return found
 
 
-def _described(path: Path) -> dict[str, Any]:
+def described(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file that is there."""
     with open_regular(path, link=False) as file:
-        size = os.fstat(file.fileno()).st_size
-        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return of_file(file)
+
+
+def of_file(file: BufferedReader) -> dict[str, Any]:
+    """The same of an open file."""
+    size = os.fstat(file.fileno()).st_size
+    return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def require_own(folder: Path) -> None:
@@ -117,7 +124,7 @@ def require_own(folder: Path) -> None:
 def seal_model(folder: Path) -> None:
     """Write the manifest of a model that `from_pretrained` loads; its card may be written later."""
     (folder / NAME).unlink(missing_ok=True)
-    write(folder, {"version": 1, "files": {name: _described(folder / name) for name in _names(folder)}})
+    write(folder, {"version": 1, "files": {name: described(folder / name) for name in _names(folder)}})
 
 
 def _names(folder: Path) -> list[str]:

@@ -66,6 +66,11 @@ class Train:
     log_every: int
     max_grad_norm: float
     strategy: str
+    master_weights: bool
+    fsdp_shard: str
+    sync_each_batch: str | bool
+    reshard_after_forward: str | bool
+    fsdp_prefetch: int
     offload: str
     compile: bool
     activation_checkpointing: bool

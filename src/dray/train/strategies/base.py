@@ -5,7 +5,7 @@ Whatever the strategy, a checkpoint holds the same tensors by the same names, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -74,16 +74,16 @@ def check_same(network: torch.nn.Module) -> None:
         )
 
 
-def adamw(network: torch.nn.Module, config: Config, *, fused: bool = True) -> torch.optim.AdamW:
+def adamw(weights: Iterable[torch.nn.Parameter], config: Config) -> torch.optim.AdamW:
     """The one optimizer of all strategies. Biases and norms have no weight decay."""
     train = config.train
-    weights = [weight for weight in network.parameters() if weight.requires_grad]
+    weights = [weight for weight in weights if weight.requires_grad]
     groups = [
         {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
 
 
 def buffers(network: torch.nn.Module) -> dict[str, torch.Tensor]:

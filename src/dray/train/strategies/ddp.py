@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dray.train.config import Config
+from dray.train.masters import Masters
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
 from dray.train.scaler import Scaler
@@ -27,9 +28,12 @@ class Ddp:
         self.device, self.config, self.network = device, config, module.network
         self.scaler = Scaler(config.train.initial_loss_scale) if config.train.precision == "fp16" else None
         half = HALF.get(config.train.precision)
-        self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None)
+        self._masters: Masters | None = None
+        autocast = half is not None and not config.train.master_weights
+        self._autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=autocast)
+        self._sync = True
         self._module = self._distributed(module)
-        self._optimizer = adamw(self.network, config)
+        self._optimizer = adamw([weight for _, weight in self._named()], config)
         self._prime(updates=0)
 
     def _prime(self, updates: int) -> None:
@@ -42,10 +46,19 @@ class Ddp:
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
         self.network.to(self.device)
+        if self.config.train.master_weights:
+            for weight in self.network.parameters():
+                dist.broadcast(weight.data, 0)
+            self._masters = Masters(self.network, HALF[self.config.train.precision])
         if dist.get_world_size() == 1:
             return module
         ids = None if self.device.type == "cpu" else [self.device.index]
-        return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+        found = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+        # Only now: older torches would not copy rank 0's at the start either.
+        found.broadcast_buffers = any(map(_writes_buffers, self.network.modules()))
+        if masters := self._masters:
+            found.register_comm_hook(None, lambda _, bucket: masters.reduce(bucket))
+        return found
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast:
@@ -54,6 +67,7 @@ class Ddp:
 
     @contextmanager
     def accumulate(self, *, sync: bool) -> Iterator[None]:
+        self._sync = sync and isinstance(self._module, DistributedDataParallel)
         if isinstance(self._module, DistributedDataParallel) and not sync:
             with self._module.no_sync():
                 yield
@@ -62,9 +76,12 @@ class Ddp:
 
     def backward(self, loss: torch.Tensor) -> None:
         torch.autograd.backward(loss * self.scaler.scale if self.scaler else loss)
+        if self._masters and not self._sync:
+            self._masters.add()
 
     def update(self, lr: float) -> torch.Tensor:
-        weights = [weight for weight in self.network.parameters() if weight.grad is not None]
+        moved = (weight for group in self._optimizer.param_groups for weight in group["params"])
+        weights = [weight for weight in moved if weight.grad is not None]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.scaler:
             torch._foreach_mul_(gradients, 1 / self.scaler.scale)
@@ -80,7 +97,11 @@ class Ddp:
                 self.scaler.good()
         else:
             self.scaler.bad()
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._masters:
+            self._masters.hand_out()
+            self._masters.clear()
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
         return norm
 
     def state(self) -> Shards:
@@ -102,11 +123,15 @@ class Ddp:
         return {**found, "others": buffers(self.network)}
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.network.named_parameters()
+        """The weights that the optimizer moves, and frozen ones."""
+        masters = self._masters.of if self._masters else {}
+        return ((name, masters.get(weight, weight)) for name, weight in self.network.named_parameters())
 
     def load(self, fill: Callable[[Shards], None], updates: int) -> None:
         self._prime(updates)
         fill(self._shards())
+        if self._masters:
+            self._masters.hand_out()
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()
@@ -124,6 +149,11 @@ class Ddp:
             if dist.get_rank() == 0:
                 found[name] = full.detach().cpu()
         return found
+
+
+def _writes_buffers(module: torch.nn.Module) -> bool:
+    """Whether a forward pass of it writes buffers, in which the ranks would then differ."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or hasattr(module, "input_range_update_idx")
 
 
 STRATEGY = Ddp

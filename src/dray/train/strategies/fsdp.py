@@ -3,37 +3,78 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dray.train.config import Config
+from dray.train.errors import say
 from dray.train.objectives.base import LossModule
 from dray.train.shards import Shard, Shards, divided
 from dray.train.strategies.ddp import HALF, Ddp
 
+_SHARE = 0.25
+"""Of a rank's memory: activations, and what libraries take, have the rest."""
+
+
+class Layout(NamedTuple):
+    """How fsdp divides a model. From the fastest to the one that takes least memory: the sum of its fields."""
+
+    over_all: bool
+    """Else over the ranks of a node, with a copy on each node."""
+    sync_each_batch: bool
+    reshard_after_forward: bool
+
 
 class Fsdp(Ddp):
-    """It reduces gradients in each micro-batch: else each rank would hold the whole gradient."""
+    """Its gradients and weights are whole for no longer than the layout says."""
 
     def _distributed(self, module: LossModule) -> torch.nn.Module:
-        """Layer by layer, so that no rank ever has more than one whole layer beside its shards."""
+        """Layer by layer, so that no rank has to have more than one whole layer beside its shards."""
+        world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._layout = layout = _layout(self.config, self.network, _memory(self.device, local), world, local)
+        shape, names = ((world,), ("shard",)) if layout.over_all else ((world // local, local), ("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
-        for part in (*_layers(self.network), self.network):
+        layers = _layers(self.network)
+        for part in (*layers, self.network):
             for tensor in (*part.parameters(), *part.buffers()):
                 if not isinstance(tensor, DTensor):
                     tensor.data = tensor.data.to(self.device)
                     dist.broadcast(tensor.data, 0)
-            fully_shard(part, mp_policy=policy)
+            # The last layer's weights are needed at once for its backward pass.
+            again = layout.reshard_after_forward and part is not self.network and part is not layers[-1]
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        _prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], self.config.train.fsdp_prefetch)
         return module
 
+    @contextmanager
+    def accumulate(self, *, sync: bool) -> Iterator[None]:
+        root = self.network
+        assert isinstance(root, FSDPModule)
+        if not self._layout.sync_each_batch:
+            root.set_requires_gradient_sync(sync)
+        root.set_requires_all_reduce(sync)  # over nodes, where each has a copy
+        if not self._layout.reshard_after_forward:
+            root.set_reshard_after_backward(sync)
+        yield
+
     def state(self) -> Shards:
-        """Its shards, and a part of the buffers, which every rank has."""
-        found = self._shards()
+        """Its shards, divided over the nodes that have the same, and a part of the buffers, which every rank has."""
+        found, rank, world = self._shards(), dist.get_rank(), dist.get_world_size()
         others = {name: found.pop(name) for name in list(found) if name.startswith("others.")}
-        return {**found, **divided(others, dist.get_rank(), dist.get_world_size())}
+        if not self._layout.over_all:
+            local = int(os.environ["LOCAL_WORLD_SIZE"])
+            found = divided(found, rank // local, world // local)
+        return {**found, **divided(others, rank, world)}
 
     def _shards(self) -> Shards:
         found = self._tensors()
@@ -46,13 +87,63 @@ class Fsdp(Ddp):
         return super()._named()
 
 
+def _layout(config: Config, network: torch.nn.Module, memory: float, world: int, local: int) -> Layout:
+    """The fastest of those that the recipe allows and that fit; else the one that takes least."""
+    train, several = config.train, 1 < local < world and world % local == 0
+    weights = [weight for weight in network.parameters() if not isinstance(weight, DTensor)]
+    trained = [weight for weight in weights if weight.requires_grad]
+    half = 2 if train.precision != "fp32" else 4
+
+    def size(layout: Layout) -> float:
+        ranks = world if layout.over_all else local
+        found = (sum(weight.nbytes for weight in weights) + 3 * sum(weight.nbytes for weight in trained)) / ranks
+        if not layout.reshard_after_forward:
+            found += half * sum(weight.numel() for weight in weights)
+        return found if layout.sync_each_batch else found + 4 * sum(weight.numel() for weight in trained)
+
+    def allowed(asked: str | bool, *choices: bool) -> tuple[bool, ...]:
+        return (asked,) if isinstance(asked, bool) else choices
+
+    shard: str | bool = {"auto": "auto", "node": not several, "all": True}[train.fsdp_shard]  # type: ignore[assignment]
+    once = config.gradient_accumulation_steps == 1  # then there is nothing to keep
+    layouts = [
+        Layout(*one)
+        for one in product(
+            allowed(shard, *((False, True) if several else (True,))),
+            (True,) if once else allowed(train.sync_each_batch, False, True),
+            allowed(train.reshard_after_forward, False, True),
+        )
+    ]
+    found = next((one for one in layouts if size(one) <= _SHARE * memory), layouts[-1])
+    say(
+        f"fsdp: shards over {'all ranks' if found.over_all else 'the ranks of each node'}, sync_each_batch "
+        f"{str(found.sync_each_batch).lower()}, reshard_after_forward {str(found.reshard_after_forward).lower()}: "
+        f"{size(found) / 1e9:.2f} GB of {memory / 1e9:.1f} GB for weights, gradients and optimizer"
+    )
+    return found
+
+
+def _memory(device: torch.device, local: int) -> float:
+    """Of this rank: its GPU's, or its share of the host's."""
+    if device.type != "cpu":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local
+
+
+def _prefetch(layers: list[FSDPModule], ahead: int) -> None:
+    for place, layer in enumerate(layers if ahead else ()):
+        layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + ahead])
+        layer.set_modules_to_backward_prefetch(layers[max(place - ahead, 0) : place][::-1])
+
+
 def _shard(tensor: torch.Tensor) -> Shard:
     """FSDP2 gives each rank as many rows as any other, and the last ones what is left."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Shard(shape, 0, tensor)
-    each, width = -(-shape[0] // tensor.device_mesh.size()), math.prod(shape[1:])
-    return Shard(shape, min(each * tensor.device_mesh.get_local_rank(), shape[0]) * width, tensor.to_local())
+    mesh, width = tensor.device_mesh, math.prod(shape[1:])
+    each = -(-shape[0] // mesh.size(mesh.ndim - 1))
+    return Shard(shape, min(each * mesh.get_local_rank(mesh.ndim - 1), shape[0]) * width, tensor.to_local())
 
 
 def _layers(network: torch.nn.Module) -> list[torch.nn.Module]:

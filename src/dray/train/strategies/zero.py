@@ -45,7 +45,7 @@ class Zero:
         for buffer in self.network.buffers():  # DeepSpeed copies weights to all ranks, and not these
             buffer.data = buffer.data.to(device)
             dist.broadcast(buffer.data, 0)
-        optimizer = adamw(self.network, config, fused=False)
+        optimizer = adamw(self.network.parameters(), config)
         try:
             self._engine: Any = deepspeed.initialize(model=module, optimizer=optimizer, config=settings(config))[0]
         except (ValueError, AssertionError) as error:
@@ -67,7 +67,7 @@ class Zero:
         name = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
         for flat in getattr(optimizer, name):
             moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
-            optimizer.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
+            optimizer.optimizer.state[flat] = {"step": torch.tensor(0.0, device=flat.device), **moments}
         if self._stage < 3:
             optimizer._lazy_init_hp_params_optimizer_state()
 

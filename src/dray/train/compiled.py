@@ -1,0 +1,137 @@
+"""What was compiled, kept in the run folder: the next attempt, such as a requeued job, compiles nothing again.
+
+It is Inductor's and Triton's own caches with their tuning, as one archive: torch.compiler.save_cache_artifacts leaves
+out what the C++ compiler made (seen with torch 2.13). To use an archive is to run its code. So it is in no
+checkpoint.folder, which may have been copied from somebody else, and it is used only as this user wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dray.contract.files import open_regular, open_to_others
+from dray.train import manifest
+from dray.train.collectives import barrier
+from dray.train.config import Config
+from dray.train.errors import say
+
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_ARCHIVE, _VERSION = "caches.tar", 1
+
+
+class Compiled:
+    """Of one run. The first rank of each node fills the caches, which are the node's; rank 0 keeps those of its own."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        named = {name: Path(os.environ.get(name, "/")) for name in _CACHES}
+        # Caches elsewhere are the user's own: they stay by themselves, and hold what other runs compiled.
+        self._caches = {name: path for name, path in named.items() if path.is_relative_to(config.scratch)}
+        self._on = config.train.compile and bool(self._caches)
+        self.folder = Path(config.compiled) / _key(config, device)
+        self._kept: set[Path] = set()
+
+    def load(self) -> None:
+        """All ranks together, before anything is compiled."""
+        if not self._on:
+            return
+        if os.environ.get("LOCAL_RANK", "0") == "0" and self.folder.exists():
+            if trouble := self._trouble():
+                say(f"compiled code is not used, and compiled again: {trouble}")
+            else:
+                say(f"compiled code of an earlier attempt is used: {self.folder}")
+        barrier()
+        self._kept = set(self._files())
+
+    def _trouble(self) -> str:
+        """Fill the caches; else why not."""
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            if found := open_to_others(folder, folder=True):
+                return f"{folder} is {found}"
+        path = self.folder / _ARCHIVE
+        if found := open_to_others(path) or open_to_others(self.folder / manifest.NAME):
+            return f"in {self.folder} is {found}"
+        described = manifest.read(self.folder)
+        try:
+            with open_regular(path, link=False) as file:
+                if described.get("version") != _VERSION or described["files"] != {_ARCHIVE: manifest.of_file(file)}:
+                    return f"{path} is not what {manifest.NAME} describes"
+                file.seek(0)
+                with tarfile.open(fileobj=file, mode="r:") as archive:
+                    for member in archive:
+                        name, _, inner = member.name.partition("/")
+                        if name in self._caches and inner and member.isreg():
+                            member.name = inner
+                            archive.extract(member, self._caches[name], filter="data")
+        except (OSError, tarfile.TarError) as error:
+            return f"{path}: {error}"
+        return ""
+
+    def keep(self) -> None:
+        """What is new. A run does without where there is no room for it."""
+        found = {} if not self._on or dist.get_rank() else self._files()
+        if found.keys() <= self._kept:
+            return
+        self._kept = set(found)
+        from torch._dynamo.utils import counters  # noqa: PLC0415  seconds, where nothing is compiled
+
+        compiled = counters["inductor"]
+        say(
+            f"Inductor compiled {compiled['fxgraph_cache_miss']} graphs and found {compiled['fxgraph_cache_hit']} "
+            f"compiled; kept in {self.folder}"
+        )
+        part = self.folder.with_name(f"{self.folder.name}.part")
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(mode=0o755, parents=True)
+            with (part / _ARCHIVE).open("xb") as file:
+                os.fchmod(file.fileno(), 0o644)  # no group may write it, whatever the umask
+                with tarfile.open(fileobj=file, mode="w:") as archive:
+                    for path, name in found.items():
+                        archive.add(path, name, recursive=False)
+                file.flush()
+                os.fsync(file.fileno())
+            manifest.write(part, {"version": _VERSION, "files": {_ARCHIVE: manifest.described(part / _ARCHIVE)}})
+            shutil.rmtree(self.folder, ignore_errors=True)
+            part.rename(self.folder)
+        except OSError as error:
+            say(f"compiled code is not kept: {error}")
+
+    def _files(self) -> dict[Path, str]:
+        return dict(self._walk())
+
+    def _walk(self) -> Iterator[tuple[Path, str]]:
+        for name, cache in self._caches.items():
+            for path in sorted(cache.rglob("*")):
+                with suppress(OSError):  # a temporary one of another rank
+                    if path.is_file() and not path.is_symlink() and path.suffix not in (".lock", ".tmp"):
+                        yield path, f"{name}/{path.relative_to(cache).as_posix()}"
+
+
+def _key(config: Config, device: torch.device) -> str:
+    """Image, devices and recipe. Inductor compiles C++ for this very CPU, beside a GPU too."""
+    gpu = "" if device.type == "cpu" else (torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    cpu = sorted({line for line in lines if line.lower().startswith(("flags", "features", "model name"))})
+    parts: list[object] = [
+        config.image_sha256,
+        torch.__version__,
+        sys.version,
+        platform.machine(),
+        cpu,
+        gpu,
+        config.recipe,
+    ]
+    parts += [config.per_device, os.environ.get("LOCAL_WORLD_SIZE", ""), _VERSION]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

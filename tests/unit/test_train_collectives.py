@@ -1,0 +1,98 @@
+"""What a step sends between ranks and what it casts: counted, on two nodes of two ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from helpers import ROOT  # noqa: E402
+from trainings import config  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+LEAN = {"strategy": "fsdp", "fsdp_shard": "all", "sync_each_batch": True, "reshard_after_forward": True}
+CASES = {
+    "ddp": {"strategy": "ddp"},
+    "lean": LEAN,
+    "prefetch 0": {**LEAN, "fsdp_prefetch": 0},
+    "kept weights": {**LEAN, "reshard_after_forward": False},
+    "one sync": {**LEAN, "sync_each_batch": False},
+    "both": {**LEAN, "sync_each_batch": False, "reshard_after_forward": False},
+    "hsdp": {**LEAN, "fsdp_shard": "node"},
+    "auto": {"strategy": "fsdp"},
+    "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
+    "masters": {"strategy": "ddp", "precision": "bf16", "master_weights": True},
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("collectives")
+    config(folder)
+    argv = [sys.executable, str(ROOT / "tests/collectives.py"), str(folder / "run/attempt-1/plan.json")]
+    told = "".join(f"{json.dumps(case)}\n" for case in CASES.values())
+    done = subprocess.run(argv, input=told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+# Groups of weights: three layers, and the root's. Two micro-batches a step.
+@pytest.mark.parametrize(
+    ("case", "gathers", "scatters", "reduces"),
+    [
+        # Each but the last layer and the root is gathered a second time for its backward pass.
+        ("lean", 2 * (4 + 2), 2 * 4, 0),
+        ("prefetch 0", 2 * (4 + 2), 2 * 4, 0),
+        ("kept weights", 4, 2 * 4, 0),
+        ("one sync", 2 * (4 + 2), 4, 0),
+        ("both", 4, 4, 0),
+        ("hsdp", 2 * (4 + 2), 2 * 4, 4),
+        ("auto", 4, 4, 4),
+    ],
+)
+def test_fsdp_gathers_and_reduces_no_more_than_it_has_to(
+    seen: dict[str, dict], case: str, gathers: int, scatters: int, reduces: int
+) -> None:
+    found = {"allreduce_": 0, **seen[case]["found"]}
+    wanted = {"_allgather_base_": gathers, "_reduce_scatter_base_": scatters, "allreduce_": reduces}
+    assert {name: count for name, count in found.items() if name != "cast"} == wanted
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf16" not in CASES[case].values()])
+def test_the_training_is_the_same(seen: dict[str, dict], case: str) -> None:
+    own, ddp = seen[case], seen["ddp"]
+    assert own["losses"] == pytest.approx(ddp["losses"], rel=2e-5)
+    assert own["norm"] == pytest.approx(ddp["norm"], rel=1e-4)
+    assert own["weights"].keys() == ddp["weights"].keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ranks_write_each_number_of_a_checkpoint_once(seen: dict[str, dict], case: str) -> None:
+    ranks = seen[case]["kept"]
+    for name in {name for rank in ranks for name in rank}:
+        shards = sorted(tuple(rank[name][:2]) for rank in ranks if name in rank and rank[name][1])
+        ends = [begin + length for begin, length in shards]
+        shape = next(rank[name][2] for rank in ranks if name in rank)
+        assert [begin for begin, _ in shards] == [0, *ends[:-1]]
+        assert ends[-1] == math.prod(shape)
+    assert all(any(rank[name][1] for name in rank) for rank in ranks)
+
+
+def test_ddp_sends_gradients_alone(seen: dict[str, dict]) -> None:
+    """Llama has buffers, the frequencies of its positions, and no pass writes them."""
+    assert {name for name in seen["ddp"]["found"] if name != "cast"} == {"allreduce_"}
+
+
+def test_no_weight_is_cast_beside_its_master(seen: dict[str, dict]) -> None:
+    """Autocast casts each matrix in each micro-batch, and its gradient back."""
+    assert seen["ddp bf16"]["found"]["cast"] >= 2 * 2 * 3 * 7
+    assert seen["masters"]["found"].get("cast", 0) == 0
+    assert {name for name in seen["masters"]["found"] if name != "cast"} == {"allreduce_"}
+    assert seen["masters"]["losses"] == pytest.approx(seen["ddp"]["losses"], rel=5e-3)
+    assert seen["masters"]["norm"] == pytest.approx(seen["ddp"]["norm"], rel=5e-2)
