@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 LAST_LINES = 3
+NOT_DONE = "not done after"
 
 
 class Failed(Exception):  # noqa: N818  it is a result
@@ -59,7 +60,7 @@ class Process:
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.exitcode
         if over:
-            return f"not done after {self.limit:.0f} s"
+            return f"{NOT_DONE} {self.limit:.0f} s"
         if code == 0:
             return ""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-LAST_LINES:]

@@ -22,7 +22,7 @@ from pathlib import Path
 import fast
 import right
 import training
-from processes import Failed, Process, all_of, call
+from processes import NOT_DONE, Failed, Process, all_of, call
 from rows import BELOW, FAILED, Row, left_out, table
 
 PARTS = {**right.PARTS, **fast.PARTS}
@@ -123,7 +123,9 @@ def _rows(here: training.Here, names: list[str], at_once: int) -> list[Row]:
             continue
         name, trouble = names_of[id(process)], process.end()
         found[name] = [Row(*row) for row in process.read()]
-        if trouble:
+        if trouble.startswith(NOT_DONE) and time.monotonic() >= here.deadline:
+            found[name].append(left_out(name, "the rest of it", "no time was left for it"))
+        elif trouble:
             found[name].append(Row(name, "", "", trouble, FAILED))
         print(f"{name}: {', '.join(row.verdict for row in found[name])}", file=sys.stderr, flush=True)
     return [row for name in names for row in found[name]]

@@ -23,6 +23,7 @@ from dray.planning.plan import plan
 from dray.runs import desk
 from dray.runs.paths import RunPaths, make_run_folder, of_job
 from dray.runs.write import read_recipe, write
+from dray.train import manifest
 from helpers import PYTHON, ROOT
 
 pytestmark = pytest.mark.hostile("runs and checkouts of others")
@@ -122,6 +123,7 @@ class TestAnotherUsersRun:
         (made.final_model / "evil.py").write_text(self.CODE.format(str(tmp_path / "by model")))
         settings = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}, "architectures": ["X"]}
         (made.final_model / "config.json").write_text(json.dumps(settings))
+        manifest.seal_model(made.final_model)
         for path in (made.run, *made.run.rglob("*")):
             os.chown(path, NOBODY, NOBODY)
         return made.run

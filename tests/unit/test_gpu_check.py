@@ -66,7 +66,7 @@ def well(here):
 suite.PARTS = {"hangs": (hangs, 3.0), "dies": (dies, 60.0), "raises": (raises, 60.0), "well": (well, 60.0)}
 here = Here(folder, "cuda", 0.0, time.monotonic() + 600)
 rows = suite._rows(here, list(suite.PARTS), 2)
-rows += suite._rows(here._replace(deadline=0.0), ["late"], 1)
+rows += suite._rows(here._replace(deadline=time.monotonic() + 2), ["hangs", "late"], 1)
 print(json.dumps(rows))
 """
 
@@ -162,6 +162,8 @@ def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_pat
         ["dies", "", "", "died by SIGSEGV", "failed"],
         ["raises", "", "", "exit code 1; ...; ValueError: of a library", "failed"],
         ["well", "one", "", "1", "ok"],
+        ["hangs", "one", "", "1", "ok"],
+        ["hangs", "the rest of it", "", "no time was left for it", "left out"],
         ["late", "", "", "no time was left for it", "left out"],
     ]
     state, deadline = Path("/proc", (tmp_path / "left").read_text(), "stat"), time.monotonic() + 60
