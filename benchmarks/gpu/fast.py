@@ -12,7 +12,7 @@ from typing import Any
 
 from processes import Failed, call
 from rows import Row, judged, left_out
-from training import HERE, Here, look, timed
+from training import HERE, Here, look, step, timed
 
 PLAN = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
 LOSSES = ("full", "chunked", "triton") if "loss" in PLAN["recipe"]["train"] else ("full",)
@@ -91,8 +91,8 @@ def _peak(loop: Any) -> float:  # noqa: ANN401  dray's Loop
     import torch  # noqa: PLC0415
 
     loop.strategy.network.train()
-    for step in range(3):
-        loop._step(step, loop._read(step)[0])
+    for number in range(3):
+        step(loop, number)
     return torch.cuda.max_memory_allocated() / 1e9 if loop.strategy.device.type == "cuda" else 0.0
 
 
@@ -170,10 +170,10 @@ def _stock(variant: str, changes: dict[str, Any], folder: str, steps: int) -> fl
 def checkpoint(here: Here) -> Iterator[Row]:
     """How long a step is held up, beside a save that is waited for."""
     name = "GPT-2 124M"
-    held, whole, step, size = look(here, "checkpoint", _changes(here, name, train_precision="bf16"), _held, limit=120)
+    held, whole, plain, size = look(here, "checkpoint", _changes(here, name, train_precision="bf16"), _held, limit=120)
     aim = f"less than {HELD} of a save that is waited for"
     shown = f"{held * 1e3:.0f} ms of {whole * 1e3:.0f} ms, {held / whole:.2f}; {size / 1e9:.2f} GB"
-    shown += f", a step of {step * 1e3:.0f} ms"
+    shown += f", a step of {plain * 1e3:.0f} ms"
     yield judged("checkpoint", "a step is held up", aim, shown, good=held / whole < HELD if not here.on_cpu else None)
     yield judged("checkpoint", "time to rename", "", f"{whole:.2f} s, {size / whole / 1e9:.2f} GB/s", good=None)
 
@@ -184,7 +184,7 @@ def _held(loop: Any) -> tuple[float, float, float, int]:  # noqa: ANN401  dray's
 
     on_gpu = loop.strategy.device.type == "cuda"
     loop.strategy.network.train()
-    batches = loop._read(0)[0]
+    read = loop._read(0)
 
     def took(do: Callable[[], object]) -> float:
         if on_gpu:
@@ -202,11 +202,11 @@ def _held(loop: Any) -> tuple[float, float, float, int]:  # noqa: ANN401  dray's
         if wait:
             loop.checkpoints.settle()
         else:
-            loop._step(0, batches)
+            step(loop, 0, read)
 
     for _ in range(3):
-        loop._step(0, batches)
-    plain = statistics.median(took(lambda: loop._step(0, batches)) for _ in range(5))
+        step(loop, 0, read)
+    plain = statistics.median(took(lambda: step(loop, 0, read)) for _ in range(5))
     took(lambda: saved(wait=True))  # which also makes the buffers
     wholes, longer = [], []
     for _ in range(3):

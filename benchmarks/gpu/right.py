@@ -17,7 +17,7 @@ from typing import Any
 
 from processes import call
 from rows import Row, judged, left_out
-from training import HERE, Here, joined, look, planned, train
+from training import HERE, Here, joined, look, planned, step, train
 
 GPT2 = {
     "n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64,
@@ -107,10 +107,10 @@ def _kernels(loop: Any) -> list[str]:  # noqa: ANN401  dray's Loop
 
     on_cpu = loop.strategy.device.type == "cpu"
     loop.strategy.network.train()
-    for step in range(2):
-        loop._step(step, loop._read(step)[0])
+    for number in range(2):
+        step(loop, number)
     with profile(activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA]) as seen:
-        loop._step(2, loop._read(2)[0])
+        step(loop, 2)
     return sorted({event.name for event in seen.events() or ()})
 
 
@@ -129,16 +129,16 @@ def _waits(loop: Any) -> dict[str, int]:  # noqa: ANN401  dray's Loop
 
     on_gpu = loop.strategy.device.type == "cuda"
     loop.strategy.network.train()
-    batches = [loop._read(step)[0] for step in range(5)]
-    for step in range(2):
-        loop._step(step, batches[step])
+    read = [loop._read(number) for number in range(5)]
+    for number in range(2):
+        step(loop, number, read[number])
     found: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as warned, profile(activities=[ProfilerActivity.CPU]) as seen:
         warnings.simplefilter("always")
         if on_gpu:
             torch.cuda.set_sync_debug_mode("warn")
-        for step in range(2, 5):
-            loop._step(step, batches[step])
+        for number in range(2, 5):
+            step(loop, number, read[number])
         if on_gpu:
             torch.cuda.set_sync_debug_mode("default")
     for one in warned if on_gpu else ():

@@ -98,6 +98,11 @@ def look(here: Here, name: str, changes: Changes, function: Callable[..., Any], 
     return call(_looked, str(plan), function, more, limit=here.limit(limit), log=here.log(name))
 
 
+def step(loop: Any, number: int, read: Any = None) -> None:  # noqa: ANN401  dray's Loop
+    """One step alone, on what has been read for it or what is read now."""
+    loop._step(number, *(read or loop._read(number))[:-1])
+
+
 def timed(loop: Any) -> list[dict[str, Any]]:  # noqa: ANN401  dray's Loop
     """The loop as it is, without evaluation; the lines of its steps."""
     loop.original_run(lambda _: None)
