@@ -12,11 +12,23 @@ base::usage() {
   exit 78
 }
 
+base::may_map() { # whether mmdebstrap can be root in a namespace of this user
+  command -v newuidmap >/dev/null || return
+  local -r own="^($(id -un)|$EUID):"
+  grep -Eq "$own" /etc/subuid && grep -Eq "$own" /etc/subgid
+}
+
 main() {
   [[ $# -eq 2 ]] || base::usage
   local -r suite=$1 out=$2
   if ! command -v mmdebstrap >/dev/null; then
     echo "make-base: mmdebstrap is not on this machine (Debian: apt-get install mmdebstrap)" >&2
+    exit 69
+  fi
+  if ((EUID != 0)) && ! base::may_map; then
+    printf 'make-base: %s\n  fix:    %s, and usermod --add-subuids %s --add-subgids %s USER\n' \
+      "an ordinary user needs newuidmap, and ranges of user numbers in /etc/subuid and /etc/subgid" \
+      "run it as root; or, as root: apt-get install uidmap" 100000-165535 100000-165535 >&2
     exit 69
   fi
   [[ "${out}" == *.tar ]] || { echo "make-base: OUT must end in .tar, found ${out}" >&2; exit 78; }

@@ -423,7 +423,8 @@ def test_nothing_to_build_with(checkout, tmp_path, monkeypatch):
         "dray: nothing here can build an image\n"
         "  wanted: Apptainer, or a Docker Engine to run it in\n"
         "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
-        "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io\n"
+        "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)\n"
+        "          or install Docker Engine and start it, or set DOCKER_HOST\n"
     )
 
 

@@ -96,5 +96,6 @@ def test_no_unsquashfs_and_no_docker(sif, tmp_path, monkeypatch):
     assert str(raised.value) == (
         "unsquashfs is not on this machine, nor a Docker Engine to run it in\n"
         "  found:  no Docker Engine runs on this machine\n"
-        "  fix:    install apptainer and squashfs-tools, or Docker Engine"
+        "  fix:    install apptainer and squashfs-tools\n"
+        "          or install Docker Engine and start it, or set DOCKER_HOST"
     )

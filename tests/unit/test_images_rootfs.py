@@ -8,13 +8,14 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dray.containers import builder, sandbox
+from dray.containers import builder, docker, sandbox
 from dray.containers.builder import BuildError
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import build
@@ -22,6 +23,7 @@ from dray.images.log import build_log
 from dray.images.rootfs import layer, squash
 from dray.images.rootfs import make as rootfs
 from dray.images.sources import base as bases
+from helpers import ROOT
 
 DIGEST = f"sha256:{'a' * 64}"
 EPOCH = 1_700_000_000
@@ -339,8 +341,21 @@ class TestWays:
             "nothing here can build an image\n"
             "  wanted: Apptainer, or a Docker Engine to run it in\n"
             "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
-            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io"
+            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)\n"
+            "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
+
+    def test_docker_is_there_and_refuses(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        refuse = PermissionError(13, "Permission denied")
+        monkeypatch.setattr(docker, "_knock", lambda: (_ for _ in ()).throw(refuse))
+        with pytest.raises(UnfitError) as raised, build.builder.engine():
+            pass
+        assert str(raised.value).splitlines()[-3:] == [
+            "  found:  no apptainer on PATH; the Docker Engine does not let this user in",
+            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)",
+            "          or add yourself to the docker group (sudo usermod -aG docker $USER) and log in again",
+        ]
 
     def test_root_with_apptainer_only(self, tmp_path, monkeypatch):
         (tmp_path / "apptainer").touch(mode=0o755)
@@ -417,3 +432,19 @@ class TestLog:
         full = self._failed(tmp_path / "logs" / "cpu.log", error, *lines)
         assert str(full).startswith(f"the disk is full\n  where:  {tmp_path}\n  found:  ")
         assert full.exit_code == 69
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root becomes an ordinary user")
+def test_a_base_without_root(tmp_path):
+    """mmdebstrap's own words are: unable to pick chroot mode automatically."""
+    script = (ROOT / "containers" / "base" / "make-base.sh").read_text()
+    argv = ["/bin/bash", "-s", "bookworm", str(tmp_path / "base.tar")]
+    env = {"PATH": "/nonexistent", "BASH_FUNC_mmdebstrap%%": "() { :; }"}
+    ended = subprocess.run(argv, input=script, env=env, user=65534, group=65534, extra_groups=[], capture_output=True,
+                           text=True, check=False)  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (
+        69,
+        "make-base: an ordinary user needs newuidmap, and ranges of user numbers in /etc/subuid and /etc/subgid\n"
+        "  fix:    run it as root; or, as root: apt-get install uidmap, and usermod --add-subuids 100000-165535 "
+        "--add-subgids 100000-165535 USER\n",
+    )

@@ -94,7 +94,7 @@ def engine() -> Iterator[DockerClient | None]:
             "nothing here can build an image",
             wanted="Apptainer, or a Docker Engine to run it in",
             found=f"no apptainer on PATH; {error.problem}",
-            fix="install apptainer (Debian: from sid; elsewhere: from its project's releases), or docker.io",
+            fix=f"install apptainer (Debian: from sid; elsewhere: from its project's releases)\nor {error.finding.fix}",
         ) from error
     with closing(client):
         yield client
@@ -110,7 +110,7 @@ def tool(argv: Sequence[str], *, binds: Mapping[Path, bool], env: Mapping[str, s
         raise UnfitError(
             f"{argv[0]} is not on this machine, nor a Docker Engine to run it in",
             found=error.problem,
-            fix="install apptainer and squashfs-tools, or Docker Engine",
+            fix=f"install apptainer and squashfs-tools\nor {error.finding.fix}",
         ) from error
     with closing(client), docker.attempt(f"run {argv[0]} in a container"):
         tools = image(client, checkouts.root(), on_line=lambda _: None)
