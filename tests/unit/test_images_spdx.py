@@ -50,8 +50,45 @@ def spdx(root: Path, monkeypatch) -> ModuleType:
     return module
 
 
+# The names and values of the specification's JSON schema, of those that can be in such a document.
+NAMES = {
+    "document": "SPDXID creationInfo dataLicense documentNamespace hasExtractedLicensingInfos name packages "
+    "relationships spdxVersion",
+    "creationInfo": "comment created creators licenseListVersion",
+    "packages": "SPDXID checksums comment copyrightText description downloadLocation externalRefs filesAnalyzed "
+    "homepage licenseComments licenseConcluded licenseDeclared name originator primaryPackagePurpose "
+    "supplier versionInfo",
+    "checksums": "algorithm checksumValue",
+    "externalRefs": "comment referenceCategory referenceLocator referenceType",
+    "relationships": "comment relatedSpdxElement relationshipType spdxElementId",
+    "hasExtractedLicensingInfos": "comment extractedText licenseId name seeAlsos",
+}
+VALUES = {
+    "algorithm": "SHA1 SHA224 SHA256 SHA384 SHA512",
+    "primaryPackagePurpose": "APPLICATION CONTAINER FRAMEWORK LIBRARY OPERATING-SYSTEM OTHER",
+    "referenceCategory": "OTHER PACKAGE-MANAGER PERSISTENT-ID SECURITY",
+    "relationshipType": "CONTAINS DEPENDS_ON DESCRIBES",
+}
+
+
+def fits_the_schema(part: object, name: str = "document") -> None:
+    """Texts throughout, but for one; and nothing that the schema does not name."""
+    if isinstance(part, list):
+        assert part
+        for one in part:
+            fits_the_schema(one, name)
+    elif isinstance(part, dict):
+        assert part.keys() <= set(NAMES[name].split()), name
+        for key, value in part.items():
+            fits_the_schema(value, key)
+    else:
+        assert isinstance(part, bool if name == "filesAnalyzed" else str), name
+        assert name not in VALUES or part in VALUES[name].split()
+
+
 def follows_the_rules(document: dict[str, Any]) -> None:
     """What the specification of SPDX 2.3 demands of such a document."""
+    fits_the_schema(document)
     assert (document["spdxVersion"], document["dataLicense"]) == ("SPDX-2.3", "CC0-1.0")
     assert document["SPDXID"] == "SPDXRef-DOCUMENT"
     assert re.fullmatch(r"https://[^#\s]+", document["documentNamespace"])
