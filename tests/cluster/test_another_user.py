@@ -137,3 +137,49 @@ def test_code_in_planted_checkpoints_is_not_run(sbatch, cluster, sif: Path, othe
     assert ended.code == 78, ended.output
     assert "of user 65534" in "\n".join(ended.result()["cause"]["last_lines"])
     assert not (cluster.shared / "home" / "pwned").exists()
+
+
+# A run whose recipe and model bring code of its owner's. The checkout around it is theirs too.
+RUN = """
+import json, os, sys
+from pathlib import Path
+os.environ["DRAY_HOME"] = sys.argv[1]
+from dray.facts import Facts
+from dray.runs.write import read_recipe, write
+os.umask(0o022)
+theirs = Path("/tmp/theirs")
+code = theirs / "code"
+code.mkdir(parents=True)
+(code / "sitecustomize.py").write_text("open('/shared/home/pwned', 'w')")
+settings = ["model.trust_remote_code=true", f"env.PYTHONPATH={code}"]
+recipe = read_recipe(Path(sys.argv[1], "recipes/smoke-cpu.toml"), settings)
+facts = Facts(scheduler="local", nodelist="n1", nodes=1, engine="bare", image=sys.executable)
+final = write(recipe, facts, runs=theirs / "runs", run="theirs")[1].final_model
+final.mkdir()
+(final / "evil.py").write_text("open('/shared/home/pwned', 'w')")
+settings = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}, "architectures": ["X"]}
+(final / "config.json").write_text(json.dumps(settings))
+for path in theirs.rglob("*"):
+    path.chmod(0o755 if path.is_dir() else 0o644)
+(theirs / "containers" / "steps").mkdir(parents=True)
+(theirs / "recipes").symlink_to(theirs)
+"""
+
+
+@pytest.mark.parametrize("verb", [("generate", "x"), ("eval",), ("export",), ("push", "a/b")])
+def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, other, verb: tuple[str, ...]) -> None:
+    planted = other("apptainer", "exec", str(sif), "python3", "-c", RUN, str(root))
+    assert planted.code == 0, planted.err
+    pwned = cluster.shared / "home" / "pwned"
+    inside = [str(sif), "python3", "-m", "dray", verb[0], "/tmp/theirs/runs/theirs", *verb[1:]]
+    words = ["apptainer", "exec", f"--env=DRAY_HOME={root},HF_HUB_OFFLINE=1", *inside]
+    ended = cluster.exec(words, node="n2", workdir="/tmp/theirs")
+    assert ended.code != 0
+    assert "the run is another user's: its env, pass_env and model.trust_remote_code are not taken" in ended.err
+    assert not pwned.exists()
+    if verb[0] == "generate":
+        cluster.exec([*words, "--trust-run"], node="n2", workdir="/tmp/theirs")
+        assert pwned.exists()  # what it would have been
+        pwned.unlink()
+        ended = cluster.exec(["apptainer", "exec", *inside], node="n2", workdir="/tmp/theirs")
+        assert "found:  /tmp/theirs, which another user may change\n" in ended.err
