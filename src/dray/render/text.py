@@ -76,7 +76,8 @@ def text(plan: Plan) -> str:
 def summary(plan: Plan) -> str:
     """Its ten lines that matter most, and what is wrong or unwise."""
     recipe, command = plan.recipe, plan.recipe.command
-    estimate = " ".join(plan.reasons.get("memory", "").split())
+    about, _, figures = plan.reasons.get("memory", "").partition("\n")
+    estimate = f"{about}; {' '.join(figures.split())}" if figures else about
     rows = [
         ("recipe", f"{recipe.name}" + (f": {recipe.about}" if recipe.about else "")),
         ("site", plan.reasons["site"]),
