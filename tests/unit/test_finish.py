@@ -196,6 +196,13 @@ def test_a_disk_that_is_full(root: Path, full: Path) -> None:
         assert [path.name for path in paths.folder.iterdir() if path.name.startswith("result")] == []
         argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "1"]
         assert subprocess.run(argv, stdout=log, stderr=log, timeout=60, check=False).returncode == 3
+        (paths.failures / "rank-3.json").write_text("")  # as where there was no room for it
+        (paths.failures / "rank-3.json").unlink()
+        done = ended(paths)
+        text = done.stderr.decode().partition("\n")[2] or paths.result.read_text()
+        cause = json.loads(text)["cause"]
+        assert (done.returncode, cause["code"]) == (69, 69)
+        assert cause["why"] == f"the disk is full, and neither logs nor records are whole: {paths.folder}"
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"])

@@ -12,7 +12,7 @@ import pytest
 
 from dray.contract import exit_codes, unexpected
 from dray.contract.findings import ConfigError
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 PLAN = [sys.executable, "-m", "dray", "plan", str(ROOT / "recipes" / "smoke-cpu.toml")]
 
@@ -131,6 +131,28 @@ def test_a_defect_is_one_finding_and_a_file(tmp_path: Path, monkeypatch, capsys)
 def test_what_the_machine_refuses_is_no_defect(raised, code: int, problem: str, where: str) -> None:
     found = unexpected.error(raised).finding
     assert (found.code, found.problem, found.where) == (code, problem, where)
+    full = problem.startswith("No space")
+    assert found.fix.startswith("make room on that disk" if full else "what asked" if problem != "mine" else "")
+
+
+def test_the_place_is_one_of_dray_s_own_lines() -> None:
+    """A checkout is called dray too, and has the libraries in its .venv."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", "/home/me/dray/.venv/lib/library.py", "exec"), {})
+    assert "library.py" not in unexpected.error(caught.value).finding.where
+
+
+@pytest.mark.hostile("disks")
+@pytest.mark.parametrize("words", ["recipe new my.toml", "site new here", "init new"])
+def test_what_cannot_be_written_whole_is_not_left(words: str, tmp_path: Path) -> None:
+    """A site file that is half there would stop every command after this one."""
+    line = f'ulimit -f 0; exec "{sys.executable}" -m dray {words}'
+    env = {**PYTHON, "HOME": str(tmp_path), "DRAY_HOME": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert "File too large" in ended.stderr
+    assert "  fix:    " in ended.stderr
+    assert not list(tmp_path.rglob("*.toml"))
 
 
 @pytest.mark.hostile("runner")
@@ -156,3 +178,4 @@ def test_a_model_that_cannot_be_written_is_a_finding(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
     assert "Traceback" not in ended.stderr
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (69, "File too large")
+    assert "dray-defect" not in ended.stderr  # the folder for files goes with the run

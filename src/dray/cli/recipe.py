@@ -17,6 +17,7 @@ from dray.config import checkout, packages
 from dray.config.model import Spec, validate
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
+from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.planning.batch import divide
 from dray.runs import lookup
@@ -105,11 +106,12 @@ def new(
     content = _NEW.format(name=recipe_name(file.stem), train=json.dumps(_beside(file, text), ensure_ascii=False))
     validate(Recipe, tomllib.loads(content), what="the recipe")
     try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(content)
+        files.write_new(file, content)
     except OSError as error:
-        found = "it exists already" if isinstance(error, FileExistsError) else error.strerror
-        raise ConfigError("cannot write the recipe", where=file, found=found, fix="give another name") from error
+        exists = isinstance(error, FileExistsError)
+        found = "it exists already" if exists else error.strerror
+        fix = "give another name" if exists else "name a file in a folder that you may write, on a disk with room"
+        raise ConfigError("cannot write the recipe", where=file.absolute(), found=found, fix=fix) from error
     print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 

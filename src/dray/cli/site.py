@@ -107,11 +107,15 @@ def new(
     try:
         path = site_file.write(sites.user_folder(), name, content)
     except OSError as error:
+        exists = isinstance(error, FileExistsError)
+        other = (
+            "dray site new ANOTHER-NAME, or remove it" if exists else f"make {sites.user_folder()} writable, with room"
+        )
         raise ConfigError(
             "cannot write the site file",
             where=sites.user_folder() / f"{name}.toml",
-            found="it exists already" if isinstance(error, FileExistsError) else error.strerror,
-            fix="dray site new ANOTHER-NAME, or remove it; dray site new --print shows the new content",
+            found="it exists already" if exists else error.strerror,
+            fix=f"{other}; dray site new --print shows the new content",
         ) from error
     print(f"{path}\n{content}", end="")
 

@@ -56,13 +56,18 @@ def write(folder: Path) -> None:
         raise ConfigError("the folder is not empty", where=folder, fix="give the name of a new one")
     source = _INSTALLED if _INSTALLED.is_dir() else _CLONE
     hook = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in hook["custom"]["files"]:
             _copy(source / name, folder / name)
         _copy(_PACKAGE, folder / "src" / "dray")
     except OSError as error:
-        raise ConfigError("the checkout cannot be written", where=folder, found=error.strerror) from error
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        reasons = [reason for *_, reason in error.args[0]] if isinstance(error, shutil.Error) else [error.strerror]
+        fix = "name a folder that you may write, on a disk with room"
+        raise ConfigError("the checkout cannot be written", where=folder, found=reasons[0], fix=fix) from error
 
 
 def _copy(source: Path, target: Path) -> None:

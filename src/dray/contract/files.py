@@ -138,8 +138,21 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: in
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(part)
+        if isinstance(error, OSError):
+            error.filename = target  # a write does not know it
+        raise
+
+
+def write_new(path: str | os.PathLike[str], content: str) -> None:
+    """Write a file that is not there yet; where it cannot be written whole, none is left."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(content)
+    except BaseException:
+        os.unlink(path)
         raise
 
 

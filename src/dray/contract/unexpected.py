@@ -13,24 +13,29 @@ from dray.contract.findings import DrayError
 TRACEBACK = "DRAY_TRACEBACK"
 """Set to 1, the traceback is printed and not put into a file."""
 DEFECT = "this is a defect of dray"
-_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_MACHINE = {*_FULL, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers, which are Rust, name it
 _SHOWN = 300
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def error(raised: BaseException) -> DrayError:
-    """What to say of it."""
+def error(raised: BaseException, *, log: bool = False) -> DrayError:
+    """What to say of it. In a log the traceback of a defect stands above: the folder for files goes with the run."""
     if isinstance(raised, DrayError):
         return raised
-    place, told = _place(raised), _traceback(raised)
+    place = _place(raised)
     if number := _errno(raised):
         code = exit_codes.UNFIT if number in _MACHINE else exit_codes.CONFIG
-        where = raised.filename if isinstance(raised, OSError) else None
-        return DrayError(
-            os.strerror(number), where=secrets.redacted(ascii(where)[1:-1]) if where else place, code=code,
-            found=secrets.redacted(ascii(str(raised))[1:-1])[:_SHOWN], fix=f"what asked for it: {told}",
-        )  # fmt: skip
+        named = raised.filename if isinstance(raised, OSError) else None
+        where = secrets.redacted(ascii(named)[1:-1]) if named else place
+        fix = "make room on that disk, or in your quota, and try again" if number in _FULL else ""
+        if not fix and not log:
+            fix = f"what asked for it: {_traceback(raised)}"
+        found = secrets.redacted(ascii(str(raised))[1:-1])[:_SHOWN]
+        return DrayError(os.strerror(number), where=where, found=found, fix=fix, code=code)
     found = f"{type(raised).__name__}: {secrets.redacted(ascii(str(raised))[1:-1])}"[:_SHOWN]
+    told = _traceback(raised, show=log)
     return DrayError(DEFECT, where=place, found=found, fix=f"report it to those you have dray from, with {told}")
 
 
@@ -46,19 +51,19 @@ def _place(raised: BaseException) -> str:
     place, trace = "", raised.__traceback__
     while trace:
         file = trace.tb_frame.f_code.co_filename
-        if "/dray/" in file or not place:
+        if file.startswith(_OWN) or not place:
             place = f"{'/'.join(file.rsplit('/', 3)[1:])}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
 
 
-def _traceback(raised: BaseException) -> str:
+def _traceback(raised: BaseException, *, show: bool = False) -> str:
     """Where it is: in a file, or on the terminal."""
     import tempfile  # noqa: PLC0415  these two cost the runner's start more than all else here
     import traceback  # noqa: PLC0415
 
     text = secrets.redacted("".join(traceback.format_exception(raised)))
-    if os.environ.get(TRACEBACK) == "1":
+    if show or os.environ.get(TRACEBACK) == "1":
         print(text.encode(errors="backslashreplace").decode(), file=sys.stderr)
         return "the traceback above"
     try:

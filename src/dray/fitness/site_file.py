@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.fitness import host
 
@@ -135,6 +135,5 @@ def write(folder: Path, name: str, content: str) -> Path:
     """Write it, and never over an existing file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.toml"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
-        file.write(content)
+    files.write_new(path, content)
     return path

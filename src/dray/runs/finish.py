@@ -139,8 +139,15 @@ class _Left:
         logs = self.tried(self.paths.logs, lambda: sorted(self.paths.logs.glob("node-*.log"))) or []
         lines = [line for log in logs for line in files.tail(log)]
         why = "no rank left a record: the node, the container or the launcher itself failed, or the job was stopped"
-        log = str(self.paths.logs)
-        return Cause(node="", rank=None, code=self.code, why=why, log=log, last_lines=lines[-20:])
+        log, code = str(self.paths.logs), self.code
+        if self.tried(self.paths.folder, self._is_full):
+            code = exit_codes.UNFIT
+            why = f"the disk is full, and neither logs nor records are whole: {self.paths.folder}"
+        return Cause(node="", rank=None, code=code, why=why, log=log, last_lines=lines[-20:])
+
+    def _is_full(self) -> bool:
+        disk = os.statvfs(self.paths.folder)
+        return disk.f_bavail * disk.f_frsize < _RECORD // 16
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
         """Rank 0 is the cause where a training ended with 0 and left less than one does that ended well."""
