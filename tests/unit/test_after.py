@@ -142,8 +142,8 @@ def test_it_takes_the_memory_of_one_file(tmp_path: Path, forks: Forks) -> None:
     ("run", "words", "said"),
     [
         ("ended", ("--step", "11"), "found:  steps 10, 20"),
-        ("other", (), "there is no checkpoint of this run"),
-        ("unfinished", (), "there is no checkpoint"),
+        ("other", (), "checkpoints/final is the last model, in the form of an export; checkpoint.every=N keeps"),
+        ("unfinished", (), "fix:    set checkpoint.every in the recipe\n"),
         ("nowhere", (), "this is not a run folder"),
     ],
 )
@@ -214,6 +214,7 @@ def test_a_model_is_sent_to_the_hub_when_somebody_asks(runs, tmp_path: Path) -> 
         assert (wrong.returncode, "take a token that may write" in wrong.stdout) == (78, True)
         assert "hf_may" not in wrong.stdout + wrong.stderr
         nobody = dray("push", folder, "me/mine", HF_ENDPOINT=address, HF_HOME=str(tmp_path))
+        assert nobody.stdout.startswith("dray: the hub takes no model without a token\n")
         assert (nobody.returncode, "export HF_TOKEN" in nobody.stdout) == (78, True)
         for words, said in (
             (("mine",), "OWNER/NAME"),

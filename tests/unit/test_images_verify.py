@@ -159,8 +159,9 @@ def test_a_variant_is_the_image_built_here(tmp_path, monkeypatch):
 
 
 def test_unsigned(sif):
-    assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
-        f"the image is not signed\n  where:  {sif}\n  fix:    dray image sign {sif}; or verify --no-signature"
+    image = sif.rename(sif.with_name("my image.sif"))
+    assert refusal(image_look.verify, str(image), digest=verify.digest(image)) == (
+        f"the image is not signed\n  where:  {image}\n  fix:    dray image sign '{image}'; or verify --no-signature"
     )
 
 

@@ -379,6 +379,13 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(root: Path, tmp_path: Path) -
     assert ended.returncode == 1
     assert "found:  sbatch: error: invalid account" in ended.stderr
     assert list((tmp_path / "runs").iterdir()) == []
+    tool.unlink()
+    ended = subprocess.run(
+        [sys.executable, "-m", "dray", "submit", "recipes/smoke-cpu.toml", "--runs", tmp_path / "runs"],
+        cwd=root, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 69
+    assert "fix:    submit on a login node of the cluster; without Slurm: dray run, or make cluster\n" in ended.stderr
 
 
 def probe(root: Path, image: str = "/a b/i.sif", **env: str) -> dict[str, str]:

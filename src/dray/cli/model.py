@@ -105,7 +105,11 @@ def _steps(folder: Path, run: str, step: int | None) -> list[int]:
     if own and (step is None or step in own):
         return own
     found = (f"steps {', '.join(map(str, steps))} of the run {name}" for name, steps in runs.items())
-    fix = "set checkpoint.every; the last model is checkpoints/final"
+    fix = "set checkpoint.every in the recipe"
+    if step is None and (folder / "final").is_dir():
+        fix = (
+            f"{folder / 'final'} is the last model, in the form of an export; checkpoint.every=N keeps steps before it"
+        )
     if runs:
         fix = "name a step of this run: --step" if own else "name the run that wrote it: dray export RUN"
     raise ConfigError(

@@ -75,7 +75,9 @@ def submit(argv: Sequence[str], folder: Path, share: str) -> str:
     make_run_folder(folder, share=share)
     try:
         done = process.run(argv)
-    except DrayError:
+    except DrayError as refused:
         folder.rmdir()
+        if not process.which(argv[0]):
+            refused.amend(fix="submit on a login node of the cluster; without Slurm: dray run, or make cluster")
         raise
     return done.out.strip().split(";")[0]

@@ -34,9 +34,8 @@ def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
     """Who signed it. Each signature must hold, its key be in the keyring, and one of them be of these keys, if any."""
     asked = [_fingerprint(key) for key in keys]
     if not sif.signers():
-        raise ConfigError(
-            "the image is not signed", where=sif.path, fix=f"dray image sign {sif.path}; or verify --no-signature"
-        )
+        fix = f"{shlex.join(['dray', 'image', 'sign', str(sif.path)])}; or verify --no-signature"
+        raise ConfigError("the image is not signed", where=sif.path, fix=fix)
     done = _apptainer(["verify", "--local", "--json", str(sif.path)], sif=sif.path)
     if done.code == 0:
         if asked and len({part.group for part in sif.parts if part.kind != "signature"}) > 1:

@@ -21,4 +21,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    guarded(main, sys.argv[1])
+    guarded(main, sys.argv[1], name="dray: ")  # the user sees what it prints
