@@ -112,6 +112,15 @@ def test_fsdp_holds_all_that_is_in_no_layer_as_one_group() -> None:
     assert held["gathered layers"] == 2 * (found.outside + 2 * layer)
 
 
+def test_fsdp_by_node_and_weights_that_stay() -> None:
+    count, whole = 6_658_461_696, gpu("train.strategy=fsdp")
+    node = gpu("train.strategy=fsdp", "train.fsdp_shard=node")
+    assert [node[part] for part in ("weights", "gradients", "optimizer")] == [count, count, 2 * count]
+    assert node["gathered layers"] == whole["gathered layers"]
+    assert gpu("train.strategy=fsdp", "train.reshard_after_forward=false")["gathered layers"] == 2 * count
+    assert gpu("train.master_weights=true")["activations"] == whole["activations"]  # 16 bits between the layers
+
+
 def test_logits_are_there_with_their_gradients() -> None:
     one = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     small, large = (gpu(model={**one, "vocab_size": size})["activations"] for size in (1000, 129000))

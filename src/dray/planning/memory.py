@@ -114,13 +114,17 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     half = 2 if train.precision != "fp32" else 4
     kept = 2 if recipe.model.dtype == "bf16" else 4
     stage, zero = STRATEGIES[train.strategy][:2]
-    weights = (half if zero else kept) * model.parameters / (ranks if stage == 3 else 1)
+    # What fsdp chooses by itself it chooses by the memory that is free: so the least counts.
+    shards = ranks_per_node if train.strategy == "fsdp" and train.fsdp_shard == "node" else ranks
+    weights = (half if zero else kept) * model.parameters / (shards if stage == 3 else 1)
     layer = (model.parameters - model.outside) / model.layers
     # All that is in no layer, from the first layer to the last; beside it one layer, and the next on its way.
-    whole = model.outside + 2 * layer if stage == 3 else model.parameters if half < kept and not zero else 0
+    again = train.strategy != "fsdp" or train.reshard_after_forward
+    gathered = model.outside + 2 * layer if again else model.parameters
+    whole = gathered if stage == 3 else model.parameters if half < kept and not zero else 0
     moves = 4 if zero or lora else kept  # LoRA's are in 32 bits, and so is what DeepSpeed sums
-    gradients = moves * moved / (ranks if stage >= 2 else 1)
-    optimizer = (12 if zero else 2 * moves) * moved / (ranks if stage >= 1 else 1)
+    gradients = moves * moved / (shards if stage >= 2 else 1)
+    optimizer = (12 if zero else 2 * moves) * moved / (shards if stage >= 1 else 1)
     parts = {
         "weights": weights,
         "their 16-bit copies" if half == 2 and not zero and stage < 3 else "gathered layers": half * whole,
@@ -144,7 +148,7 @@ def use(recipe: Recipe) -> activations.Use:
     stage, deepspeed = STRATEGIES[train.strategy][:2]
     half = train.precision != "fp32"
     # FSDP and DeepSpeed compute with 16-bit weights, and so with 16 bits between the layers.
-    narrow = model.dtype == "bf16" or (half and (deepspeed or stage == 3))
+    narrow = model.dtype == "bf16" or (half and (deepspeed or stage == 3 or train.master_weights))
     return activations.Use(
         recipe.data.sequence_length,
         products=2 if half or narrow else 4,
