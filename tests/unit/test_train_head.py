@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch", reason="torch: the training stack is not in
 from torch.nn import functional  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM  # noqa: E402
 
+from dray.contract.findings import DrayError  # noqa: E402
+from dray.train.kernels import chunked, head  # noqa: E402
 from dray.train.kernels.head import IGNORE_INDEX  # noqa: E402
 from dray.train.objectives.base import Batch, LossModule  # noqa: E402
 
@@ -66,13 +68,25 @@ def gradients(made, loss) -> dict[str, Any]:
     return {name: weight.grad.clone() for name, weight in made.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.95])
-def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(kind: str, share: float) -> None:
+PLAIN = [kind for kind in MODELS if kind not in ("gemma2", "granite", "mobilebert")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "share"),
+    [
+        *((kind, "full", share) for kind in MODELS for share in (0.0, 0.2)),
+        ("gpt2", "full", 0.95),
+        *((kind, "chunked", 0.2) for kind in PLAIN),
+        ("gpt2", "chunked", 0.95),
+        ("bert", "chunked", 0.0),
+    ],
+)
+def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(kind: str, how: str, share: float) -> None:
     made, given = network(kind), batch(share)
     wanted, logits = plain(made, given)
     expected = gradients(made, wanted)
-    module = LossModule(made)
+    head.check(made, how)
+    module = LossModule(made, how)
     loss, hits = module(*given.inputs)
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert hits.tolist() == [0, 0]
@@ -95,8 +109,8 @@ def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(kind: str, share:
 
 def test_only_labelled_tokens_reach_the_head() -> None:
     made, seen = network("bert"), []
-    head = made.get_output_embeddings()
-    usual, head.forward = head.forward, lambda hidden: seen.append(hidden.shape) or usual(hidden)
+    last = made.get_output_embeddings()
+    usual, last.forward = last.forward, lambda hidden: seen.append(hidden.shape) or usual(hidden)
     module = LossModule(made)
     for share in (0.0, 0.15, 0.95, 1.0):
         module(*batch(share).inputs)
@@ -115,3 +129,84 @@ def test_the_part_of_a_batch_with_labels_has_few_sizes(predicted: int) -> None:
     assert len(places) == max(-(-predicted // 8), 1) * 8
     assert len(set(places.tolist())) == len(places)
     assert int((labels[places] != IGNORE_INDEX).sum()) == predicted
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("gemma2", "gemma2: it changes logits after its head"),
+        ("granite", "granite: it changes logits after its head"),
+        ("mobilebert", "mobilebert: it changes logits after its head"),
+    ],
+)
+def test_a_model_that_changes_its_logits_has_no_loss_in_parts(kind: str, found: str) -> None:
+    made = network(kind)
+    with pytest.raises(DrayError) as stopped:
+        head.check(made, "chunked")
+    assert (stopped.value.problem, stopped.value.finding.code) == (
+        "train.loss = chunked does not compute this model's loss",
+        78,
+    )
+    assert (stopped.value.finding.found, stopped.value.finding.fix) == (found, "train.loss=full")
+    head.check(made, "full")
+
+
+def test_a_frozen_head_has_no_gradient_and_the_layers_below_have_theirs() -> None:
+    made, given = network("llama"), batch()
+    made.get_output_embeddings().requires_grad_(False)
+    expected = gradients(made, plain(made, given)[0])
+    found = gradients(made, LossModule(made, "chunked")(*given.inputs)[0])
+    assert found.keys() == expected.keys()
+    assert "lm_head.weight" not in found
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a moment, and with gradients: every tensor that any operator returns is looked at."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            for one in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(one, torch.Tensor) and one.shape[-1:] == (5000,):
+                    largest = max(largest, one.numel() // 5000)
+            return found
+
+    def inside(*inputs, compute=chunked.compute, **outputs):
+        with Sizes():
+            return compute(*inputs, **outputs)
+
+    monkeypatch.setattr(chunked, "compute", inside)
+    made, given = network("gpt2", vocab_size=5000).float(), batch(1.0, rows=16)
+    rows = {}
+    for how in ("full", "chunked"):
+        largest = 0
+        module = LossModule(made, how)
+        with Sizes():
+            module(*given.inputs)[0].backward()
+            made.eval()
+            with torch.no_grad():
+                module(*given.inputs)
+            made.train()
+        rows[how] = largest
+        made.get_output_embeddings().forward = module._head._forward
+    assert rows == {"full": 480, "chunked": 60}
+
+
+def test_in_16_bits_sums_are_made_in_32() -> None:
+    """And the products in the type that they have in whole logits."""
+    chance = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(size, 32, generator=chance).requires_grad_() for size in (512, 300))
+    labels = torch.randint(0, 300, (512,), generator=chance)
+    exact = functional.cross_entropy((hidden.double() @ weight.double().t()), labels, reduction="sum")
+    expected = torch.autograd.grad(exact, (hidden, weight))
+    loss, *_ = head.head_loss(hidden, weight, None, labels, "chunked", torch.bfloat16, [True, True, False], False)
+    assert loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-3)
+    for found, one in zip(torch.autograd.grad(loss, (hidden, weight)), expected, strict=True):
+        assert float((found - one).norm() / one.norm()) < 0.01

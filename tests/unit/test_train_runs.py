@@ -359,6 +359,15 @@ def test_a_masked_model_has_the_same_loss_on_any_number_of_ranks(run: BEGUN, str
     assert one.losses()[-1] < one.losses()[0]
 
 
+def test_a_loss_in_chunks_is_the_same_training(run: BEGUN, alone: Run) -> None:
+    """Where the head's weight is sharded, and in evaluation."""
+    other = run(2, "train.loss=chunked", "train.strategy=fsdp", "train.activation_checkpointing=true").end()
+    assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
+    (found,), (wanted,) = other.events("eval"), alone.events("eval")
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-5)
+    assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-3)
+
+
 def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> None:
     """Two documents in a block: the second one's loss is what it is alone."""
     text = tmp_path / "two.txt"

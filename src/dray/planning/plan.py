@@ -19,6 +19,7 @@ from dray.planning import (
     environment,
     image,
     launchers,
+    loss,
     memory,
     pins,
     precision,
@@ -53,6 +54,7 @@ def plan(
     recipe, precision_why = precision.chosen(recipe, site)
     ranks, reasons = world.decide(recipe, site, facts)
     shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
+    recipe, loss_why = loss.chosen(recipe, shares, files)
     fabric, preflight = transport.fabric(site, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe, ranks, site, facts, files)
     variables = environment.resolve(recipe, site, facts, run_folder=str(run_folder), scratch=scratch)
@@ -103,12 +105,13 @@ def plan(
             "fabric": fabric.why,
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
-            **({"attention": _attention(recipe)} if recipe.train else {}),
+            **({"attention": _attention(recipe), "loss": loss_why} if recipe.train else {}),
             **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
         recipe=recipe,
     )  # fmt: skip
     found = (
+        *loss.refusals(recipe, files),
         *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *files.findings, *too_large,
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
         *advice.find(made, site, facts, files),

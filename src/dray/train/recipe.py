@@ -48,6 +48,7 @@ class Train:
     steps: int | None
     epochs: float | None
     objective: str
+    loss: str
     mlm_probability: float
     lr: float
     warmup_steps: int

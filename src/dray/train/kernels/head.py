@@ -1,58 +1,178 @@
-"""The model's head, the layer from hidden states to logits, and the loss: of the tokens alone that are predicted."""
+"""The model's head, the layer from hidden states to logits, and the loss: of the tokens alone that are predicted.
+
+`full` makes whole logits. `chunked` makes them in parts, and never holds a tensor of tokens x vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from dray.contract.findings import ConfigError
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted."""
 
 
 class Head:
-    """The forward pass of the output embeddings, whatever the model, and whatever strategy shards them."""
+    """The forward pass of the output embeddings, whatever the model, and whatever strategy shards them.
 
-    def __init__(self, network: Any) -> None:  # noqa: ANN401  a transformers model
+    Where the loss is made in parts, that pass returns the loss in the place of logits: so it goes the way through
+    hooks that logits go, and the weight is whole where the strategy makes it whole.
+    """
+
+    def __init__(self, network: Any, kind: str = "full", dtype: torch.dtype | None = None) -> None:  # noqa: ANN401
+        """`dtype` is that of the products; None is that of the hidden states."""
         self._labels: torch.Tensor | None = None  # None outside of LossModule's forward pass, as in generation
         self._places: torch.Tensor | None = None
-        module = network.get_output_embeddings()
-        if module is not None:
-            self._forward, module.forward = module.forward, self._selected
+        self._kind, self._dtype = kind, dtype
+        self._module = network.get_output_embeddings()
+        if self._module is not None:
+            self._forward, self._module.forward = self._module.forward, self._in_place_of_it
 
     def expect(self, labels: torch.Tensor | None, places: torch.Tensor | None) -> None:
         """The labels of the batch that comes, and which of its tokens have one; None for all of them."""
         self._labels, self._places = labels, places
 
-    def _selected(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._forward(hidden if self._places is None else _at(hidden, self._places)[None])
-        return logits
+    def _in_place_of_it(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._labels is None:
+            logits: torch.Tensor = self._forward(hidden)
+            return logits
+        if self._places is not None:
+            hidden = hidden.flatten(0, -2).index_select(0, self._places)[None]
+        return self._forward(hidden) if self._kind == "full" else self._in_parts(hidden.flatten(0, -2))
+
+    def _in_parts(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss; in evaluation then the word that is most likely for each token."""
+        grads = torch.is_grad_enabled()
+        inputs = hidden, self._module.weight, self._module.bias
+        wanted = [grads and one is not None and one.requires_grad for one in inputs]
+        dtype, guess = self._dtype or hidden.dtype, not self._module.training
+        loss, predicted, *_ = head_loss(*inputs, self._chosen_labels(), self._kind, dtype, wanted, guess)
+        return torch.cat([loss[None], predicted.to(loss.dtype)])[None, None]
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """The sum over all labels."""
-        logits, labels = self._both(logits)
-        return functional.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=IGNORE_INDEX)
+        if self._kind != "full":
+            return logits[0, 0, 0]
+        return functional.cross_entropy(
+            self._rows(logits).float(), self._chosen_labels(), reduction="sum", ignore_index=IGNORE_INDEX
+        )
 
     def right(self, logits: torch.Tensor) -> torch.Tensor:
         """Which labels of the batch were predicted."""
         assert self._labels is not None
-        logits, labels = self._both(logits)
-        found = logits.argmax(1) == labels
+        predicted = self._rows(logits).argmax(1) if self._kind == "full" else logits[0, 0, 1:]
+        found = predicted == self._chosen_labels()
         if self._places is not None:
             found = torch.zeros_like(self._labels, dtype=torch.bool).flatten().index_copy(0, self._places, found)
         return found.view_as(self._labels)
 
-    def _both(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row of logits for each label."""
+    def _chosen_labels(self) -> torch.Tensor:
         assert self._labels is not None
-        logits, labels = logits.flatten(0, 1), self._labels.flatten()
-        if self._places is not None:
-            labels = labels[self._places]
-            if len(logits) != len(labels):  # a model that multiplies by the weight itself, as MobileBERT does
-                logits = logits[self._places]
-        return logits, labels
+        labels = self._labels.flatten()
+        return labels if self._places is None else labels[self._places]
+
+    def _rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """One for each label."""
+        logits = logits.flatten(0, 1)
+        if self._places is None or len(logits) == len(self._places):
+            return logits
+        return logits[self._places]  # of a model that multiplies by the weight itself, as MobileBERT does
 
 
-def _at(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return hidden.flatten(0, -2).index_select(0, places)
+@torch.library.custom_op("dray::head_loss", mutates_args=())
+def head_loss(  # noqa: PLR0917  an operator's schema
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    wanted: Sequence[bool],
+    guess: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of losses, the likely words if `guess`, and the loss's gradients that are `wanted`.
+
+    One operator for torch.compile, which would else unroll or break at the parts. Gradients are made with the loss:
+    nothing of the logits is kept, and the backward pass only scales them.
+    """
+    file = import_module(f"dray.train.kernels.{kind}")
+    predicted, changes = _outputs(hidden, weight, labels, wanted, guess)
+    with torch.autocast(hidden.device.type, enabled=False):
+        cast = [None if one is None else one.to(dtype) for one in (hidden, weight, bias)]
+        loss = file.compute(*cast, labels, predicted=predicted, changes=changes)
+    own = (hidden, weight, weight)
+    given = [change.to(one.dtype) for change, one in zip(changes, own, strict=True)]
+    return loss, predicted, given[0], given[1], given[2]
+
+
+@head_loss.register_fake
+def _shapes(hidden, weight, bias, labels, kind, dtype, wanted, guess):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001, PLR0917
+    predicted, (first, second, third) = _outputs(hidden, weight, labels, wanted, guess)
+    given = first.to(hidden.dtype), second.to(weight.dtype), third.to(weight.dtype)
+    return hidden.new_zeros((), dtype=_exact(hidden)), predicted, *given
+
+
+def _outputs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wanted: Sequence[bool], guess: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Room for what is asked for; the rest is empty."""
+    shapes = hidden.shape, weight.shape, weight.shape[:1]
+    of_hidden, of_weight, of_bias = (
+        hidden.new_zeros(shape if one else (0,), dtype=_exact(hidden))
+        for shape, one in zip(shapes, wanted, strict=True)
+    )
+    return labels.new_zeros(labels.shape if guess else (0,)), (of_hidden, of_weight, of_bias)
+
+
+def _exact(hidden: torch.Tensor) -> torch.dtype:
+    """The type that sums have."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401  torch's own
+    ctx.set_materialize_grads(False)
+    ctx.wanted = inputs[6]
+    ctx.save_for_backward(*output[2:])
+
+
+def _scale(ctx: Any, loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # noqa: ANN401  torch's own
+    kept = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    return *(change * loss if one else None for change, one in kept), None, None, None, None, None
+
+
+head_loss.register_autograd(_scale, setup_context=_keep)
+
+
+@torch.no_grad()
+def check(network: Any, kind: str) -> None:  # noqa: ANN401  a transformers model
+    """Refuse a loss in parts where the model's logits are more than a linear layer: some scale or cap them."""
+    if kind == "full":
+        return
+    head, problem = network.get_output_embeddings(), ""
+    found = type(head)
+    if found is not torch.nn.Linear:
+        problem = f"its head is {'unknown' if head is None else found.__name__}"
+    else:
+        sample = torch.tensor([[[-1000.125, 1 + 2**-20]]])
+        usual, training = head.forward, network.training
+        head.forward = lambda _: sample
+        try:
+            logits = network.eval()(input_ids=torch.tensor([[1, 2]])).logits
+        finally:
+            head.forward = usual
+            network.train(training)
+        if not torch.equal(logits, sample):
+            problem = "it changes logits after its head"
+    if problem:
+        raise ConfigError(
+            f"train.loss = {kind} does not compute this model's loss",
+            wanted="a model whose logits are what a torch.nn.Linear makes",
+            found=f"{network.config.model_type}: {problem}",
+            fix="train.loss=full",
+        )

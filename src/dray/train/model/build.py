@@ -26,6 +26,7 @@ from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
 from dray.train.data import hub
+from dray.train.kernels import head
 from dray.train.model import attention, lora
 
 
@@ -70,6 +71,8 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
         lora.add(network, config)
     if config.data.document_mask:
         _check_document_mask(config, network, filled=filled)
+    if filled:
+        head.check(network, config.train.loss)
     if config.train.activation_checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     return network

@@ -12,11 +12,12 @@ from dray.train.errors import say
 from dray.train.model import attention
 from dray.train.objectives.base import LossModule
 from dray.train.strategies.base import Strategy
+from dray.train.strategies.ddp import HALF
 
 
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Strategy:
     """As train.strategy says. Rank 0's weights become those of all ranks."""
-    module = LossModule(network)
+    module = LossModule(network, config.train.loss, HALF.get(config.train.precision))
     say(f"attention: {attention.install(network, config, device)}")
     if config.train.compile:
         module.compile()

@@ -1,0 +1,75 @@
+"""How the loss is made: whole logits are the largest tensor of many a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dray.config.recipe import Recipe
+from dray.config.training import Batch
+from dray.contract import exit_codes
+from dray.contract.findings import Finding
+from dray.facts import Files
+from dray.planning import memory
+from dray.planning.choice import Choice
+
+_LARGE = 1e9
+# What changes logits after the head, in transformers' configurations: the loss in parts does not know of it.
+_CHANGES = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+)
+
+
+def chosen(recipe: Recipe, shares: Batch | None, files: Files) -> Choice[Recipe]:
+    """The recipe with its loss."""
+    if recipe.train is None:
+        return Choice(recipe, "")
+    if recipe.train.loss != "auto":
+        return Choice(recipe, f"{recipe.train.loss}: the recipe says so")
+    kind, why = _auto(recipe, shares, files)
+    train = recipe.train.model_copy(update={"loss": kind})
+    return Choice(recipe.model_copy(update={"train": train}), f"{kind}: {why}")
+
+
+def _auto(recipe: Recipe, shares: Batch | None, files: Files) -> tuple[str, str]:
+    if recipe.image == "cpu":
+        return "full", "fastest on a CPU"
+    if recipe.analog and recipe.analog.enabled:
+        return "full", "the head may be analog"
+    model = memory.shape(files.configuration) if files.configuration else None
+    if files.configuration is None or model is None:
+        return "full", "the model's configuration is not known here, and it may change logits after its head"
+    if changes := _changes(files):
+        return "full", f"this model changes logits after its head ({changes})"
+    tokens = ((shares and shares.per_device) or 1) * recipe.data.sequence_length
+    size = 6.0 * tokens * model.vocabulary  # in 16 bits and in 32
+    shown = f"logits of {tokens:,} tokens x {model.vocabulary:,} words would take {size / 1e9:.1f} GB"
+    return ("chunked", f"whole {shown}") if size > _LARGE else ("full", f"whole {shown}")
+
+
+def refusals(recipe: Recipe, files: Files) -> Iterator[Finding]:
+    """Those of what a recipe names itself."""
+    if recipe.train is None or recipe.train.loss in ("auto", "full"):
+        return
+    kind = recipe.train.loss
+    if changes := _changes(files):
+        yield Finding(
+            f"train.loss = {kind} does not compute this model's loss",
+            where="recipe [train]",
+            wanted="a model that does not change logits after its head",
+            found=changes,
+            fix="train.loss=full",
+            code=exit_codes.CONFIG,
+        )
+
+
+def _changes(files: Files) -> str:
+    raw = files.configuration or {}
+    of_text = raw.get("text_config")
+    raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
+    # 1 scales nothing, and granite's configurations say so.
+    return ", ".join(f"{name} = {raw[name]}" for name in _CHANGES if raw.get(name) not in (None, 1, 1.0))

@@ -1,0 +1,73 @@
+"""Which loss is planned, and why; which is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dray.config.recipe import Recipe
+from dray.config.training import Batch
+from dray.facts import Files
+from dray.planning import loss
+
+CHANGED = "train.loss = chunked does not compute this model's loss"
+LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "vocab_size": 128256}  # fmt: skip
+
+
+def recipe(**tables: Any) -> Recipe:
+    train = {"steps": 1, "lr": 1e-3, **tables.pop("train", {})}
+    given = {"name": "x", "image": "cuda", "train": train, "batch": {"global_size": 8}, **tables}
+    return Recipe.model_validate({**given, "data": {"sequence_length": 1024}})
+
+
+def chosen(made: Recipe, configuration: dict[str, Any] | None = None, each: int = 8) -> tuple[str, str]:
+    shares = Batch(global_size=8, per_device=each)
+    found = loss.chosen(made, shares, Files(configuration=configuration))
+    assert found.value.train is not None
+    return found.value.train.loss, found.why
+
+
+@pytest.mark.parametrize(
+    ("tables", "configuration", "each", "why"),
+    [
+        ({}, LLAMA, 8, "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
+        ({}, LLAMA, 1, "full: whole logits of 1,024 tokens x 128,256 words would take 0.8 GB"),
+        ({"image": "cpu"}, LLAMA, 8, "full: fastest on a CPU"),
+        ({}, None, 8, "full: the model's configuration is not known here, and it may change logits after its head"),
+        ({}, {**LLAMA, "final_logit_softcapping": 30.0}, 8,
+         "full: this model changes logits after its head (final_logit_softcapping = 30.0)"),
+        ({}, {"text_config": {**LLAMA, "logit_scale": 0.0625}}, 8,
+         "full: this model changes logits after its head (logit_scale = 0.0625)"),
+        ({}, {**LLAMA, "logits_scaling": 1.0, "final_logit_softcapping": None}, 8,
+         "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
+        ({"train": {"loss": "chunked"}}, None, 8, "chunked: the recipe says so"),
+    ],
+)  # fmt: skip
+def test_the_loss_is_chosen_with_its_reason(
+    tables: dict[str, Any], configuration: dict[str, Any] | None, each: int, why: str
+) -> None:
+    kind = why.partition(":")[0]
+    assert chosen(recipe(**tables), configuration, each) == (kind, why)
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "configuration", "problems"),
+    [
+        ("cpu", "chunked", LLAMA, []),
+        (
+            "cuda",
+            "chunked",
+            {**LLAMA, "logits_scaling": 8},
+            ["train.loss = chunked does not compute this model's loss"],
+        ),
+        ("cuda", "full", {**LLAMA, "logits_scaling": 8}, []),
+        ("cuda", "auto", {**LLAMA, "logits_scaling": 8}, []),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused(image: str, kind: str, configuration: Any, problems: list[str]) -> None:
+    files = Files(configuration=configuration)
+    found = list(loss.refusals(recipe(image=image, train={"loss": kind}), files))
+    assert [one.problem for one in found] == problems
+    assert all(one.code == 78 and one.fix for one in found)
