@@ -90,7 +90,11 @@ def test_a_new_recipe_trains_on_the_users_own_text(tmp_path: Path) -> None:
     assert load(Recipe, tmp_path / "plain.toml").data.train == "builtin"
 
 
-UNWRITTEN = "cannot write the recipe\n  where:  {}\n  found:  {}\n  fix:    give another name\n"
+UNWRITTEN = (
+    "cannot write the recipe\n  where:  {}\n  found:  {}\n"
+    "  fix:    name a file in a folder that you may write, on a disk with room\n"
+)
+EXISTS = "cannot write the recipe\n  where:  {}\n  found:  it exists already\n  fix:    give another name\n"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ UNWRITTEN = "cannot write the recipe\n  where:  {}\n  found:  {}\n  fix:    give
             ("x.toml", "--text", "gone.txt"),
             "the text does not exist\n  where:  HERE/gone.txt\n  fix:    --text FILE, a file or a folder\n",
         ),
-        (("there.toml",), UNWRITTEN.format("there.toml", "it exists already")),
+        (("there.toml",), EXISTS.format("there.toml")),
         (("no/x.toml",), UNWRITTEN.format("no/x.toml", "No such file or directory")),
         ((f"{'x' * 300}.toml",), UNWRITTEN.format(f"{'x' * 300}.toml", "File name too long")),
     ],

@@ -111,7 +111,7 @@ def new(
         exists = isinstance(error, FileExistsError)
         found = "it exists already" if exists else error.strerror
         fix = "give another name" if exists else "name a file in a folder that you may write, on a disk with room"
-        raise ConfigError("cannot write the recipe", where=file.absolute(), found=found, fix=fix) from error
+        raise ConfigError("cannot write the recipe", where=file, found=found, fix=fix) from error
     print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
