@@ -122,7 +122,7 @@ def speed(here: Here) -> Iterator[Row]:
                 shown = f"{tokens:,.0f} tokens/s, {peak:.1f} GB" + (f", MFU {mfu:.1%}" if mfu else "")
                 good = mfu >= aim if mfu and compiled else None
                 yield judged("speed", what, f"MFU {aim:.0%}", shown, good=good)
-            if compiled != here.on_cpu and name == "GPT-2 124M":
+            if best and compiled != here.on_cpu and name == "GPT-2 124M":
                 yield from _beside(here, name, best)
 
 
