@@ -99,13 +99,13 @@ def compiled(module: torch.nn.Module, *inputs: torch.Tensor | None) -> tuple[tor
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_compiled_model_has_no_mask_where_none_is_needed(kind: str, tmp_path: Path) -> None:
     tokens, labels, _ = rows()
-    wanted, _ = LossModule(network(kind))(tokens, labels, None)  # as transformers does it, in eager mode
+    wanted, _ = LossModule(network(kind))(tokens, labels, None, None)  # as transformers does it, in eager mode
     attention.look_for_documents(masked=False)
     mine = network(kind)
     attention.install(mine, config(tmp_path), CPU)
     module = LossModule(mine)
-    eager, _ = module(tokens, labels, None)
-    loss, calls, nodes = compiled(module, tokens, labels, None)
+    eager, _ = module(tokens, labels, None, None)
+    loss, calls, nodes = compiled(module, tokens, labels, None, None)
     assert calls == WANTED[kind]
     masks = [node for node in nodes if getattr(node.meta.get("example_value"), "dtype", None) is torch.bool]
     assert kind in ("gpt_neo", "gemma3_text") or not [node for node in masks if node.meta["example_value"].dim() > 2]
@@ -116,11 +116,11 @@ def test_a_compiled_model_has_no_mask_where_none_is_needed(kind: str, tmp_path: 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
 def test_documents_have_a_mask_and_the_same_loss(kind: str, tmp_path: Path) -> None:
     tokens, labels, positions = rows()
-    wanted, _ = LossModule(network(kind))(tokens, labels, positions)
+    wanted, _ = LossModule(network(kind))(tokens, labels, positions, None)
     attention.look_for_documents(masked=True)
     mine = network(kind)
     attention.install(mine, config(tmp_path, "data.document_mask=true"), CPU)
-    loss, calls, _ = compiled(LossModule(mine), tokens, labels, positions)
+    loss, calls, _ = compiled(LossModule(mine), tokens, labels, positions, None)
     assert [call["mask"] for call in calls] == [((2, 1, T, T), torch.bool)]
     assert torch.equal(loss, wanted)
 
@@ -129,11 +129,11 @@ def test_a_window_hides_what_it_hid(tmp_path: Path) -> None:
     """Also where it is one token shorter than a row."""
     tokens, labels, _ = rows()
     for window, masks in ((T - 1, [((2, 1, T, T), torch.bool)]), (T, [None])):
-        wanted, _ = LossModule(network("mistral", sliding_window=window))(tokens, labels, None)
+        wanted, _ = LossModule(network("mistral", sliding_window=window))(tokens, labels, None, None)
         attention.look_for_documents(masked=False)
         mine = network("mistral", sliding_window=window)
         attention.install(mine, config(tmp_path / str(window)), CPU)
-        loss, calls, _ = compiled(LossModule(mine), tokens, labels, None)
+        loss, calls, _ = compiled(LossModule(mine), tokens, labels, None, None)
         assert [call["mask"] for call in calls] == masks
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
 
@@ -152,7 +152,7 @@ def test_dropout_of_a_compiled_cpu_has_no_mask_either(kind: str, tmp_path: Path,
 
     attention.register("dray-dropout", spy)
     try:
-        LossModule(mine)(*rows()[:2], None)
+        LossModule(mine)(*rows()[:2], None, None)
     finally:
         attention.register("dray-dropout", own)
     assert seen == [None]
@@ -205,11 +205,11 @@ def test_a_model_that_has_eager_attention_alone_keeps_it(tmp_path: Path) -> None
 
 def test_grouped_heads_are_expanded_for_a_gpu_without_flash_attention(monkeypatch, tmp_path: Path) -> None:
     tokens, labels, _ = rows()
-    wanted, _ = LossModule(network("llama"))(tokens, labels, None)
+    wanted, _ = LossModule(network("llama"))(tokens, labels, None, None)
     attention.look_for_documents(masked=False)
     mine = network("llama")
     on_gpu(monkeypatch, tmp_path, mine, capability=(7, 0))
-    loss, calls, _ = compiled(LossModule(mine), tokens, labels, None)
+    loss, calls, _ = compiled(LossModule(mine), tokens, labels, None, None)
     assert calls == [CAUSAL]
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
 
@@ -221,12 +221,12 @@ def test_flex_attention_hides_what_the_mask_for_documents_hides(kind: str, monke
     """One graph, whose block mask is the same mask, and whose logits are the same."""
     tokens, labels, positions = rows()
     settings = {"sliding_window": 8} if kind == "mistral" else {}
-    wanted, _ = LossModule(network(kind, **settings))(tokens, labels, positions)
+    wanted, _ = LossModule(network(kind, **settings))(tokens, labels, positions, None)
     attention.look_for_documents(masked=True)
     mine = network(kind, **settings)
     assert on_gpu(monkeypatch, tmp_path, mine, DOCUMENTS)[0] == "dray-flex"
     with torch.no_grad():
-        loss, calls, nodes = compiled(LossModule(mine), tokens, labels, positions)
+        loss, calls, nodes = compiled(LossModule(mine), tokens, labels, positions, None)
     assert not calls
     assert sum("flex_attention" in str(node.target) for node in nodes) == 1
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
