@@ -38,6 +38,14 @@ def told(*words: str) -> str:
         (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs that reach further each"),
         (("train.steps=5", "checkpoint.every=0"), "checkpoint.every"),
         (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
+        (
+            ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "lora.enabled=true"),
+            "[lora] puts layers of its own in the model, and train.master_weights knows none",
+        ),
+        (
+            ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "analog.enabled=true"),
+            "[analog] puts layers of its own in the model, and train.master_weights knows none",
+        ),
     ],
 )
 def test_what_does_not_go_together(words: tuple[str, ...], said: str) -> None:

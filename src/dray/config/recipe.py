@@ -157,6 +157,9 @@ class Recipe(Spec):
             raise ValueError(
                 f'[lora] with train.strategy = "{train.strategy}" wants model.dtype = "fp32", not {self.model.dtype}'
             )
+        for name, layers in (("analog", self.analog), ("lora", self.lora)):
+            if layers and layers.enabled and train and train.master_weights:
+                raise ValueError(f"[{name}] puts layers of its own in the model, and train.master_weights knows none")
         if self.data.answer_column and train and train.objective != "sft":
             raise ValueError(f'data.answer_column is for train.objective = "sft", and that is {train.objective}')
         for name, one in self.evaluate.items():

@@ -18,6 +18,10 @@ _LOSS = 12
 """Of a logit: its logarithm and two gradients, in 32 bits."""
 
 
+_PARTS, _LARGEST = 8, 1.6e9
+"""How many parts chunked logits come in at least, and the most bytes of one, its gradient with it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """What decides how much one of a model's layers keeps."""
@@ -92,6 +96,11 @@ def kept(block: Block, layers: int, use: Use) -> float:
 def logits(vocabulary: int, use: Use) -> float:
     """Bytes for each row at the beginning of the backward pass, where all logits are there at once."""
     return float(use.length * vocabulary * (3 * use.products if use.compiled else _LOSS))
+
+
+def chunk(whole: float, vocabulary: int, hidden: int) -> float:
+    """As train/kernels/chunked.py makes them: a part of all logits, and the gradient of the head's weight."""
+    return min(whole / _PARTS, _LARGEST) + 4.0 * vocabulary * hidden
 
 
 def _token(block: Block, use: Use) -> float:
