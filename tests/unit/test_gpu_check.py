@@ -181,7 +181,7 @@ def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("--only", "memory,speeed"), "there is no part speeed: checks, "), (("--minutes", "x"), "'x'")]
+    ("words", "said"), [(("--only", "memory,sped"), "there is no part sped: checks, "), (("--minutes", "x"), "'x'")]
 )
 def test_words_that_it_does_not_know(words: tuple[str, ...], said: str) -> None:
     ended = subprocess.run([sys.executable, str(SUITE), *words], capture_output=True, text=True, check=False)
