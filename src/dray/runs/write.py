@@ -123,7 +123,7 @@ def begin(
 ) -> tuple[Plan, RunPaths]:
     """The same, at a site that is chosen already."""
     recipe = image.chosen(recipe, choice.site, facts).value
-    decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, runs))
+    decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     for name, text in decided.files.items():
@@ -151,10 +151,11 @@ def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: 
             return decided, paths
 
 
-def _requeued(recipe: Recipe, facts: Facts, runs: Path) -> str | None:
+def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) -> str | None:
     """The run that this job began before Slurm requeued it; a job may have several, of other recipes."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
-        if read(newest_attempt(runs / name)).recipe == recipe:
+        newest = newest_attempt(runs / name)  # its plan has the recipe with what was decided for it
+        if read(newest).recipe == decide(recipe, facts, choice, newest).recipe:
             return name
     return None
 
