@@ -28,7 +28,7 @@ from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
 from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics
-from dray.train.model import build, lora
+from dray.train.model import attention, build, lora
 from dray.train.outputs import card
 from dray.train.strategies.base import Strategy, check_same
 
@@ -54,6 +54,7 @@ def main(path: str) -> None:
     check_same(network)
     compiled = Compiled(config, device)
     compiled.load()
+    say(f"attention: {attention.install(network, config, device)}")
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)

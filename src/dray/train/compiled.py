@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -71,9 +72,9 @@ class Compiled:
                 with tarfile.open(fileobj=file, mode="r:") as archive:
                     for member in archive:
                         name, _, inner = member.name.partition("/")
-                        if name in self._caches and inner and member.isreg():
-                            member.name = inner
-                            archive.extract(member, self._caches[name], filter="data")
+                        content = archive.extractfile(member) if member.isreg() else None
+                        if content and name in self._caches and ".." not in Path(inner).parts and inner[:1] != "/":
+                            _restore(content, self._caches[name] / inner, member)
         except (OSError, tarfile.TarError) as error:
             return f"{path}: {error}"
         return ""
@@ -84,13 +85,7 @@ class Compiled:
         if found.keys() <= self._kept:
             return
         self._kept = set(found)
-        from torch._dynamo.utils import counters  # noqa: PLC0415  seconds, where nothing is compiled
-
-        compiled = counters["inductor"]
-        say(
-            f"Inductor compiled {compiled['fxgraph_cache_miss']} graphs and found {compiled['fxgraph_cache_hit']} "
-            f"compiled; kept in {self.folder}"
-        )
+        say(f"compiled code is kept for the next attempt: {len(found):,} files in {self.folder}")
         part = self.folder.with_name(f"{self.folder.name}.part")
         try:
             shutil.rmtree(part, ignore_errors=True)
@@ -117,6 +112,15 @@ class Compiled:
                 with suppress(OSError):  # a temporary one of another rank
                     if path.is_file() and not path.is_symlink() and path.suffix not in (".lock", ".tmp"):
                         yield path, f"{name}/{path.relative_to(cache).as_posix()}"
+
+
+def _restore(content: IO[bytes], path: Path, member: tarfile.TarInfo) -> None:
+    """One file; tarfile's own filter that keeps members inside needs Python 3.11.4."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        shutil.copyfileobj(content, file)
+        os.fchmod(file.fileno(), member.mode & 0o755)
+    os.utime(path, (member.mtime, member.mtime))
 
 
 def _key(config: Config, device: torch.device) -> str:

@@ -14,7 +14,7 @@ from dray.train.config import of_plan
 from dray.train.data import datasets, tokenizer
 from dray.train.evaluate import Evaluator
 from dray.train.metrics import Metrics
-from dray.train.model import build
+from dray.train.model import attention, build
 
 
 def run(job: Evaluate) -> None:
@@ -31,6 +31,7 @@ def run(job: Evaluate) -> None:
     device = init_distributed(config.variant)
     tokens = tokenizer.load(config)
     network = build.build(config, tokens, filled=True).requires_grad_(False)  # the optimizer then holds nothing
+    attention.install(network, config, device)
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     evaluator = Evaluator(config, tokens, strategy, objective, Metrics(config, writes=False))

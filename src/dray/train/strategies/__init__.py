@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from dray.train.config import Config
-from dray.train.errors import say
-from dray.train.model import attention
 from dray.train.objectives.base import LossModule
 from dray.train.strategies.base import Strategy
 from dray.train.strategies.ddp import HALF
@@ -18,7 +16,6 @@ from dray.train.strategies.ddp import HALF
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Strategy:
     """As train.strategy says. Rank 0's weights become those of all ranks."""
     module = LossModule(network, config.train.loss, HALF.get(config.train.precision))
-    say(f"attention: {attention.install(network, config, device)}")
     if config.train.compile:
         module.compile()
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second
