@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import suppress
 
 import typer
 from typer.exceptions import TyperException
 
 from dray import __version__
 from dray.cli import usage
-from dray.cli.streams import Streams, require, settle
+from dray.cli.streams import Streams, require, settle, silence
 from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import DrayError
 
@@ -53,14 +52,12 @@ def _register(named: str | None) -> None:
 def main() -> None:
     """Run one verb. All that goes wrong is printed without a traceback, with the contract's exit code."""
     argv = sys.argv[1:]
-    if argv[:1] == ["finish"]:  # it has its own way with streams and folders: it cannot fail
-        code = _code(argv)
-        settle()
-        raise SystemExit(code)
-    output = Streams()
+    # `finish` has its own way with streams and folders: it cannot fail.
+    output = None if argv[:1] == ["finish"] else Streams()
     code = _code(argv)
-    if refusal := output.refusal():
+    if output and (refusal := output.refusal()):
         code = code or _say(refusal)
+    settle()
     raise SystemExit(code)
 
 
@@ -82,6 +79,8 @@ def _code(argv: list[str]) -> int:
 
 
 def _say(error: DrayError) -> int:
-    with suppress(OSError):  # standard error may be full too; the exit code still tells
+    try:
         print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr, flush=True)
+    except OSError:  # standard error may be full too; the exit code still tells
+        silence(2)
     return error.finding.code

@@ -67,7 +67,12 @@ def settle() -> None:
             if stream:
                 stream.flush()
         except OSError:  # a full disk or a closed pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            silence(number)
+
+
+def silence(number: int) -> None:
+    """Send to /dev/null whatever this stream is still given."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def require(argv: Sequence[str]) -> None:
