@@ -72,7 +72,7 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
         yield ours("HF_HOME", facts.hf_home, "the job's own; models and datasets are shared by all nodes")
     if recipe.train and ACCELERATORS[recipe.image] == "cuda" and not _names(recipe, site) & _ALLOCATOR:
         why = "freed memory serves tensors of any size; not on ROCm 6.4, nor in programs that may share it by CUDA IPC"
-        yield ours("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", why)
+        yield ours("PYTORCH_ALLOC_CONF", "expandable_segments:True", why)
     for setting in deterministic.settings(recipe):
         yield ours(setting.name, setting.values[0], setting.why)
     if recipe.image == "rocm":

@@ -23,6 +23,7 @@ def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[F
     yield from _digest(recipe, facts, engine)
     yield from signatures.refusals(recipe, site, engine)
     yield from _checkpoints(recipe, facts)
+    yield from _compiled(recipe, facts, engine)
     yield from precision.refusals(recipe, site)
 
 
@@ -87,6 +88,18 @@ def _digest(recipe: Recipe, facts: Facts, engine: Engine) -> Iterator[Finding]:
             wanted=f"{recipe.image_digest} (the recipe's image_digest)",
             found=facts.image_digest,
             fix=f"copy that image to {facts.image}, or set image_digest={facts.image_digest}",
+        )
+
+
+def _compiled(recipe: Recipe, facts: Facts, engine: Engine) -> Iterator[Finding]:
+    """Only a user's own Python can be there. Inductor does not quote torch's folder for the linker (torch 2.13)."""
+    if recipe.train and recipe.train.compile and engine.image == "python" and " " in facts.image:
+        yield _refusal(
+            "train.compile needs torch in a folder without a space in its path",
+            where=facts.image,
+            wanted="a path that torch.compile gives to the linker as one word",
+            found="a space, where the linker takes it for two",
+            fix="move the environment, or leave compilation out: train.compile=false",
         )
 
 
