@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import sys
+from functools import cache
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 # What a Python needs of the environment: one of a module finds its own library by the second.
 PYTHON = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+
+
+@cache
+def python() -> str:
+    """This Python by a path without a space: Inductor's linker takes torch's own folder apart at one."""
+    if " " not in sys.prefix:
+        return sys.executable
+    link = Path(mkdtemp(prefix="dray-tests-")) / "venv"
+    atexit.register(rmtree, link.parent)
+    link.symlink_to(sys.prefix)
+    return str(link / "bin/python")
 
 
 def golden(name: str | Path, text: str) -> None:

@@ -168,11 +168,12 @@ for path in theirs.rglob("*"):
 
 @pytest.mark.parametrize("verb", [("generate", "x"), ("eval",), ("export",), ("push", "a/b")])
 def test_code_in_a_run_of_theirs_is_not_run(cluster, sif: Path, root: Path, other, verb: tuple[str, ...]) -> None:
-    planted = other("apptainer", "exec", str(sif), "python3", "-c", RUN, str(root))
+    checkout = f"--bind={root}:{root}:ro"
+    planted = other("apptainer", "exec", checkout, str(sif), "python3", "-c", RUN, str(root))
     assert planted.code == 0, planted.err
     pwned = cluster.shared / "home" / "pwned"
     inside = [str(sif), "python3", "-m", "dray", verb[0], "/tmp/theirs/runs/theirs", *verb[1:]]
-    words = ["apptainer", "exec", f"--env=DRAY_HOME={root},HF_HUB_OFFLINE=1", *inside]
+    words = ["apptainer", "exec", checkout, f"--env=DRAY_HOME={root},HF_HUB_OFFLINE=1", *inside]
     ended = cluster.exec(words, node="n2", workdir="/tmp/theirs")
     assert ended.code != 0
     assert "the run is another user's: its env, pass_env and model.trust_remote_code are not taken" in ended.err

@@ -17,7 +17,7 @@ from dray.facts import Facts
 from dray.planning import memory
 from dray.planning.plan import plan
 from dray.runs import write
-from helpers import ROOT, golden
+from helpers import ROOT, golden, python
 
 SUITE = ROOT / "benchmarks" / "gpu"
 # What the first machine with a GPU lacks, and more.
@@ -114,7 +114,7 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
     (tmp_path / "sitecustomize.py").write_text(LACKING.format(lacks=LACKS))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
-    argv = [sys.executable, str(SUITE), "--cpu", "--minutes", "90", "--page", str(tmp_path / "page.md")]
+    argv = [python(), str(SUITE), "--cpu", "--minutes", "90", "--page", str(tmp_path / "page.md")]
     ended = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     page = (tmp_path / "page.md").read_text()
@@ -173,7 +173,7 @@ def test_a_part_that_dies_hangs_or_raises_is_a_line_and_the_others_go_on(tmp_pat
 
 def test_a_machine_without_a_gpu_is_told_what_to_type(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
-    argv = [sys.executable, str(SUITE), "--only", "machine"]
+    argv = [python(), str(SUITE), "--only", "machine"]
     ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("no GPU can be used here: exit code 1; ")

@@ -45,7 +45,7 @@ class TestControlCharacters:
             ({"facts": {"image": "/i{}.sif"}}, "image"),
             ({"facts": {"home": "/home/{}"}}, "facts.home"),
             ({"facts": {"cluster": "c{}"}}, "facts.cluster"),
-            ({"facts": {"hf_home": "/hf{}"}}, "env[3].value"),
+            ({"facts": {"hf_home": "/hf{}"}}, "env[2].value"),
             ({"facts": {"variables": {"A": "/x{}"}}}, "facts.variables.A"),
             ({"site": {"sbatch": ["--comment={}"]}}, "sbatch[0]"),
             ({"site": {"stage": "/tmp{}"}}, "stage"),

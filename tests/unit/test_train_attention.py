@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**LLAMA, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8,
                     "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
+PACKED = masking_utils.find_packed_sequence_indices  # transformers' own; what other tests run here replaces it
 CAUSAL = {"mask": None, "is_causal": True, "grouped": False}
 GROUPED = {**CAUSAL, "grouped": True}
 WINDOW = {"mask": ((2, 1, T, T), torch.bool), "is_causal": False, "grouped": False}
@@ -52,7 +53,7 @@ WANTED = {
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", PACKED)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -304,7 +304,7 @@ def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 def seal(folder: Path) -> None:
     for path in folder.iterdir():
         path.chmod(0o644)
-    sums = {path.name: manifest._described(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    sums = {path.name: manifest.described(path) for path in folder.iterdir() if path.name != "manifest.json"}
     found = {"version": 1, "step": 3, "updates": 3, "world_size": 1, "files": sums} | MADE_BY
     (folder / "manifest.json").write_text(json.dumps(found))
 
