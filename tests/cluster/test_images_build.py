@@ -20,6 +20,7 @@ import pytest
 from dray.containers import builder, docker
 from dray.contract.findings import UnfitError
 from dray.images.sif import format as sif_format
+from dray.images.sources import debs
 from helpers import ROOT, builders
 
 # The copy has this variant only in name; no other test has an image of it.
@@ -116,7 +117,7 @@ def checkout(client, base, tmp_path_factory) -> Checkout:
         step.unlink()
     (containers / "steps" / "30-look.sh").write_text(STEP)
     (containers / "debian.in").write_text("hello-traditional\n")
-    (containers / "debian.lock").write_text("")
+    debs.lock_file(containers.parent).write_text("")
     (containers / VARIANT / "requirements.in").write_text("")
     image = (containers / VARIANT / "image.toml").read_text()
     (containers / VARIANT / "image.toml").write_text(re.sub(r"\[\[vendor\]\].*?\n\n", "", image, flags=re.DOTALL))
@@ -449,7 +450,7 @@ def test_a_full_disk(checkout, tmp_path):
 
 
 def test_debian_packages_that_have_moved_on_are_refused_or_told(checkout):
-    lock = checkout.path / "containers" / "debian.lock"
+    lock = debs.lock_file(checkout.path)
     lock.write_text(f"hello-traditional 1.0-0 amd64 {'0' * 64}\n")
     try:
         refused = checkout.build("--debian", "locked")

@@ -112,7 +112,7 @@ class TestDebian:
         containers.mkdir()
         for name in ("debian.in", "debs.sh"):
             shutil.copy(root / "containers" / name, containers)
-        (containers / "debian.lock").write_text(f"gcc 4:12 amd64 {'0' * 64}\n")
+        debs.lock_file(tmp_path).write_text(f"gcc 4:12 amd64 {'0' * 64}\n")
 
         def download(_checkout: Path, folder: Path, **_: object) -> None:
             folder.mkdir(parents=True)
@@ -129,7 +129,7 @@ class TestDebian:
             debs.fetch(tmp_path, **fetch)
         assert str(refused.value) == (
             "Debian's packages are not as locked\n"
-            f"  where:  {containers / 'debian.lock'}\n"
+            f"  where:  {debs.lock_file(tmp_path)}\n"
             "  found:  gcc 4:12 -> 4:13\n"
             "  fix:    APT_SOURCES=FILE, a sources.list with a snapshot of the lock's date;\n"
             "          or dray image lock debian, which locks these; or --debian current (make: DEBIAN=current) to "

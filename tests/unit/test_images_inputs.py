@@ -208,7 +208,30 @@ class TestDebian:
         lock_file.write_text("\n".join(found) + "\n")
         assert debs.differences(folder, lock_file) == []
 
-    def test_the_real_lock_is_of_what_is_asked_for(self, root):
+    @pytest.mark.parametrize("architecture", ["amd64", "arm64"])
+    def test_the_real_lock_is_of_what_is_asked_for(self, root, architecture):
         asked = {line.split("#")[0].strip() for line in (root / "containers" / "debian.in").read_text().splitlines()}
-        locked = {line.split()[0] for line in (root / "containers" / "debian.lock").read_text().splitlines()}
-        assert asked - {""} - {"ca-certificates"} <= locked  # the base has that one already
+        lines = [line.split() for line in debs.lock_file(root, architecture).read_text().splitlines()]
+        assert asked - {""} - {"ca-certificates"} <= {name for name, *_ in lines}  # the base has that one already
+        assert {one for _, _, one, _ in lines} <= {architecture, "all"}
+
+    @pytest.mark.parametrize("check", [True, False])
+    def test_each_architecture_has_a_lock_of_its_own(self, tmp_path, monkeypatch, check):
+        """A check writes nothing."""
+        (tmp_path / "containers").mkdir()
+        debs.lock_file(tmp_path, "amd64").write_text("a 1 amd64 0\n")
+
+        def download(_checkout, folder, *, locked, architecture, **_):
+            folder.mkdir()
+            (folder / f"a_2_{architecture}.deb").write_text(architecture)
+            assert locked == ""
+
+        monkeypatch.setattr(debs, "_download", download)
+        changed = debs.lock(tmp_path, base=tmp_path, say=print, check=check)
+        assert changed == ["amd64: a 1 -> 2", "arm64: a none -> 2"]
+        written = {path.name: path.read_text().split()[:3] for path in sorted((tmp_path / "containers").iterdir())}
+        assert written == (
+            {"debian-amd64.lock": ["a", "1", "amd64"]}
+            if check
+            else {"debian-amd64.lock": ["a", "2", "amd64"], "debian-arm64.lock": ["a", "2", "arm64"]}
+        )

@@ -46,7 +46,7 @@ Packages = Annotated[
     typer.Option(
         "--debian",
         envvar="DRAY_IMAGE_DEBIAN",
-        help="locked: refuse packages that are not as in debian.lock; current: take what the sources have.",
+        help="locked: refuse packages that are not as locked; current: take what the sources have.",
     ),
 ]
 

@@ -26,16 +26,10 @@ def lock(
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
-    """Resolve requirements.in to requirements.lock, debian.in to debian.lock, or .venv's packages to venv.lock."""
+    """Resolve requirements.in to requirements.lock, debian.in to debian-*.lock, or .venv's packages to venv.lock."""
     root = checkout.root(build=True)
     if variant == "debian":
-        if check:
-            raise ConfigError(
-                "--check is for the Python packages of an image",
-                found="debian --check",
-                fix="dray image lock --check; where Debian has moved on from its lock, a build refuses",
-            )
-        _debian(root, base)
+        _debian(root, base, check=check)
         return
     # venv last: it keeps to the versions of the cpu image.
     all_ = [*sorted(path.parent.name for path in (root / "containers").glob("*/image.toml")), venv.NAME]
@@ -51,9 +45,16 @@ def lock(
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
 
 
-def _debian(root: Path, named: str) -> None:
+def _debian(root: Path, named: str, *, check: bool) -> None:
     with build_log(root / "build" / "logs" / "debian.log") as say:
         base = named or base_files.default(root, inputs.image(root, "cpu").base, say=say)
         file = base_files.fetched(root, base, say=say)
-        changes = debs.lock(root, base=file, say=say)
+        changes = debs.lock(root, base=file, say=say, check=check)
+        if check and changes:
+            raise ConfigError(
+                "Debian's packages are not as locked",
+                where=root / "containers",
+                found="\n".join(changes),
+                fix="dray image lock debian, or APT_SOURCES=FILE, a sources.list with a snapshot of the locks' date",
+            )
         print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,7 +16,13 @@ from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
 from dray.images.rootfs import PROGRAM
 
-LOCK = "debian.lock"
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def lock_file(checkout: Path, architecture: str = "") -> Path:
+    """What is locked for machines of this architecture, in Debian's word for it; else for such as this one."""
+    machine = platform.machine()
+    return checkout / "containers" / f"debian-{architecture or _ARCHITECTURES.get(machine, machine)}.lock"
 
 
 def fetch(
@@ -24,17 +31,19 @@ def fetch(
     """The folder with the packages for this base, fetched if it is not there yet; refused if they are not as locked."""
     containers = checkout / "containers"
     sources = _sources()
-    asked = [identity, *((containers / name).read_text() for name in ("debian.in", LOCK, "debs.sh"))]
+    path = lock_file(checkout)
+    locked = path.read_text() if path.exists() else ""
+    asked = [identity, locked, *((containers / name).read_text() for name in ("debian.in", "debs.sh"))]
     asked += [sources.read_text()] if sources else []
     folder = checkout / "build" / "debs" / hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
     if not folder.exists():
         say("dray: Debian packages")
-        _download(checkout, folder, base=base, lock=containers / LOCK, say=say)
-    moved = differences(folder, containers / LOCK)
+        _download(checkout, folder, base=base, locked=locked, say=say)
+    moved = differences(folder, path)
     if moved and as_locked:
         raise ConfigError(
             "Debian's packages are not as locked",
-            where=containers / LOCK,
+            where=path,
             found="\n".join(moved),
             fix="APT_SOURCES=FILE, a sources.list with a snapshot of the lock's date;\n"
             "or dray image lock debian, which locks these; or --debian current (make: DEBIAN=current) to take them",
@@ -44,15 +53,17 @@ def fetch(
     return folder
 
 
-def lock(checkout: Path, *, base: Path, say: Callable[[str], None]) -> list[str]:
-    """Write debian.lock from what the sources have today; what changed."""
-    path = checkout / "containers" / LOCK
-    with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as scratch:
-        nothing, folder = Path(scratch) / LOCK, Path(scratch) / "debs"
-        nothing.touch()
-        _download(checkout, folder, base=base, lock=nothing, say=say)
-        changed = differences(folder, path)
-        path.write_text("".join(f"{line}\n" for line in _found(folder)))
+def lock(checkout: Path, *, base: Path, say: Callable[[str], None], check: bool = False) -> list[str]:
+    """What has changed in today's sources, for each architecture; its lock is written, unless this is a `check`."""
+    changed = []
+    for architecture in _ARCHITECTURES.values():
+        path = lock_file(checkout, architecture)
+        with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as scratch:
+            folder = Path(scratch) / "debs"
+            _download(checkout, folder, base=base, locked="", say=say, architecture=architecture)
+            changed += [f"{architecture}: {one}" for one in differences(folder, path)]
+            if not check:
+                path.write_text("".join(f"{line}\n" for line in _found(folder)))
     return changed
 
 
@@ -81,16 +92,19 @@ def _found(folder: Path) -> list[str]:
     return lines
 
 
-def _download(checkout: Path, folder: Path, *, base: Path, lock: Path, say: Callable[[str], None]) -> None:
+def _download(
+    checkout: Path, folder: Path, *, base: Path, locked: str, say: Callable[[str], None], architecture: str = ""
+) -> None:
     containers = checkout / "containers"
     with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as made:
         scratch = Path(made)
         inputs, out, work = scratch / "inputs", scratch / "out", scratch / "work"
         for each in (inputs, out, work):
             each.mkdir()
-        for source in (containers / "debian.in", containers / "debs.sh", containers / "debs.def", lock):
-            shutil.copy2(source, inputs)
-        _host(inputs, os.environ)
+        for source in ("debian.in", "debs.sh", "debs.def"):
+            shutil.copy2(containers / source, inputs)
+        (inputs / "debian.lock").write_text(locked)
+        _host(inputs, os.environ, architecture)
         argv: list[str | Path] = [
             *PROGRAM,
             inputs / "debs.def",
@@ -115,11 +129,14 @@ def _build(checkout: Path) -> Path:
     return folder
 
 
-def _host(folder: Path, environment: Mapping[str, str]) -> None:
-    """What apt needs of this machine: the proxies, the certificates, sources of the user's own. None of it is kept."""
+def _host(folder: Path, environment: Mapping[str, str], architecture: str = "") -> None:
+    """What apt needs of this machine: the proxies, the certificates, sources of the user's own. None of it is kept.
+
+    And the architecture, where that is another one.
+    """
     (folder / "env").touch(mode=0o600)  # a proxy's address may hold a password
-    proxies = builder.proxies(environment)
-    (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in proxies.items()))
+    given = {**builder.proxies(environment), "ARCHITECTURE": architecture}
+    (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in given.items()))
     if os.getuid() == 0:
         os.chown(folder / "env", *sandbox.caller())
     bundle = builder.certificates()
