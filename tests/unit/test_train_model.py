@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,16 +13,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+import torch.distributed as dist  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: E402
 
 import hubs  # noqa: E402
+import syncs  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import metrics, schedule  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.model import build  # noqa: E402
 from dray.train.scaler import Scaler  # noqa: E402
-from dray.train.strategies import base  # noqa: E402
+from dray.train.strategies import base, ddp  # noqa: E402
 from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -227,16 +230,53 @@ def test_the_learning_rate(tmp_path: Path, kind: str, wanted: list[float]) -> No
 
 
 def test_the_loss_scale_ends_at_its_minimum() -> None:
-    scaler = Scaler(4.0)
-    for _ in range(1000):
-        scaler.good()
-    assert scaler.scale == 8.0
-    for _ in range(3):
-        scaler.bad()
+    """The host learns of it where it reads the numbers the next time, and not from a number read between."""
+    scaler, good = Scaler(4.0, torch.device("cpu")), torch.tensor(1.0)
+    with syncs.guard():
+        left_out = [scaler.update(good) for _ in range(1000)]
+    assert not torch.stack(left_out).any()
+    assert scaler.state() == [4.0, 0, 0]
+    scaler.see(*scaler.numbers.tolist())
+    assert scaler.state() == [8.0, 0, 1000]
+    for norm in ("nan", "inf", "-inf"):
+        assert scaler.update(torch.tensor(float(norm))) == 1.0
+    scaler.see(*scaler.numbers.tolist())
     assert scaler.state() == [1.0, 3, 0]
+    again = Scaler(4.0, torch.device("cpu"))
+    again.load(scaler.state())
+    assert again.numbers.tolist() == scaler.numbers.tolist()
+    scaler.update(good * math.inf)
+    scaler.update(good)
     with pytest.raises(DrayError, match="fp16's loss scale is at its minimum") as stopped:
-        scaler.bad()
+        scaler.see(*scaler.numbers.tolist())
     assert stopped.value.finding.code == 1
+    assert scaler.state() == [1.0, 3, 1]
+
+
+def test_a_step_that_fp16_leaves_out_changes_nothing(tmp_path: Path) -> None:
+    """Neither weights nor averages nor AdamW's own count, whatever the gradients are."""
+    chosen = config(tmp_path, "train.precision=fp16", "train.initial_loss_scale=4.0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = torch.nn.Module()
+        module.network = torch.nn.Linear(3, 2)
+        strategy = ddp.Ddp(module, chosen, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    seen = []
+    for gradient in (4.0, math.inf, math.nan, 4.0):
+        for weight in module.network.parameters():
+            weight.grad = torch.full_like(weight, gradient)
+        norm = strategy.update(lr=0.5)
+        assert norm.isfinite() == math.isfinite(gradient)
+        states = [strategy._optimizer.state[weight] for weight in module.network.parameters()]
+        parts = [*module.network.parameters(), *(one[name] for one in states for name in sorted(one))]
+        seen.append(torch.cat([part.detach().flatten() for part in parts]))
+        assert [float(one["step"]) for one in states] == [1 + (len(seen) > 3)] * 2
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[3])
+    assert strategy.scaler.numbers.tolist() == [1.0, 2, 1, 0]
 
 
 FETCH = """

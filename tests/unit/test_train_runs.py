@@ -121,7 +121,7 @@ def test_deepspeeds_stages_are_the_same_training(zero: BEGUN, alone: Run, strate
     same_weights(other, alone.weights())
 
 
-def resumed(run: BEGUN, strategy: str, *more: str) -> None:
+def resumed(run: BEGUN, strategy: str, *more: str) -> Run:
     words = (*more, "train.steps=12", f"train.strategy={strategy}", "checkpoint.every=[[0, 6]]", "checkpoint.keep=9")
     words += ("model.config.resid_pdrop=0.1",)
     whole = run(2, *words).end()
@@ -131,6 +131,7 @@ def resumed(run: BEGUN, strategy: str, *more: str) -> None:
     assert again.events("start")[0]["first_step"] == 6
     assert again.losses() == whole.losses()[6:]
     assert all(torch.equal(weight, whole.weights()[name]) for name, weight in again.weights().items())
+    return whole
 
 
 def test_a_run_that_has_nothing_left_to_do_says_so(run: BEGUN) -> None:
@@ -444,6 +445,13 @@ def test_fp16_leaves_out_steps_that_overflow(run: BEGUN) -> None:
     assert 4 < skipped[-1] < 20
     assert scales[-1] == 2.0 ** (24 - skipped[-1])
     assert other.losses()[-1] < other.losses()[0] - 1
+
+
+def test_a_run_resumes_where_fp16_has_just_left_out_a_step(run: BEGUN) -> None:
+    whole = resumed(run, "ddp", "train.precision=fp16", f"train.initial_loss_scale={2.0**24}", "train.log_every=1")
+    skipped = [event["skipped_steps"] for event in whole.events("step")]
+    assert skipped[5] == 6
+    assert skipped[-1] < 12
 
 
 def test_metrics_and_tensorboard(run: BEGUN) -> None:

@@ -36,6 +36,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "fsdp in bf16, documents masked": ("train.strategy=fsdp", "train.precision=bf16", "data.document_mask=true"),
     "attention scores, eager attention": ("train.attention_stats=true", "model.attn_implementation=eager"),
     "masked": BERT,
+    # A step is left out, the next one is not.
+    "ddp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}", "train.master_weights=true"),
+    "fsdp in fp16": ("train.precision=fp16", f"train.initial_loss_scale={2.0**27}", "train.strategy=fsdp"),
 }
 ANALOG = (
     *BERT, "analog.clip_type=gaussian", "analog.clip_sigma=2.5", "analog.forward_inp_res=254",

@@ -159,7 +159,10 @@ class Loop:
         """
         sums = self._sums.clone()
         dist.all_reduce(sums)
-        total, labels, step, last = host.read(sums, self._bad, norm)
+        scaler = self.strategy.scaler
+        total, labels, step, last, *scaled = host.read(sums, self._bad, norm, *([scaler.numbers] if scaler else []))
+        if scaler:
+            scaler.see(*scaled)
         if not math.isfinite(total) or step != _NEVER:
             self._diverged(min(int(step), taken))
         return total / max(labels, 1.0), last

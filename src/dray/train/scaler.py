@@ -4,39 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dray.contract.findings import DrayError
 
 MINIMUM, _GROWTH_INTERVAL = 1.0, 1000
 
 
 class Scaler:
-    """Doubles after so many good steps, halves after a bad one."""
+    """Doubles after so many good steps, halves after a bad one.
 
-    def __init__(self, scale: float) -> None:
-        self.scale, self.skipped, self._good = scale, 0, 0
+    That is decided on the device, and no step waits for it. The host has the numbers as it last read them.
+    """
 
-    def good(self) -> None:
-        """A step was taken."""
-        self._good += 1
-        if self._good % _GROWTH_INTERVAL == 0:
-            self.scale *= 2
+    def __init__(self, scale: float, device: torch.device) -> None:
+        self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
+        """The scale, how many steps were left out, good ones since the last of these, and whether no scale helps."""
+        self.load([scale, 0, 0])
 
-    def bad(self) -> None:
-        """A step was left out."""
-        if self.scale <= MINIMUM:
-            exhausted(self.scale)
-        self.skipped, self._good, self.scale = self.skipped + 1, 0, self.scale / 2
+    def update(self, norm: torch.Tensor) -> torch.Tensor:
+        """After a step with this norm; whether it is left out, as torch's fused optimizers take it."""
+        good, (scale, skipped, since, exhausted) = norm.isfinite(), self.numbers
+        least, since = scale <= MINIMUM, (since + 1) * good
+        bad = torch.stack([torch.where(least, scale, scale / 2), skipped + ~least, since, exhausted + least])
+        grown = torch.where(since % _GROWTH_INTERVAL == 0, scale * 2, scale)
+        self.numbers.copy_(torch.where(good, torch.stack([grown, skipped, since, exhausted]), bad))
+        return (~good).float()
+
+    def see(self, scale: float, skipped: float, since: float, exhausted: float) -> None:
+        """The numbers, which the caller has read."""
+        self.scale, self.skipped, self._since = scale, int(skipped), int(since)
+        if exhausted:
+            refuse(scale)
 
     def state(self) -> list[Any]:
-        """JSON that `load` understands."""
-        return [self.scale, self.skipped, self._good]
+        """JSON that `load` understands, as the host last read it."""
+        return [self.scale, self.skipped, self._since]
 
     def load(self, state: list[Any]) -> None:
         """Go on from there."""
-        self.scale, self.skipped, self._good = state
+        scale, skipped, since = state
+        self.see(scale, skipped, since, 0)
+        self.numbers.copy_(torch.tensor([scale, skipped, since, 0], dtype=torch.float64))
 
 
-def exhausted(scale: float) -> None:
+def refuse(scale: float) -> None:
     """No scale is small enough: the gradients themselves are not finite."""
     raise DrayError(
         "fp16's loss scale is at its minimum, and the gradients are still not finite",

@@ -26,7 +26,7 @@ class Ddp:
 
     def __init__(self, module: LossModule, config: Config, device: torch.device) -> None:
         self.device, self.config, self.network = device, config, module.network
-        self.scaler = Scaler(config.train.initial_loss_scale) if config.train.precision == "fp16" else None
+        self.scaler = Scaler(config.train.initial_loss_scale, device) if config.train.precision == "fp16" else None
         half = HALF.get(config.train.precision)
         self._masters: Masters | None = None
         autocast = half is not None and not config.train.master_weights
@@ -75,7 +75,7 @@ class Ddp:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        torch.autograd.backward(loss * self.scaler.scale if self.scaler else loss)
+        torch.autograd.backward(loss * self.scaler.numbers[0].to(loss.dtype) if self.scaler else loss)
         if self._masters and not self._sync:
             self._masters.add()
 
@@ -84,19 +84,16 @@ class Ddp:
         weights = [weight for weight in moved if weight.grad is not None]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.scaler:
-            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+            torch._foreach_mul_(gradients, self.scaler.numbers[0].reciprocal().float())
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.scaler is None or norm.isfinite():
-            if self.config.train.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(weights, self.config.train.max_grad_norm, norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-            if self.scaler:
-                self.scaler.good()
-        else:
-            self.scaler.bad()
+        if self.config.train.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(weights, self.config.train.max_grad_norm, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self.scaler:  # a fused step with found_inf changes nothing, its own count included
+            self._optimizer.found_inf = self.scaler.update(norm)  # type: ignore[attr-defined]
+        self._optimizer.step()
         if self._masters:
             self._masters.hand_out()
             self._masters.clear()

@@ -23,7 +23,7 @@ from deepspeed.utils import (
 from dray.contract.findings import ConfigError
 from dray.train.config import Config
 from dray.train.objectives.base import Batch, LossModule
-from dray.train.scaler import Scaler, exhausted
+from dray.train.scaler import Scaler, refuse
 from dray.train.shards import Shard, Shards, divided, whole
 from dray.train.strategies.base import KINDS, MOMENTS, adamw, buffers
 
@@ -37,7 +37,7 @@ class Zero:
     def __init__(self, module: LossModule, config: Config, device: torch.device) -> None:
         self.device, self.network = device, module.network
         self._stage = int(config.train.strategy.removeprefix("zero"))
-        self.scaler = Scaler(config.train.initial_loss_scale) if config.train.precision == "fp16" else None
+        self.scaler = Scaler(config.train.initial_loss_scale, device) if config.train.precision == "fp16" else None
         if self._stage == 3:  # weight by weight, so that no rank ever has the whole model
             deepspeed.zero.Init(module=self.network, config_dict_or_path=settings(config))
         else:
@@ -90,11 +90,10 @@ class Zero:
             self._engine.step()
         except Exception as error:
             if self.scaler and "minimum" in str(error):  # DeepSpeed has no class for it
-                exhausted(self.scaler.scale)
+                refuse(self.scaler.scale)
             raise
         if self.scaler:
-            self.scaler.scale = float(self._engine.optimizer.cur_scale)
-            self.scaler.skipped = int(self._engine.skipped_steps)
+            self.scaler.load([float(self._engine.optimizer.cur_scale), int(self._engine.skipped_steps), 0])
         norm = self._engine.get_global_grad_norm()
         return norm if isinstance(norm, torch.Tensor) else torch.full((), norm or 0.0, device=self.device)
 
