@@ -95,7 +95,19 @@ def test_nobody_else_reaches_a_run(sbatch, cluster, sif: Path, root: Path, folde
     assert not pwned.exists()
 
 
-def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, other) -> None:
+COMPILES = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.compile(lambda x: x.sin() * 2)(torch.ones(64))
+assert list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so"))
+dist.barrier()
+"""
+
+
+def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, root: Path, folder: Path, other) -> None:
     """Compiled code under the names that torch takes by default; and tokens, which refuse the run."""
     uid = cluster.exec(["id", "-u"]).out.strip()
     name = cluster.exec(["id", "-un"]).out.strip()
@@ -103,7 +115,9 @@ def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, other) -> None:
     for node in ("n1", "n2"):
         for path in planted:
             assert other("sh", "-c", f"mkdir -m 777 {path} && touch {path}/evil.so", node=node).code == 0
-    ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", "train.compile=true", *SHORT)
+    (folder / "job.py").write_text(COMPILES)
+    words = (f"{root}/slurm/multinode.sh", QUICK, "ranks_per_node=1", "--", "job.py")
+    ended = sbatch(*words, workdir="/shared/home/my work")
     assert ended.code == 0, ended.output
     for node in ("n1", "n2"):
         assert other("find", *planted, "-type", "f", node=node).out.split() == [f"{path}/evil.so" for path in planted]
