@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,8 @@ class Ddp:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self.scaler:  # a fused step with found_inf changes nothing, its own count included
-            self._optimizer.found_inf = self.scaler.update(norm)  # type: ignore[attr-defined]
+            optimizer: Any = self._optimizer  # which no torch declares to have it; its own GradScaler sets it so
+            optimizer.found_inf = self.scaler.update(norm)
         self._optimizer.step()
         if self._masters:
             self._masters.hand_out()
