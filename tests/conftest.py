@@ -61,6 +61,12 @@ def _torch() -> str | None:
     return None if find_spec("torch") else "the training stack is not installed (make demo installs it)"
 
 
+def _triton() -> str | None:
+    from importlib.util import find_spec
+
+    return None if find_spec("triton") else "triton is not installed (make test installs it)"
+
+
 def _deepspeed() -> str | None:
     """Beside torch here, or in the image."""
     from importlib.util import find_spec
@@ -79,6 +85,7 @@ NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "sif": (_sif,),
     "cluster": (_engine, _cluster, _sif),
     "torch": (_torch,),
+    "triton": (_triton,),
     "deepspeed": (_deepspeed,),
     "shellcheck": (_shell,),
 }

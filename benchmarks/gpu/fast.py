@@ -12,10 +12,9 @@ from typing import Any
 
 from processes import Failed, call
 from rows import Row, judged, left_out
-from training import HERE, Here, look, step, timed
+from training import HERE, Here, look, step, timed, without_triton
 
-PLAN = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
-LOSSES = ("full", "chunked", "triton") if "loss" in PLAN["recipe"]["train"] else ("full",)
+LOSSES = ("full", "chunked", "triton")
 MFU = {"GPT-2 124M": 0.45, "Llama 1B": 0.50}  # on one H100 or H200
 STOCK, HELD = 1.5, 0.1
 SHAPES: dict[str, dict[str, Any]] = json.loads((HERE / "shapes.json").read_text(encoding="utf-8"))
@@ -104,13 +103,13 @@ def speed(here: Here) -> Iterator[Row]:
             best = 0.0
             for loss in LOSSES:
                 what = f"{name}, {'compiled' if compiled else 'eager'}, {loss}"
-                if here.on_cpu and (compiled or loss != "full"):
+                if here.on_cpu and (compiled or loss == "chunked"):
                     continue
-                if loss == "triton" and find_spec("triton") is None:
-                    yield left_out("speed", what, "this Python lacks triton")
+                if loss == "triton" and (why := without_triton(here)):
+                    yield left_out("speed", what, why)
                     continue
                 more = {"train_steps": steps, "train_log_every": steps // 3, "train_compile": compiled}
-                changes = _changes(here, name, **more, **({"train_loss": loss} if len(LOSSES) > 1 else {}))
+                changes = _changes(here, name, **more, train_loss=loss)
                 try:
                     lines = look(here, f"speed-{what}".replace(" ", "-"), changes, timed, limit=180)
                 except Failed as failed:

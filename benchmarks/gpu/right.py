@@ -17,7 +17,7 @@ from typing import Any
 
 from processes import call
 from rows import Row, judged, left_out
-from training import HERE, Here, joined, look, planned, step, train
+from training import HERE, Here, joined, look, planned, step, train, without_triton
 
 GPT2 = {
     "n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64,
@@ -82,6 +82,12 @@ def losses(here: Here) -> Iterator[Row]:
             skipped = found.steps[-1].get("skipped_steps")
             seen = f"scale {scale:g}, {skipped} steps left out"
             yield judged("fp16", "loss scale", "a scale above 1", seen, good=scale > 1)
+    for loss, precision, within in (("chunked", "fp32", SAME), ("triton", "fp32", SAME), ("triton", "bf16", HALF)):
+        if loss == "triton" and (why := without_triton(here)):
+            yield left_out("losses", f"{loss}, {precision}", why)
+            continue
+        found = train(here, f"losses-{loss}-{precision}", {"train.loss": loss, "train.precision": precision})
+        yield _near("losses", f"{loss}, {precision}", found.losses, wanted, within)
 
 
 def attention(here: Here) -> Iterator[Row]:
@@ -203,7 +209,7 @@ def _job(kind: str, model: str, plan: str) -> str:
 
 
 PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
-    "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 200), "attention": (attention, 240),
+    "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 260), "attention": (attention, 240),
     "syncs": (syncs, 90), "resume": (resume, 90), "analog": (analog, 200), "generate": (generate, 120),
 }  # fmt: skip
 """Each with its limit in seconds."""

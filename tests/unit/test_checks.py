@@ -273,12 +273,19 @@ def test_no_image_and_a_damaged_one(image: Path) -> None:
     assert (first.level, first.found) == ("error", f"{image} is damaged")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("architecture", ["7.0", "8.0", "9.0", "gfx90a"])
-def test_a_kernel_is_compiled_for_gpus_that_this_machine_lacks(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.torch
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("architecture", "kernels"), [("7.0", "1 kernel"), ("9.0", "3 kernels"), ("gfx90a", "3 kernels")]
+)
+def test_kernels_are_compiled_for_gpus_that_this_machine_lacks(
+    architecture: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dray.checks import compilers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert "bytes of" in compilers.compile_kernel(architecture)
+    assert compilers.compile_kernels(architecture).startswith(f"{kernels} compiled to ")
+    monkeypatch.setattr(compilers, "_SHARED", {architecture: 1})
+    if kernels != "1 kernel":
+        with pytest.raises(UnfitError, match=r"summaries wants \d+ bytes of shared memory"):
+            compilers.compile_kernels(architecture)

@@ -130,6 +130,8 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         ["strategies", "ddp, bf16", ok],
         ["fp16", "ddp, fp16", ok],
         ["fp16", "loss scale", ok],
+        ["losses", "chunked, fp32", ok],
+        *(["losses", f"triton, {precision}", missing] for precision in ("fp32", "bf16")),
         ["attention", "gpt2, eager", ok],
         ["attention", "llama, eager", ok],
         ["syncs", "3 steps of ddp", ok],
@@ -142,8 +144,10 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         ["checkpoint", "time to rename", aimless],
         ["memory", gpt, aimless],
         ["speed", f"{gpt}, eager, full", aimless],
+        ["speed", f"{gpt}, eager, triton", missing],
         ["speed", f"{gpt}, the best of these beside the stock Trainer's", aimless],
         ["speed", f"{llama}, eager, full", aimless],
+        ["speed", f"{llama}, eager, triton", missing],
     ]
     assert page.startswith("# dray on a GPU, ")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("gpu-check-")] == []

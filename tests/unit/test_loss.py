@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dray.config.recipe import Recipe
+from dray.config.site import Site
 from dray.config.training import Batch
 from dray.facts import Files
 from dray.planning import loss
 
-CHANGED = "train.loss = chunked does not compute this model's loss"
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
          "vocab_size": 128256}  # fmt: skip
 
@@ -43,6 +43,7 @@ def chosen(made: Recipe, configuration: dict[str, Any] | None = None, each: int 
         ({}, {**LLAMA, "logits_scaling": 1.0, "final_logit_softcapping": None}, 8,
          "chunked: whole logits of 8,192 tokens x 128,256 words would take 6.3 GB"),
         ({"train": {"loss": "chunked"}}, None, 8, "chunked: the recipe says so"),
+        ({"train": {"loss": "triton"}}, LLAMA, 1, "triton: the recipe says so"),
     ],
 )  # fmt: skip
 def test_the_loss_is_chosen_with_its_reason(
@@ -53,21 +54,22 @@ def test_the_loss_is_chosen_with_its_reason(
 
 
 @pytest.mark.parametrize(
-    ("image", "kind", "configuration", "problems"),
+    ("image", "kind", "bf16", "changes", "found"),
     [
-        ("cpu", "chunked", LLAMA, []),
-        (
-            "cuda",
-            "chunked",
-            {**LLAMA, "logits_scaling": 8},
-            ["train.loss = chunked does not compute this model's loss"],
-        ),
-        ("cuda", "full", {**LLAMA, "logits_scaling": 8}, []),
-        ("cuda", "auto", {**LLAMA, "logits_scaling": 8}, []),
+        ("cpu", "chunked", True, {}, []),
+        ("cuda", "chunked", True, {"logits_scaling": 8}, ["logits_scaling = 8"]),
+        ("cuda", "full", True, {"logits_scaling": 8}, []),
+        ("cuda", "auto", True, {"logits_scaling": 8}, []),
+        ("cuda", "chunked", False, {}, []),
+        ("cuda", "triton", True, {}, []),
+        ("rocm", "triton", True, {}, []),
+        ("cpu", "triton", True, {}, ["image = cpu"]),
+        ("cuda12", "triton", False, {}, ["site old: V100 (bf16 = false)"]),
+        ("cpu", "triton", False, {"logits_scaling": 8}, ["image = cpu", "logits_scaling = 8"]),
     ],
 )
-def test_a_loss_that_cannot_be_is_refused(image: str, kind: str, configuration: Any, problems: list[str]) -> None:
-    files = Files(configuration=configuration)
-    found = list(loss.refusals(recipe(image=image, train={"loss": kind}), files))
-    assert [one.problem for one in found] == problems
-    assert all(one.code == 78 and one.fix for one in found)
+def test_a_loss_that_cannot_be_is_refused(image: str, kind: str, bf16: bool, changes: Any, found: list[str]) -> None:
+    site, files = Site(name="old", about="V100", bf16=bf16), Files(configuration={**LLAMA, **changes})
+    refused = list(loss.refusals(recipe(image=image, train={"loss": kind}), site, files))
+    assert [one.found for one in refused] == found
+    assert all(one.code == 78 and one.fix and f"train.loss = {kind} " in one.problem for one in refused)

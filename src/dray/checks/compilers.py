@@ -8,17 +8,23 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from subprocess import CalledProcessError
+from typing import Any
 
 import torch
 
 from dray.checks import image
 from dray.checks.check import Skip, check, skipped
-from dray.contract.findings import Finding, UnfitError
+from dray.contract.findings import Finding, UnfitError, counted
 
 _TRITON = "build the image again: no model that uses Triton runs in it"
 _HEADERS = "install gcc and Python's headers: Triton starts kernels with them"
 _EAGER = "train without compilation on a CPU"
 _COUNT, _BLOCK = 1000, 256
+_KERNELS = ("dray.checks.kernel", "dray.train.kernels.triton")
+_SHARED = {"7.0": 96, "8.0": 163, "9.0": 227, "10.0": 227}
+"""Of the memory that a kernel's program may share, in KiB: what wants more compiles, and does not start."""
+_LEAST_SHARED = {"cuda": 99, "hip": 64}
+"""Of other GPUs."""
 _ANSWER = """
 #include <Python.h>
 static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
@@ -39,13 +45,13 @@ def results() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    """A kernel: run on a GPU, else compiled for the image's GPUs, else interpreted."""
+    """A kernel run on a GPU; else dray's own compiled for the image's GPUs; else one interpreted."""
     architectures = image.declared().architectures
     if torch.cuda.device_count():
         yield check("triton", partial(run_kernel, "cuda"), fix=_TRITON)
     elif architectures:
         for architecture in architectures:
-            yield check(f"triton for {architecture}", partial(compile_kernel, architecture), fix=_TRITON)
+            yield check(f"triton for {architecture}", partial(compile_kernels, architecture), fix=_TRITON)
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
         yield check("triton", partial(run_kernel, "cpu"), fix=_TRITON)
@@ -63,22 +69,35 @@ def run_kernel(device: str) -> str:
     return "a kernel, compiled and run, agrees with torch" if device == "cuda" else "a kernel, interpreted, agrees"
 
 
-def compile_kernel(architecture: str) -> str:
-    """Compile it for a GPU that this machine need not have."""
-    compiler = import_module("triton.compiler")
-    kernel = import_module("dray.checks.kernel")
+def compile_kernels(architecture: str) -> str:
+    """Dray's own, for a GPU that this machine need not have."""
+    made = [
+        compiled(source, options, architecture)
+        for name in _KERNELS
+        for source, options in import_module(name).sources(architecture)
+    ]
+    size = sum(len(one.asm.get("cubin") or one.asm["hsaco"]) for one in made)
+    return f"{counted(len(made), 'kernel')} compiled to {size} bytes; not run, no device"
+
+
+def compiled(source: Any, options: dict[str, int], architecture: str) -> Any:  # noqa: ANN401  Triton's own
+    """One kernel, as a binary that such a GPU can start."""
     target_of = import_module("triton.backends.compiler").GPUTarget
     if architecture.startswith("gfx"):
         target = target_of("hip", architecture, 64)  # CDNA's wavefront; no image is for a consumer's GPU
     else:
         target = target_of("cuda", int(architecture.replace(".", "")), 32)
-    source = compiler.ASTSource(kernel.add, kernel.SIGNATURE, constexprs={"block": _BLOCK})
-    stages = compiler.compile(source, target=target).asm
-    binary = stages.get("cubin") or stages.get("hsaco") or b""
+    made = import_module("triton.compiler").compile(source, target=target, options=options)
+    binary = made.asm.get("cubin") or made.asm.get("hsaco") or b""
     if not binary.startswith(b"\x7fELF"):
-        raise UnfitError(f"made {', '.join(stages)}", wanted="a binary for the GPU", fix=_TRITON)
-    kind = "cubin" if "cubin" in stages else "hsaco"
-    return f"a kernel compiled to {len(binary)} bytes of {kind}; not run, no device"
+        raise UnfitError(f"{source.name} became {', '.join(made.asm)}", wanted="a binary for the GPU", fix=_TRITON)
+    if made.metadata.shared > (most := _SHARED.get(architecture, _LEAST_SHARED[target.backend]) * 1024):
+        raise UnfitError(
+            f"{source.name} wants {made.metadata.shared} bytes of shared memory",
+            wanted=f"at most {most}",
+            fix=_TRITON,
+        )
+    return made
 
 
 def _c() -> str:

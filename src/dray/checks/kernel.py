@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-SIGNATURE = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "count": "i32", "block": "constexpr"}
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -14,3 +15,10 @@ def add(left, right, out, count, block: tl.constexpr):  # type: ignore[no-untype
     offsets = tl.program_id(0) * block + tl.arange(0, block)
     mask = offsets < count
     tl.store(out + offsets, tl.load(left + offsets, mask=mask) + tl.load(right + offsets, mask=mask), mask=mask)
+
+
+def sources(architecture: str) -> Iterator[tuple[Any, dict[str, int]]]:
+    """What the compiler takes in the place of arguments, and its options."""
+    del architecture
+    signature = {"left": "*fp32", "right": "*fp32", "out": "*fp32", "count": "i32", "block": "constexpr"}
+    yield triton.compiler.ASTSource(add, signature, constexprs={"block": 256}), {}

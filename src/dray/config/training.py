@@ -128,10 +128,11 @@ class Train(Spec):
     objective: Literal["causal", "masked", "sft"] = "causal"
     """causal: predict each token from those before it. masked: predict masked tokens from all others. sft: causal, on
     conversations in the model's chat template, with labels on the assistant's messages alone."""
-    loss: Literal["auto", "full", "chunked"] = "auto"
-    """How logits and loss are made. full: whole logits. chunked: some tokens at a time, so that the logits of
-    all tokens are never held. Both skip tokens without a label. auto: chunked on GPUs where whole logits would take
-    more than 1 GB, else full."""
+    loss: Literal["auto", "full", "chunked", "triton"] = "auto"
+    """How logits and loss are made. full: whole logits. chunked: some tokens at a time. triton: tile by tile, by
+    kernels of dray's own, on GPUs from A100 and MI250X on; no GPU has run them yet. The last two never hold the logits
+    of all tokens; all skip tokens without a label. auto: chunked on GPUs where whole logits would take more than 1 GB,
+    else full."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Probability that a token is masked, where the objective is masked."""
     lr: Annotated[float, Field(gt=0)]

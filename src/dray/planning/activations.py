@@ -20,6 +20,8 @@ _LOSS = 12
 
 _PARTS, _LARGEST = 8, 1.6e9
 """How many parts chunked logits come in at least, and the most bytes of one, its gradient with it."""
+_SLICE = 1 << 27
+"""Numbers of the logits' gradient that train/kernels/triton.py holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +95,18 @@ def kept(block: Block, layers: int, use: Use) -> float:
     return outside + layers * layer
 
 
-def logits(vocabulary: int, use: Use) -> float:
-    """Bytes for each row at the beginning of the backward pass, where all logits are there at once."""
-    return float(use.length * vocabulary * (3 * use.products if use.compiled else _LOSS))
+def head(loss: str, tokens: float, vocabulary: int, hidden: int, use: Use) -> float:
+    """Bytes at the beginning of the backward pass: of whole logits, or as train/kernels makes the loss in parts.
 
-
-def chunk(whole: float, vocabulary: int, hidden: int) -> float:
-    """As train/kernels/chunked.py makes them: a part of all logits, and the gradient of the head's weight."""
-    return min(whole / _PARTS, _LARGEST) + 4.0 * vocabulary * hidden
+    Those of a part, and of the gradient of the head's weight, which is made with the loss.
+    """
+    size = tokens * vocabulary
+    whole = size * (3 * use.products if use.compiled else _LOSS)
+    if loss == "chunked":
+        return min(whole / _PARTS, _LARGEST) + 4.0 * vocabulary * hidden
+    if loss == "triton":
+        return min(size, _SLICE) * use.products + 4.0 * vocabulary * hidden
+    return whole
 
 
 def _token(block: Block, use: Use) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dray.config.recipe import Recipe
+from dray.config.site import Site
 from dray.config.training import Batch
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
@@ -51,11 +52,20 @@ def _auto(recipe: Recipe, shares: Batch | None, files: Files) -> tuple[str, str]
     return ("chunked", f"whole {shown}") if size > _LARGE else ("full", f"whole {shown}")
 
 
-def refusals(recipe: Recipe, files: Files) -> Iterator[Finding]:
+def refusals(recipe: Recipe, site: Site, files: Files) -> Iterator[Finding]:
     """Those of what a recipe names itself."""
     if recipe.train is None or recipe.train.loss in ("auto", "full"):
         return
     kind = recipe.train.loss
+    if kind == "triton" and (found := _without_triton(recipe, site)):
+        yield Finding(
+            "train.loss = triton wants a GPU with tensor cores that Triton uses",
+            where="recipe [train]",
+            wanted="an image for GPUs, and NVIDIA's from A100 or AMD's from MI250X on",
+            found=found,
+            fix="train.loss=chunked",
+            code=exit_codes.CONFIG,
+        )
     if changes := _changes(files):
         yield Finding(
             f"train.loss = {kind} does not compute this model's loss",
@@ -65,6 +75,13 @@ def refusals(recipe: Recipe, files: Files) -> Iterator[Finding]:
             fix="train.loss=full",
             code=exit_codes.CONFIG,
         )
+
+
+def _without_triton(recipe: Recipe, site: Site) -> str:
+    """Triton multiplies on V100 without tensor cores, and out of registers that spill (seen with 3.5.1)."""
+    if recipe.image == "cpu":
+        return "image = cpu"
+    return "" if site.bf16 else f"site {site.name}: {site.about} (bf16 = false)"
 
 
 def _changes(files: Files) -> str:

@@ -172,8 +172,8 @@ def _activations(recipe: Recipe, model: Shape, ranks: int) -> float:
     train = recipe.train
     assert train is not None
     predicted = train.mlm_probability if train.objective == "masked" else 1.0  # of tokens; the head computes no other
-    whole = rows * predicted * activations.logits(model.vocabulary, how)
-    return rows * row + (activations.chunk(whole, model.vocabulary, model.hidden) if train.loss == "chunked" else whole)
+    tokens = rows * predicted * how.length
+    return rows * row + activations.head(train.loss, tokens, model.vocabulary, model.hidden, how)
 
 
 _CHANGES: tuple[dict[str, Any], ...] = (

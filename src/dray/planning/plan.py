@@ -111,7 +111,7 @@ def plan(
         recipe=recipe,
     )  # fmt: skip
     found = (
-        *loss.refusals(recipe, files),
+        *loss.refusals(recipe, site, files),
         *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *files.findings, *too_large,
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
         *advice.find(made, site, facts, files),

@@ -1,6 +1,6 @@
 """The model's head, the layer from hidden states to logits, and the loss: of the tokens alone that are predicted.
 
-`full` makes whole logits. `chunked` makes them in parts, and never holds a tensor of tokens x vocabulary.
+`full` makes whole logits. `chunked` and `triton` make them in parts, and never hold a tensor of tokens x vocabulary.
 """
 
 from __future__ import annotations
