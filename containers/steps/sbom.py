@@ -144,6 +144,15 @@ def python(site: Path, digests: Digests) -> Iterator[Json]:
         yield _component(about["Name"], key[1], purl, python_licenses(about), digests.get(key))
 
 
+def sources(inputs: Path) -> Iterator[Json]:
+    """What a step compiled from a release's tar; image.toml says what it is."""
+    about = inputs / "sources.json"
+    for one in json.loads(about.read_text()) if about.exists() else ():
+        name, version, digest = one["name"], one["version"], one["sha256"]
+        purl = f"pkg:generic/{name}@{version}?download_url={quote(one['url'], safe='')}"
+        yield _component(name, version, purl, licenses([one["license"]]), digest)
+
+
 def _component(name: str, version: str, purl: str, licenses: list[Json], digest: str | None) -> Json:
     hashes = [{"alg": "SHA-256", "content": digest}] if digest else []
     parts = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
@@ -183,7 +192,7 @@ def sbom(root: Path, inputs: Path, *, variant: str, epoch: int) -> Json:
     """Of the image in this root, built from these inputs; the same again for the same."""
     known = digests(inputs)
     site = next(root.glob("opt/dray/lib/python3*/site-packages"))
-    parts = sorted([*debian(root, known), *python(site, known)], key=lambda part: str(part["purl"]))
+    parts = sorted([*debian(root, known), *python(site, known), *sources(inputs)], key=lambda part: str(part["purl"]))
     version = next(part["version"] for part in parts if part["purl"].startswith("pkg:pypi/dray@"))
     image = {"type": "container", "bom-ref": f"dray-{variant}", "name": f"dray-{variant}", "version": version}
     bom = {

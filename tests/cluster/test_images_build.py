@@ -120,7 +120,9 @@ def checkout(client, base, tmp_path_factory) -> Checkout:
     debs.lock_file(containers.parent).write_text("")
     (containers / VARIANT / "requirements.in").write_text("")
     image = (containers / VARIANT / "image.toml").read_text()
-    (containers / VARIANT / "image.toml").write_text(re.sub(r"\[\[vendor\]\].*?\n\n", "", image, flags=re.DOTALL))
+    (containers / VARIANT / "image.toml").write_text(
+        re.sub(r"\[\[(vendor|source)\]\].*?\n\n", "", image, flags=re.DOTALL)
+    )
     (path / "build").mkdir()
     (path / "build" / "base").symlink_to(ROOT / "build" / "base")
     made = Checkout(path, base)

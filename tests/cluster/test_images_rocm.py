@@ -75,6 +75,8 @@ def checkout(tmp_path) -> Path:
             f'name = "{stand_in}"\nversion = "{version}"\nsha256 = {json.dumps(list(pins[stand_in].hashes))}',
             described,
         )
+    # The step of these looks for ROCm's own libraries, which no wheel here has.
+    described = re.sub(r"\[\[source\]\].*?\n\n", "", described, flags=re.DOTALL)
     (folder / "image.toml").write_text(described)
     # The cpu image compiles all operators that jobs need; the smallest is enough to see that the step is walked.
     step = copy / "containers" / "steps" / "55-deepspeed.sh"

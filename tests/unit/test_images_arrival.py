@@ -189,7 +189,7 @@ class TestBundle:
     def test_a_wheel_that_no_lock_names_is_refused_whatever_the_sums_say(self, bundle: Path) -> None:
         (bundle / "wheels" / "x-1-py3-none-any.whl").write_text("evil")
         summed(bundle)
-        with pytest.raises(ConfigError, match="wheels that this checkout does not lock") as refused:
+        with pytest.raises(ConfigError, match="wheels or sources that this checkout does not lock") as refused:
             arrival.require(bundle, bundle.parent / "containers")
         assert refused.value.details["found"] == "wheels/x-1-py3-none-any.whl"
 

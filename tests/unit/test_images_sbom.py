@@ -171,6 +171,20 @@ def test_the_whole_document(sbom, image, inputs):
     }
 
 
+def test_what_was_compiled_from_a_release(sbom, image, inputs):
+    url = "https://github.com/a/b/archive/refs/tags/v1.2.tar.gz"
+    one = {"name": "b", "version": "1.2", "sha256": "7" * 64, "url": url, "license": "BSD-2-Clause OR GPL-2.0-only"}
+    without = sbom.sbom(image, inputs, variant="cuda", epoch=0)
+    write(inputs / "sources.json", json.dumps([one, {**one, "name": "c", "license": "Apache-2.0"}]))
+    found = sbom.sbom(image, inputs, variant="cuda", epoch=0)
+    purl = "pkg:generic/{}@1.2?download_url=https%3A%2F%2Fgithub.com%2Fa%2Fb%2Farchive%2Frefs%2Ftags%2Fv1.2.tar.gz"
+    assert [part for part in found["components"] if part not in without["components"]] == [
+        component("b", "1.2", purl.format("b"), "7" * 64, {"expression": "BSD-2-Clause OR GPL-2.0-only"}),
+        component("c", "1.2", purl.format("c"), "7" * 64, {"license": {"id": "Apache-2.0"}}),
+    ]
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(found)) is None
+
+
 def test_the_schema_takes_it(sbom, image, inputs):
     found = json.dumps(sbom.sbom(image, inputs, variant="cpu", epoch=0))
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(found) is None

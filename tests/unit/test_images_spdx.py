@@ -37,6 +37,7 @@ BOM = {
         part("torch", "2.13.0", "pkg:pypi/torch@2.13.0", {"expression": "MIT OR LicenseRef-own"}, digest=DIGEST),
         part("torch", "2.13.0", "pkg:pypi/torch@2.13.0+cpu", SEE, MIT),
         part("none", "1", "pkg:pypi/none@1"),
+        part("a-source", "1", "pkg:generic/a-source@1?download_url=https%3A%2F%2Fx", MIT, digest=DIGEST),
     ],
 }  # fmt: skip
 
@@ -129,7 +130,7 @@ def test_it_follows_the_rules(spdx: ModuleType) -> None:
 
 def test_a_package(spdx: ModuleType) -> None:
     document = spdx.document(BOM)
-    image, first, second, third, fourth, last = document["packages"]
+    image, first, second, third, fourth, last, compiled = document["packages"]
     assert third == {
         "SPDXID": third["SPDXID"],
         "name": "torch",
@@ -153,6 +154,7 @@ def test_a_package(spdx: ModuleType) -> None:
     assert second["licenseDeclared"] == "MIT AND Zlib"
     assert fourth["licenseDeclared"] == f"{first['licenseDeclared']} AND MIT"
     assert last["licenseDeclared"] == "NOASSERTION"
+    assert (compiled["licenseDeclared"], compiled["checksums"]) == ("MIT", third["checksums"])
     texts = {one["licenseId"]: one["extractedText"] for one in document["hasExtractedLicensingInfos"]}
     assert texts[first["licenseDeclared"]] == "see /usr/share/x"
 

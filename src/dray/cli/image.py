@@ -31,7 +31,9 @@ Base = Annotated[
         help="An image reference, or the tar of a root filesystem; else that of image.toml.",
     ),
 ]
-Wheels = Annotated[Path | None, typer.Option(help="A folder of wheels of your own, besides what pip finds.")]
+Wheels = Annotated[
+    Path | None, typer.Option(help="A folder of wheels and sources of your own, besides what is fetched.")
+]
 
 
 class Debian(enum.StrEnum):

@@ -11,6 +11,8 @@ from dray.config.model import Spec
 Variant = Literal["cpu", "cuda", "cuda12", "rocm"]
 # The GPUs of each variant.
 ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}
+# NCCL's and RCCL's plugin for libfabric, where containers/steps/56-fabric.sh puts it.
+PLUGIN = "/opt/dray/fabric/libnccl-net-ofi.so"
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9A-F]{40}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -29,6 +31,26 @@ class Vendor(Spec):
     """The vendor's index, for messages; pip uses it only if its own configuration names it."""
 
 
+class Source(Spec):
+    """Sources that a step of the build compiles: a release's tar, fetched and pinned by hash."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+    """The program, as the tar's only folder NAME-VERSION has it."""
+    version: Annotated[str, Field(pattern=r"^[0-9][0-9a-z.]*$")]
+    """The release."""
+    sha256: Digest
+    """The hash of the tar without its compression, which may differ from day to day."""
+    url: Annotated[str, Field(pattern=r"^https://\S+\.tar\.gz$")]
+    """The release's .tar.gz; fetched unless the folder of --wheels has it."""
+    license: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+() -]+$")]
+    """Its licence as an SPDX expression, for the bill of materials."""
+
+    @property
+    def file(self) -> str:
+        """The name of the tar."""
+        return f"{self.name}-{self.version}.tar"
+
+
 class Image(Spec):
     """One variant of the image."""
 
@@ -44,6 +66,10 @@ class Image(Spec):
     """The GPUs that operators are compiled for, such as 8.0 or gfx90a."""
     vendor: list[Vendor] = Field(default_factory=list)
     """Wheels of other indexes, with their hashes."""
+    source: list[Source] = Field(default_factory=list)
+    """Sources that the build compiles, with their hashes."""
+    without: list[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9+.-]+$")]] = Field(default_factory=list)
+    """Packages of Debian's locks that are not for this variant."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Z_][A-Z0-9_]*$")], Line] = Field(default_factory=dict)
     """Environment variables of this variant, added to containers/environment."""
     labels: dict[Annotated[str, Field(pattern=r"^[a-z0-9.-]+$")], Line] = Field(default_factory=dict)

@@ -36,7 +36,7 @@ def sign(folder: Path, key: Path) -> None:
 
 
 def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
-    """Refuse a bundle that has not arrived whole, has a wheel that no lock names, or is signed by nobody of these."""
+    """Refuse a bundle that has not arrived whole, has what nothing here pins, or is signed by nobody of these."""
     if not (folder / SUMS).is_file():
         fix = "dray image bundle VARIANT makes one"
         raise ConfigError("not a bundle", where=folder, wanted=f"a folder with {SUMS}", fix=fix)
@@ -55,10 +55,12 @@ def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
             ),
             fix="copy it again",
         )
-    locked = {one for lock in locks.glob("*/*.lock") for one in re.findall(r"sha256:(\w{64})", lock.read_text())}
-    if strange := [name for name in present if name.startswith("wheels/") and present[name] not in locked]:
+    pinning = (*locks.glob("*/*.lock"), *locks.glob("*/image.toml"))
+    locked = {one for path in pinning for one in re.findall(r"\b[0-9a-f]{64}\b", path.read_text())}
+    pinned = ("wheels/", "sources/")
+    if strange := [name for name in present if name.startswith(pinned) and present[name] not in locked]:
         raise ConfigError(
-            "the bundle has wheels that this checkout does not lock",
+            "the bundle has wheels or sources that this checkout does not lock",
             where=folder,
             found="\n".join(strange),
             fix="use it with a checkout of the same dray; signed by somebody or not, it must hold what the locks name",

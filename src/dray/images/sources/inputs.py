@@ -18,8 +18,8 @@ from pathlib import Path
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
+from dray.images.sources import archives, debs, lock, wheels
 from dray.images.sources import base as bases
-from dray.images.sources import debs, lock, wheels
 from dray.images.sources.arrival import SIGNATURE, SUMS, sums
 
 # How a Docker image tells what it was made from.
@@ -27,7 +27,7 @@ INPUTS_LABEL = "dray.inputs"
 README, BUILDER = "README.md", "builder.tar"
 BUNDLE_ONLY = (SUMS, SIGNATURE, README, BUILDER)
 # What a build reads only after the step that compiles, 55-deepspeed.sh.
-_LATER = re.compile(r"steps/([6-9]\d-.*|(sbom|spdx)\.py)|dray/.*|labels|Containerfile")
+_LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|(sbom|spdx)\.py)|dray/.*|sources(/.*|\.json)|labels|Containerfile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,12 @@ def gather(
         fetched = wheels.fetch(
             locks=_locks(checkout, described), image=described, folder=folder, wheels=own_wheels, say=say
         )
+        tars = archives.fetch(described, folder=build / "sources", own=own_wheels, say=say)
         own = wheels.own(checkout=checkout, folder=folder / "dray")
         file = bases.fetched(checkout, chosen, say=say)
         identity = bases.identity(chosen, file)
         packages = debs.fetch(checkout, base=file, identity=identity, as_locked=as_locked, say=say)
-        laid = lay_out(checkout, described, fetched=fetched, own=own, packages=packages, base=identity)
+        laid = lay_out(checkout, described, fetched=fetched, tars=tars, own=own, packages=packages, base=identity)
     return Source(image=described, inputs=laid, base=file)
 
 
@@ -110,14 +111,26 @@ def alone(build: Path) -> Iterator[None]:
         yield
 
 
-def lay_out(checkout: Path, image: Image, *, fetched: Sequence[Path], own: Path, packages: Path, base: str) -> Path:
+def lay_out(
+    checkout: Path,
+    image: Image,
+    *,
+    fetched: Sequence[Path],
+    tars: Sequence[Path] = (),
+    own: Path,
+    packages: Path,
+    base: str,
+) -> Path:
     """build/inputs/<variant>, as the steps, the definition and the Containerfile expect it."""
     containers = checkout / "containers"
     source = containers / image.variant
     folder = checkout / "build" / "inputs" / image.variant
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(containers / "steps", folder / "steps", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, files in (("wheels", fetched), ("debs", sorted(packages.iterdir())), ("dray", [own])):
+    if image.source:
+        (folder / "sources.json").write_text(json.dumps([source.model_dump() for source in image.source], indent=1))
+    debian = [path for path in sorted(packages.iterdir()) if path.name.partition("_")[0] not in image.without]
+    for name, files in (("wheels", fetched), ("sources", tars), ("debs", debian), ("dray", [own])):
         (folder / name).mkdir()
         for file in files:
             link(file, folder / name / file.name)
