@@ -63,10 +63,14 @@ def test_weights_that_hardly_move() -> None:
     assert notes("model.dtype=bf16", "train.strategy=zero2") == []
 
 
-def test_a_fabric_that_wants_a_plugin() -> None:
-    (problem,) = problems("image=rocm", site="lumi")
-    assert problem.startswith("site lumi names no NCCL or RCCL plugin for cxi; ")
-    assert notes(site="lumi") == []  # on CPUs
+def test_a_fabric_that_wants_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert notes("image=rocm", site="lumi") == []  # it takes the image's
+    lumi = (ROOT / "slurm" / "sites" / "lumi.toml").read_text()
+    (tmp_path / "without.toml").write_text(lumi.replace('plugin = "image"\n', "").replace('"lumi"', '"without"'))
+    monkeypatch.setenv("DRAY_SITES", str(tmp_path))
+    (problem,) = problems("image=rocm", site="without")
+    assert problem.startswith("site without names no NCCL or RCCL plugin for cxi; ")
+    assert notes(site="without") == []  # on CPUs
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ class TestControlCharacters:
             site = Site.model_validate({"name": "s", "about": "a", **filled(given.get("site", {}))})
         except ValueError:  # some keys have a pattern, which no line break fits
             return
+        seen = {"nodelist": "n[1-2]", "nodes": 2, **filled(given.get("facts", {}))}  # one node has no fabric
         made = plan(
-            recipe, site, FACTS.model_copy(update=filled(given.get("facts", {}))), scratch="/s", dray="0",
+            recipe, site, FACTS.model_copy(update=seen), scratch="/s", dray="0",
             run_folder=PurePosixPath(filled(given.get("run_folder", "/r/x"))),
         )  # fmt: skip
         with pytest.raises(ConfigError, match="a value has a control character") as wrong:

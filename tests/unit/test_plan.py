@@ -351,7 +351,7 @@ def test_the_allocator_of_a_users_own_program_is_its_own(root: Path) -> None:
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["image=cuda"])
     own = recipe.model_copy(update={"train": None})
     seen = Facts.model_validate({**FACTS, "gpus_per_node": 2})
-    variables = environment.resolve(own, SITE, seen, run_folder="/r", scratch="/s")
+    variables = environment.resolve(own, SITE, seen, SITE.fabric, run_folder="/r", scratch="/s")
     assert not [one for one in variables if one.name.startswith("PYTORCH_")]
 
 

@@ -397,6 +397,42 @@ def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
     assert ("too small for RDMA" in capsys.readouterr().out) == said
 
 
+class TestLibraries:
+    """The host's and the plugin, once a node, held against the image."""
+
+    def check(self, monkeypatch: pytest.MonkeyPatch, *, named: str, plugin: str = "image", local: str = "0") -> None:
+        module = pytest.importorskip("dray.checks.preflight")
+        fabric = {"strategy": "host", "libraries": ["/usr/lib64/libnone.so.1"], "plugin": plugin}
+        rank = type("Rank", (), {"plan": {"fabric": fabric, "site": "site s"}, "node": "n2", "phase": print})()
+        monkeypatch.setenv("NCCL_NET_PLUGIN", named)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        module._libraries(rank)
+
+    def test_an_image_without_its_plugin_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(UnfitError) as unfit:
+            self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so")
+        assert unfit.value.finding._replace(fix="") == Finding(
+            "/opt/none/libnccl-net-ofi.so of n2 does not fit this image",
+            wanted="a library that the image can load (site s)",
+            found="is not there",
+            code=69,
+        )
+        self.check(monkeypatch, named="/opt/none/libnccl-net-ofi.so", local="1")  # the first has said it
+
+    def test_one_that_needs_a_newer_libfabric(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library) -> None:
+        own = tmp_path / "libnccl-net-ofi.so"
+        library(own, own.name, needed=["libc.so.6"], wants={"libc.so.6": ("GLIBC_2.99",)})
+        with pytest.raises(UnfitError) as unfit:
+            self.check(monkeypatch, named=str(own))
+        assert str(unfit.value.finding.found).startswith("needs GLIBC_2.99 of libc.so.6; ")
+
+    @pytest.mark.parametrize(
+        ("named", "plugin"), [("none", "image"), ("ofi", "image"), ("", "image"), ("/no/file", "")]
+    )
+    def test_what_names_no_file_of_a_sites(self, monkeypatch: pytest.MonkeyPatch, named: str, plugin: str) -> None:
+        self.check(monkeypatch, named=named, plugin=plugin)
+
+
 class TestTheSitesFabric:
     """Compared with NCCL's log as GPUs write it, which this machine lacks."""
 

@@ -13,6 +13,7 @@ import pytest
 
 from dray import render
 from dray.config import sites
+from dray.config.image import PLUGIN
 from dray.config.model import load
 from dray.config.site import Fabric, Site, SiteBind, SiteVariable
 from dray.contract.findings import ConfigError
@@ -142,6 +143,10 @@ class TestWhichSite:
         ("stage = 'tmp'", 'stage = "tmp"'),
         ("interfaces = ['a b']", 'interfaces.0 = "a b"'),
         ("gpu_option = 'gpus'", 'gpu_option = "gpus"'),
+        ('[fabric]\nplugin = "image"', 'fabric.plugin needs strategy = "host" or "image"'),
+        ('[fabric]\nplugin = "/opt/lib.so"', 'fabric.plugin needs strategy = "host" or "image"'),
+        ('[fabric]\nstrategy = "host"\nplugin = "images"', 'fabric.plugin = "images"'),
+        ('[fabric]\nstrategy = "host"\nplugin = "lib.so"', 'fabric.plugin = "lib.so"'),
         ("[fabric]\nmin_bus_bandwidth_gb_s = -1", "fabric.min_bus_bandwidth_gb_s = -1"),
     ],
 )  # fmt: skip
@@ -216,6 +221,49 @@ def test_the_images_own_plugin_is_named_to_nccl(root: Path) -> None:
     (variable,) = [variable for variable in made.env if variable.name == "NCCL_NET_PLUGIN"]
     assert (variable.value, variable.source) == ("/opt/ofi/lib/librccl-net.so", "site s")
     assert "librccl-net.so is not there" not in render.node_script(made)
+
+
+PLUGIN_OF_OURS = Fabric(strategy="host", libraries=("/usr/lib64/libcxi.so.1",), plugin="image", transport=("cxi",))
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "engine", "fabric", "value"),
+    [
+        (("image=cuda",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
+        (("image=cuda12",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
+        (("image=rocm",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
+        (("image=rocm", "env.NCCL_NET_PLUGIN=none"), 2, "apptainer", PLUGIN_OF_OURS, "none"),
+        ((), 2, "apptainer", PLUGIN_OF_OURS.model_copy(update={"plugin": ""}), None),  # gloo has no plugins
+        (("image=cuda",), 2, "docker", Fabric(transport=("cxi",)), None),  # nothing of the host gets in
+        (("image=cuda",), 1, "apptainer", Fabric(transport=("cxi",)), None),
+    ],
+)
+def test_a_run_gets_the_plugin_of_drays_own_images(
+    root: Path, words: tuple[str, ...], nodes: int, engine: str, fabric: Fabric, value: str | None
+) -> None:
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", words)
+    site = Site(name="s", about="", fabric=PLUGIN_OF_OURS)
+    seen = Facts.model_validate(
+        {**SEEN, "nodelist": f"n[1-{nodes}]", "nodes": nodes, "gpus_per_node": 2, "engine": engine}
+    )
+    made = plan(recipe, site, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
+    assert (made.fabric, made.fabric.host_plugin) == (fabric, "")
+    assert {variable.name: variable.value for variable in made.env}.get("NCCL_NET_PLUGIN") == value
+    script = render.node_script(made)
+    assert ("libcxi.so.1" in script) == bool(fabric.libraries)
+    assert 'node::bind "$newest" ro' not in script  # it is in the image
+
+
+def test_the_seven_sites_with_slingshot_take_it() -> None:
+    sites = [load(Site, path) for path in OURS]
+    slingshot = [site for site in sites if site.fabric.kind == "slingshot"]
+    assert sorted(site.name for site in slingshot) == [
+        *("alps", "dardel", "frontier", "isambard", "lumi", "perlmutter", "setonix")
+    ]
+    assert {(site.fabric.strategy, site.fabric.image_plugin) for site in slingshot} == {("host", PLUGIN)}
+    assert all(any("libfabric.so.1" in one for one in site.fabric.files) for site in slingshot)
+    # None of them has seen it, and the reason says so.
+    assert all("never ran on" in " ".join(site.why["fabric"].split()) for site in slingshot)
 
 
 class TestCommands:
@@ -308,10 +356,13 @@ while (($#)) && [[ "$1" != python3 ]]; do
   shift
 done
 shift
-exec "$PYTHON" "${@//\\/host/$HOSTED}"
+words=("${@//\\/host/$HOSTED}")
+"$PYTHON" "${words[@]/#$OURS/${PLUGIN:-$OURS}}" | sed "s|${PLUGIN:-$OURS}|$OURS|g"
 """
 
-    def show(self, root: Path, tmp_path: Path, *libraries: str) -> subprocess.CompletedProcess[str]:
+    def show(
+        self, root: Path, tmp_path: Path, *libraries: str, plugin: Path | str = ""
+    ) -> subprocess.CompletedProcess[str]:
         for name in ("bin", "hosted", "sites"):
             (tmp_path / name).mkdir()
         (tmp_path / "bin/apptainer").write_text(self.ENGINE)
@@ -319,9 +370,10 @@ exec "$PYTHON" "${@//\\/host/$HOSTED}"
         (tmp_path / "i.sif").touch()
         patterns = json.dumps(list(libraries))
         text = f'name = "mine"\nabout = "a"\n[fabric]\nstrategy = "host"\nlibraries = {patterns}\n'
+        text += 'plugin = "image"\n' if plugin else ""
         (tmp_path / "sites/mine.toml").write_text(text)
         env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "DRAY_SITES": str(tmp_path / "sites")}
-        env |= {"HOSTED": str(tmp_path / "hosted"), "PYTHON": sys.executable}
+        env |= {"HOSTED": str(tmp_path / "hosted"), "PYTHON": sys.executable, "PLUGIN": str(plugin), "OURS": PLUGIN}
         return dray(root, "site", "show", "mine", "--image", str(tmp_path / "i.sif"), **env)
 
     def test_each_is_held_against_the_image(self, root: Path, tmp_path: Path, library) -> None:
@@ -337,6 +389,26 @@ exec "$PYTHON" "${@//\\/host/$HOSTED}"
         assert rows[1][:4] == ["libcxi.so.1", "no", "host", "host"]
         assert rows[1][4].startswith("needs GLIBC_2.99 of libc.so.6; ")
         assert (tmp_path / "hosted/libfabric.so.1").resolve().parent.name == "1.22"
+
+    @pytest.mark.parametrize(
+        ("version", "verdict"),
+        [
+            ("FABRIC_1.3", "fits"),
+            ("FABRIC_1.8", "needs FABRIC_1.8 of libfabric.so.1; "),  # the site's is too old
+            ("", "is not there"),  # an image from before there was a plugin
+        ],
+    )
+    def test_the_images_own_plugin(self, root: Path, tmp_path: Path, library, version: str, verdict: str) -> None:
+        fabric = library(tmp_path / "old" / "libfabric.so.1", "libfabric.so.1", gives=("FABRIC_1.0", "FABRIC_1.3"))
+        wants = {"libfabric.so.1": ("FABRIC_1.0", version)}
+        own = tmp_path / "image" / "libnccl-net-ofi.so"
+        plugin = library(own, own.name, needed=["libfabric.so.1"], wants=wants) if version else PLUGIN
+        ended = self.show(root, tmp_path, str(fabric), plugin=plugin)
+        assert ended.returncode == (0 if verdict == "fits" else 69), ended.stderr
+        rows = [line.split(maxsplit=4) for line in ended.stdout.splitlines()[1:3]]
+        assert rows[0] == ["libfabric.so.1", "no", "host", "host", "fits"]
+        assert rows[1][:4] == ["libnccl-net-ofi.so", PLUGIN, "image", "image"]
+        assert rows[1][4].startswith(verdict)
 
     def test_one_that_is_not_on_this_machine(self, root: Path, tmp_path: Path) -> None:
         ended = self.show(root, tmp_path, "/opt/none/lib*.so.1")

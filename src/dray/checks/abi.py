@@ -52,7 +52,8 @@ def check(
         try:
             headers = elf.read(library)
         except (elf.NotElfError, OSError) as error:
-            checked.append(Library(path=str(library), problems=(str(error),)))
+            problem = "is not there" if isinstance(error, FileNotFoundError) else str(error)
+            checked.append(Library(path=str(library), problems=(problem,)))
             continue
         copy = _find(headers.soname, folders)
         problems, unresolved = _needs(headers, libraries, folders, loaded)

@@ -83,14 +83,15 @@ def main(path: str) -> int:
 
 
 def _libraries(rank: Rank) -> None:
-    """Check the host's libraries that node.sh has bound, once a node, beside those that torch has loaded."""
+    """Check the host's libraries that node.sh has bound, and the plugin, once a node, beside what torch has loaded."""
     rank.phase("libraries")
     fabric = rank.plan["fabric"]
     if fabric["strategy"] != "host" or os.environ["LOCAL_RANK"] != "0":
         return
     # The folder also has the driver's libraries, which the engine binds and no site names.
     bound = [path for pattern in fabric["libraries"] for path in abi.INJECTED.glob(Path(pattern).name)]
-    plugin = [Path(os.environ["NCCL_NET_PLUGIN"])] if fabric["plugin"] else []
+    named = os.environ.get("NCCL_NET_PLUGIN", "") if fabric["plugin"] else ""
+    plugin = [Path(named)] if named.startswith("/") else []  # a recipe may say none
     for library in abi.check([*bound, *plugin]):
         if library.problems:
             raise UnfitError(

@@ -135,7 +135,10 @@ def _compare(site: Site, image: str) -> None:
         maybe = (f"{one} (the driver may have it)" for one in library["unresolved"])
         verdict = "; ".join([*library["problems"], *maybe]) or "fits"
         name, copy = Path(library["path"]).name, library["in_image"] or "no"
-        print(f"{name:<28} {copy:<40} {library['before']:<18} {library['since']:<10} {verdict}")
+        before, since = library["before"], library["since"]
+        if library["path"] == site.fabric.image_plugin:
+            copy, before, since = library["path"], "image", "image"
+        print(f"{name:<28} {copy:<40} {before:<18} {since:<10} {verdict}")
     print(_ORDER)
     if not compared.fits:
         missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]

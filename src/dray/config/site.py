@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from dray.config.image import Fingerprint, Variant
+from dray.config.image import PLUGIN, Fingerprint, Variant
 from dray.config.model import Spec
 from dray.contract import secrets
 from dray.contract.cores import parse
@@ -72,8 +72,9 @@ class Fabric(Spec):
     """Whose libraries drive it: the host's, bound into the container; the image's; or none are needed."""
     libraries: tuple[Pattern, ...] = ()
     """With `host`: the host's files to bind into the container's library path. A * selects the newest match."""
-    plugin: Annotated[str, Field(pattern=r"^(/[^\n\"$,]*)?$")] = ""
-    """Full path of NCCL's or RCCL's network plugin. A * selects the newest match."""
+    plugin: Annotated[str, Field(pattern=r"^(image|/[^\n\"$,]*)?$")] = ""
+    """NCCL's or RCCL's network plugin: its full path, in which a * selects the newest match; or `image`: the one for
+    libfabric in dray's images, which drives the host's libfabric."""
     transport: tuple[str, ...] = ()
     """The transports that NCCL or RCCL may use between nodes, such as cxi or IB. A run with another one is refused."""
     min_bus_bandwidth_gb_s: Annotated[float, Field(ge=0)] = 0.0
@@ -85,7 +86,24 @@ class Fabric(Spec):
             raise ValueError('fabric.libraries needs strategy = "host"')
         if self.strategy == "host" and not (self.libraries or self.plugin):
             raise ValueError('strategy = "host" needs fabric.libraries or fabric.plugin')
+        if self.plugin and self.strategy == "none":
+            raise ValueError('fabric.plugin needs strategy = "host" or "image"')
         return self
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The patterns of the host's files that go into the container."""
+        return (*self.libraries, *filter(None, [self.host_plugin]))
+
+    @property
+    def host_plugin(self) -> str:
+        """The plugin's pattern, if it is the host's."""
+        return self.plugin if self.strategy == "host" and self.plugin != "image" else ""
+
+    @property
+    def image_plugin(self) -> str:
+        """The plugin's path in the image, if it is the image's."""
+        return PLUGIN if self.plugin == "image" else self.plugin if self.strategy == "image" else ""
 
 
 class Site(Spec):

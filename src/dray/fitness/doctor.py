@@ -202,7 +202,7 @@ def _site(chosen: sites.Choice) -> Iterator[Finding]:
 def _libraries(site: Site) -> Iterator[Finding]:
     if site.fabric.strategy != "host":
         return
-    for pattern in (*site.fabric.libraries, *filter(None, [site.fabric.plugin])):
+    for pattern in site.fabric.files:
         if not list(Path("/").glob(pattern.lstrip("/"))):
             found = f"{pattern} does not exist: ranks would fall back to TCP"
             yield _unfit("library", found, f"correct the site file (dray site show {site.name})")

@@ -27,16 +27,17 @@ class Comparison(NamedTuple):
 
 
 def compare(site: Site, image: str) -> Comparison:
-    """Start the image with the libraries bound, and compare their ELF headers with its own libraries in it."""
+    """Start the image with the libraries bound, and compare their ELF headers, and its plugin's, with its libraries."""
     engine, file = _engine(), _image(image)
     missing, mounts, names = [], [], []
-    for pattern in (*site.fabric.libraries, *filter(None, [site.fabric.plugin])):
+    for pattern in site.fabric.files:
         matches = sorted(Path("/").glob(pattern.lstrip("/")), key=_version)
         if not matches:
             missing.append(pattern)
             continue
         names.append(f"/host/{matches[-1].name}")
         mounts.append(f'--mount=type=bind,"src={matches[-1].resolve()}","dst={names[-1]}",ro')
+    names += filter(None, [site.fabric.image_plugin])
     argv = [engine, "--quiet", "exec", "--cleanenv", "--no-mount=home,cwd", *mounts, str(file.absolute())]
     done = process.run([*argv, "python3", "-m", "dray.checks.abi", *names], check=False)
     try:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
-from dray.config.site import Site
+from dray.config.site import Fabric, Site
 from dray.facts import Facts
 from dray.planning import deterministic
 
@@ -31,13 +31,15 @@ class Variable(BaseModel):
     beats: tuple[str, ...] = ()
 
 
-def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_folder: str, scratch: str) -> tuple[Variable, ...]:
+def resolve(
+    recipe: Recipe, site: Site, facts: Facts, fabric: Fabric, *, run_folder: str, scratch: str
+) -> tuple[Variable, ...]:
     """All variables by name. The recipe beats the site, the site beats dray; what was beaten is kept in `beats`.
 
     What pass_env names has the job's value, and is not decided here.
     """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, site, facts, run_folder, scratch), _sites(site, facts), _recipes(recipe)):
+    for layer in (_ours(recipe, site, facts, run_folder, scratch), _sites(site, facts, fabric), _recipes(recipe)):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
@@ -83,10 +85,10 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
         yield ours("CUDA_VISIBLE_DEVICES", "", "the cpu image has no use for GPUs that the node may have")
 
 
-def _sites(site: Site, facts: Facts) -> Iterator[Variable]:
-    if site.fabric.strategy == "image" and site.fabric.plugin:
+def _sites(site: Site, facts: Facts, fabric: Fabric) -> Iterator[Variable]:
+    if fabric.image_plugin:
         why = "the image's own plugin; a library that looks for one by itself may find another"
-        yield Variable(name="NCCL_NET_PLUGIN", value=site.fabric.plugin, source=f"site {site.name}", why=why)
+        yield Variable(name="NCCL_NET_PLUGIN", value=fabric.image_plugin, source=f"site {site.name}", why=why)
     several = "several" if facts.nodes > 1 else "one"
     for setting in site.env:
         if setting.nodes not in ("any", several):

@@ -55,9 +55,9 @@ def plan(
     ranks, reasons = world.decide(recipe, site, facts)
     shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
     recipe, loss_why = loss.chosen(recipe, shares, files)
-    fabric, preflight = transport.fabric(site, engine), transport.preflight(recipe, facts)
+    fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe, ranks, site, facts, files)
-    variables = environment.resolve(recipe, site, facts, run_folder=str(run_folder), scratch=scratch)
+    variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
     passed = environment.passed(recipe)
     python = engine.python(facts.image)
     launcher = launchers.of(recipe.launcher)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dray.config.image import ACCELERATORS
 from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric, Site
 from dray.engines.base import Engine
 from dray.facts import Facts
 from dray.planning.choice import Choice
 
+_NOTHING: dict[str, object] = {"strategy": "none", "libraries": (), "plugin": ""}
 
-def fabric(site: Site, engine: Engine) -> Choice[Fabric]:
+
+def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[Fabric]:
     """The site's, where the engine can put the host's libraries in; else the image must have all that it needs."""
     why = " ".join(site.why.get("fabric", f"site {site.name}").split())
+    if facts.nodes == 1 and site.fabric.strategy != "none":
+        return Choice(site.fabric.model_copy(update=_NOTHING), "one node has no network between nodes")
     if site.fabric.strategy == "host" and not engine.host_libraries:
-        without = {"strategy": "none", "libraries": (), "plugin": ""}
-        return Choice(site.fabric.model_copy(update=without), why)
+        return Choice(site.fabric.model_copy(update=_NOTHING), why)
+    if site.fabric.plugin == "image" and ACCELERATORS[recipe.image] == "cpu":  # gloo has no plugins
+        return Choice(site.fabric.model_copy(update={"plugin": ""}), why)
     return Choice(site.fabric, why)
 
 

@@ -146,8 +146,8 @@ def _fabric(plan: Plan) -> Iterator[str]:
     yield f"\n{_file('fabric')}\n"
     for pattern in plan.fabric.libraries:
         yield _call("library", pattern, wanted)
-    if plan.fabric.plugin:
-        yield _call("newest", plan.fabric.plugin, wanted)
+    if plan.fabric.host_plugin:
+        yield _call("newest", plan.fabric.host_plugin, wanted)
         yield 'node::bind "$newest" ro'
         if "NCCL_NET_PLUGIN" not in {variable.name for variable in plan.env}:  # the recipe's, or the site's own
             yield f'export {engines.get(plan.engine).env_prefix}NCCL_NET_PLUGIN="$newest"'
