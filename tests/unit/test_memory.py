@@ -227,10 +227,10 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     assert refusal[:3] == [
         "dray: the model does not fit: 6,658,461,696 parameters",
         "  wanted: at most 16 GB on each GPU (site iris)",
-        "  found:  122.7 GB on each GPU: weights 26.63, their 16-bit copies 13.32, gradients 26.63, optimizer 53.27, "
-        "activations 1.32, the rest 1.50",
+        "  found:  123.1 GB on each GPU: weights 26.63, their 16-bit copies 13.32, gradients 26.63, optimizer 53.27, "
+        "activations 1.73, the rest 1.50",
     ]
-    fix = "  fix:    with train.strategy=zero3 train.offload=optimizer: 5.4 GB on each GPU: weights 1.66, gathered"
+    fix = "  fix:    with train.strategy=zero3 train.offload=optimizer: 5.8 GB on each GPU: weights 1.66, gathered"
     assert refusal[3].startswith(fix)
     queued = dray("submit", *plain[1:], "train.strategy=ddp", "--sbatch=-Amine", HF_HOME=str(home))
     assert (queued.returncode, "the model does not fit" in queued.stderr) == (78, True)

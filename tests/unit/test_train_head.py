@@ -71,6 +71,7 @@ def gradients(made, loss) -> dict[str, Any]:
 PLAIN = [kind for kind in MODELS if kind not in ("gemma2", "granite", "mobilebert")]
 
 
+@pytest.mark.parametrize("multiple", [1, 128])
 @pytest.mark.parametrize(
     ("kind", "how", "share"),
     [
@@ -81,12 +82,15 @@ PLAIN = [kind for kind in MODELS if kind not in ("gemma2", "granite", "mobileber
         ("bert", "chunked", 0.0),
     ],
 )
-def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(kind: str, how: str, share: float) -> None:
+def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(
+    kind: str, how: str, share: float, multiple: int
+) -> None:
     made, given = network(kind), batch(share)
     wanted, logits = plain(made, given)
     expected = gradients(made, wanted)
     head.check(made, how)
-    module = LossModule(made, how)
+    shapes = {name: one.shape for name, one in made.state_dict().items()}
+    module = LossModule(made, how, multiple=multiple)
     loss, hits = module(*given.inputs)
     assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
     assert hits.tolist() == [0, 0]
@@ -105,6 +109,48 @@ def test_a_loss_of_the_labelled_tokens_is_that_of_whole_logits(kind: str, how: s
     with torch.no_grad():
         assert module(*given.inputs)[1].tolist() == [int(right.sum()), sum(hit_rows)]
         assert torch.equal(made(input_ids=given.input_ids).logits, logits), "outside of a loss all is as it was"
+    assert {name: one.shape for name, one in made.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize("how", ["full", "chunked"])
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize(("multiple", "words"), [(0, 61), (1, 61), (61, 61), (8, 64), (128, 128)])
+def test_the_head_computes_with_a_multiple_of_words(
+    monkeypatch: pytest.MonkeyPatch, how: str, half: torch.dtype | None, multiple: int, words: int
+) -> None:
+    seen, usual = set(), functional.linear
+
+    def linear(hidden, weight, bias=None):
+        seen.add(len(weight))
+        return usual(hidden, weight, bias)
+
+    made, given = network("llama", hidden_size=32, intermediate_size=32).float(), batch()
+    loss, hits = {}, {}
+    for each in (1, multiple):
+        module = LossModule(made, how, half, each)
+        monkeypatch.setattr(functional, "linear", linear if each == multiple else usual)
+        with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
+            loss[each] = float(module(*given.inputs)[0].detach())
+            with torch.no_grad():
+                hits[each] = module(*given.inputs)[1].tolist()
+        made.get_output_embeddings().forward = module._head._forward
+    assert {rows for rows in seen if rows > 32} == {words}  # a layer has 32 at most
+    assert loss[multiple] == pytest.approx(loss[1], rel=1e-6 if half is None else 1e-3)
+    assert hits[multiple] == hits[1]
+
+
+@pytest.mark.parametrize("how", ["full", "chunked"])
+def test_a_frozen_head_is_padded_too(how: str) -> None:
+    """As LoRA leaves it; where a word that is no word would be likely, it changes nothing."""
+    found = []
+    for multiple in (1, 128):
+        made, given = network("llama"), batch()
+        made.get_output_embeddings().requires_grad_(False)
+        made.get_output_embeddings().weight.data -= 30
+        loss, _ = LossModule(made, how, multiple=multiple)(*given.inputs)
+        found.append({"loss": loss.detach().double(), **gradients(made, loss)})
+    assert "lm_head.weight" not in found[1]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
 def test_only_labelled_tokens_reach_the_head() -> None:

@@ -369,6 +369,33 @@ def test_a_loss_in_chunks_is_the_same_training(run: BEGUN, alone: Run) -> None:
     assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-3)
 
 
+def test_a_padded_vocabulary_is_nowhere_to_be_seen(run: BEGUN, alone: Run) -> None:
+    """Neither in losses, nor in a saved model; a checkpoint of one is another's, whatever its strategy."""
+    padded, plain = "model.pad_to_multiple_of=128", "model.pad_to_multiple_of=0"
+    kept = ("checkpoint.every=[[0, 5]]", "checkpoint.keep=9")
+    ways = [
+        (2, padded),
+        (2, padded, "train.strategy=fsdp", "train.loss=chunked"),
+        (1, plain),
+        (2, padded, "train.strategy=fsdp"),
+    ]
+    before: Run | None = None
+    for step, (ranks, *words) in zip((0, 5, 10, 15), ways, strict=True):
+        other = run(ranks, *words, *kept)
+        if before:
+            shutil.copytree(before.folder / f"checkpoints/step-{step}", other.folder / f"checkpoints/step-{step}")
+        other.end()
+        assert other.events("start")[0]["first_step"] == step
+        assert other.losses() == pytest.approx(alone.losses()[step:], rel=2e-5)
+        assert other.events("eval")[0]["loss"] == pytest.approx(alone.events("eval")[0]["loss"], rel=2e-5)
+        same_weights(other, alone.weights())
+        shapes = [{name: one.shape for name, one in each.weights().items()} for each in (other, alone)]
+        assert shapes[0] == shapes[1]
+        saved, wanted = (each.paths.final_model / "config.json" for each in (other, alone))
+        assert saved.read_text() == wanted.read_text()
+        before = other
+
+
 def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> None:
     """Two documents in a block: the second one's loss is what it is alone."""
     text = tmp_path / "two.txt"

@@ -86,8 +86,7 @@ class Model(Spec):
     """The network: one that exists, by name, or a new one of a type that transformers knows."""
 
     name: str = ""
-    """A model of the hub, or a folder that `save_pretrained` made (with a `/` or `.` at the start; a relative one
-    starts at the recipe's own folder)."""
+    """A model of the hub, or a folder of `save_pretrained`'s, with a `/` or `.` (the recipe's folder) at the start."""
     revision: str = "main"
     """The hub's commit, tag or branch."""
     weights: bool = True
@@ -104,6 +103,9 @@ class Model(Spec):
     """Its commit, tag or branch on the hub, where it is not the named model's own."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     """Which of transformers' attention functions; auto is sdpa, or eager where a model has no other."""
+    pad_to_multiple_of: Literal["auto"] | Annotated[int, Field(ge=0, le=1024)] = "auto"
+    """The head computes with a vocabulary padded to a multiple of this; nothing saved shows it, and 0 pads nothing.
+    auto: 128 on GPUs, for speed; none on a CPU, with DeepSpeed, an analog head or Triton's loss."""
     dtype: Literal["fp32", "bf16", "auto"] = "fp32"
     """Type of the weights that the optimizer moves; auto is the named model's own."""
 
@@ -131,8 +133,7 @@ class Train(Spec):
     loss: Literal["auto", "full", "chunked", "triton"] = "auto"
     """How logits and loss are made. full: whole logits. chunked: some tokens at a time. triton: tile by tile, by
     kernels of dray's own, on GPUs from A100 and MI250X on; no GPU has run them yet. The last two never hold the logits
-    of all tokens; all skip tokens without a label. auto: chunked on GPUs where whole logits would take more than 1 GB,
-    else full."""
+    of all tokens; all skip tokens without a label. auto: chunked on GPUs where whole logits exceed 1 GB, else full."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Probability that a token is masked, where the objective is masked."""
     lr: Annotated[float, Field(gt=0)]

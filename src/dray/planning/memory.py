@@ -172,8 +172,16 @@ def _activations(recipe: Recipe, model: Shape, ranks: int) -> float:
     train = recipe.train
     assert train is not None
     predicted = train.mlm_probability if train.objective == "masked" else 1.0  # of tokens; the head computes no other
-    tokens = rows * predicted * how.length
-    return rows * row + activations.head(train.loss, tokens, model.vocabulary, model.hidden, how)
+    tokens, size = rows * predicted * how.length, padded(recipe, model)
+    wide = how.products if train.loss in ("auto", "full") else how.residual
+    copy = size * model.hidden * wide if size > model.vocabulary else 0
+    return rows * row + activations.head(train.loss, tokens, size, model.hidden, how) + copy
+
+
+def padded(recipe: Recipe, model: Shape) -> int:
+    """How many rows the head computes with."""
+    multiple = recipe.model.pad_to_multiple_of
+    return model.vocabulary if multiple == "auto" else model.vocabulary + -model.vocabulary % max(multiple, 1)
 
 
 _CHANGES: tuple[dict[str, Any], ...] = (

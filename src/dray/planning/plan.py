@@ -26,6 +26,7 @@ from dray.planning import (
     refusals,
     signatures,
     transport,
+    vocabulary,
     world,
 )  # fmt: skip
 from dray.planning.schema import Plan
@@ -55,6 +56,7 @@ def plan(
     ranks, reasons = world.decide(recipe, site, facts)
     shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
     recipe, loss_why = loss.chosen(recipe, shares, files)
+    recipe, words_why = vocabulary.chosen(recipe, files)
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe, ranks, site, facts, files)
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
@@ -105,7 +107,7 @@ def plan(
             "fabric": fabric.why,
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
-            **({"attention": _attention(recipe), "loss": loss_why} if recipe.train else {}),
+            **({"attention": _attention(recipe), "loss": loss_why, "vocabulary": words_why} if recipe.train else {}),
             **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
         recipe=recipe,

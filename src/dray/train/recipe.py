@@ -38,6 +38,7 @@ class Model:
     tokenizer: str
     tokenizer_revision: str
     attn_implementation: str
+    pad_to_multiple_of: str | int
     dtype: str
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -25,12 +26,22 @@ class Head:
     hooks that logits go, and the weight is whole where the strategy makes it whole.
     """
 
-    def __init__(self, network: Any, kind: str = "full", dtype: torch.dtype | None = None) -> None:  # noqa: ANN401
-        """`dtype` is that of the products; None is that of the hidden states."""
+    def __init__(
+        self,
+        network: Any,  # noqa: ANN401  a transformers model
+        kind: str = "full",
+        dtype: torch.dtype | None = None,
+        multiple: int = 1,
+    ) -> None:
+        """`dtype` is that of the products; None is that of the hidden states. They have a multiple of so many rows."""
         self._labels: torch.Tensor | None = None  # None outside of LossModule's forward pass, as in generation
         self._places: torch.Tensor | None = None
         self._kind, self._dtype = kind, dtype
         self._module = network.get_output_embeddings()
+        # An analog layer computes otherwise. FSDP and DeepSpeed divide weights later: so words are counted now.
+        linear = type(self._module) is torch.nn.Linear
+        self._vocabulary = self._module.out_features if linear else 0
+        self._padding = -self._vocabulary % max(multiple, 1)
         if self._module is not None:
             self._forward, self._module.forward = self._module.forward, self._in_place_of_it
 
@@ -39,17 +50,34 @@ class Head:
         self._labels, self._places = labels, places
 
     def _in_place_of_it(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor
         if self._labels is None:
-            logits: torch.Tensor = self._forward(hidden)
+            logits = self._forward(hidden)
             return logits
         if self._places is not None:
             hidden = hidden.flatten(0, -2).index_select(0, self._places)[None]
-        return self._forward(hidden) if self._kind == "full" else self._in_parts(hidden.flatten(0, -2))
+        if self._kind != "full":
+            return self._in_parts(hidden.flatten(0, -2))
+        if self._padding:
+            logits = functional.linear(hidden, *self._padded(self._dtype))
+            return logits[..., : self._vocabulary]  # a model may cap its logits, and -inf would be a number again
+        logits = self._forward(hidden)
+        return logits
+
+    def _padded(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias with rows for no word, whose logits are -inf: no loss and no gradient knows of them."""
+        weight, bias = self._module.weight, self._module.bias
+        if bias is None:
+            bias = weight.new_zeros(self._vocabulary)
+        weight, bias = weight.to(dtype or weight.dtype), bias.to(dtype or bias.dtype)
+        rows = functional.pad(weight, (0, 0, 0, self._padding))
+        return rows, functional.pad(bias, (0, self._padding), value=-math.inf)
 
     def _in_parts(self, hidden: torch.Tensor) -> torch.Tensor:
         """The loss; in evaluation then the word that is most likely for each token."""
         grads = torch.is_grad_enabled()
-        inputs = hidden, self._module.weight, self._module.bias
+        weight_and_bias = self._padded() if self._padding else (self._module.weight, self._module.bias)
+        inputs = hidden, *weight_and_bias
         wanted = [grads and one is not None and one.requires_grad for one in inputs]
         dtype, guess = self._dtype or hidden.dtype, not self._module.training
         loss, predicted, *_ = head_loss(*inputs, self._chosen_labels(), self._kind, dtype, wanted, guess)

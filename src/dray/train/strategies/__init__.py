@@ -15,7 +15,9 @@ from dray.train.strategies.ddp import HALF
 
 def make(network: torch.nn.Module, config: Config, device: torch.device) -> Strategy:
     """As train.strategy says. Rank 0's weights become those of all ranks."""
-    module = LossModule(network, config.train.loss, HALF.get(config.train.precision))
+    padded = config.model.pad_to_multiple_of
+    multiple = padded if isinstance(padded, int) else 1
+    module = LossModule(network, config.train.loss, HALF.get(config.train.precision), multiple)
     if config.train.compile:
         module.compile()
     file: Any = import_module(f"{__name__}.{config.train.strategy.rstrip('123')}")  # importing DeepSpeed takes a second

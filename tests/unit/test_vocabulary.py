@@ -1,0 +1,73 @@
+"""Whether the vocabulary is padded, and why; what that takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dray.config.recipe import Recipe
+from dray.facts import Files
+from dray.planning import memory, vocabulary
+
+GPT = {"model_type": "gpt2"}
+ROUND = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "vocab_size": 128256}  # fmt: skip
+SLOW = "GPUs are slow at products of other sizes"
+
+
+def recipe(**tables: Any) -> Recipe:
+    train = {"steps": 1, "lr": 1e-3, **tables.pop("train", {})}
+    given = {"name": "x", "image": "cuda", "train": train, "batch": {"global_size": 8}, **tables}
+    return Recipe.model_validate({**given, "data": {"sequence_length": 1024}})
+
+
+@pytest.mark.parametrize(
+    ("tables", "configuration", "multiple", "why"),
+    [
+        ({}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
+        ({}, GPT, 128, f"padded in the head to a multiple of 128 (50,257 words -> 50,304): {SLOW}"),
+        ({}, ROUND, 128, f"padded in the head to a multiple of 128 (128,256 words -> 128,256): {SLOW}"),
+        ({"image": "rocm"}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
+        ({"train": {"strategy": "fsdp"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
+        ({"image": "cpu"}, GPT, 1, "not padded: it makes nothing faster on a CPU"),
+        ({"train": {"strategy": "zero3"}}, GPT, 1, "not padded: not tried with DeepSpeed"),
+        ({"train": {"loss": "triton"}}, GPT, 1, "not padded: Triton's kernels take any size"),
+        ({"analog": {"enabled": True}}, GPT, 1, "not padded: the head may be analog"),
+        ({"model": {"pad_to_multiple_of": 0}}, GPT, 0, "not padded: the recipe says so"),
+        ({"model": {"pad_to_multiple_of": 64}, "image": "cpu"}, GPT, 64,
+         "padded in the head to a multiple of 64 (50,257 words -> 50,304): the recipe says so"),
+    ],
+)  # fmt: skip
+def test_the_multiple_is_chosen_with_its_reason(
+    tables: dict[str, Any], configuration: dict[str, Any] | None, multiple: int, why: str
+) -> None:
+    found = vocabulary.chosen(recipe(**tables), Files(configuration=configuration))
+    assert (found.value.model.pad_to_multiple_of, found.why) == (multiple, why)
+
+
+def test_a_recipe_without_training_has_none() -> None:
+    made = recipe().model_copy(update={"train": None})
+    assert vocabulary.chosen(made, Files()) == (made, "")
+
+
+@pytest.mark.parametrize("wrong", [-1, 1025, 1 << 62, 1.5, 128.0, True, None, "", "128", "Auto", [128], {}])
+def test_what_is_no_multiple_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValidationError, match="pad_to_multiple_of"):
+        recipe(model={"pad_to_multiple_of": wrong})
+
+
+@pytest.mark.parametrize(
+    ("train", "logit", "copy"), [({}, 12, 2), ({"precision": "fp32"}, 12, 4), ({"master_weights": True}, 12, 2)]
+)
+def test_the_estimate_counts_the_padded_size(train: dict[str, Any], logit: int, copy: int) -> None:
+    """The logits of 47 words more, and the weight's copy with rows for them."""
+    sizes = []
+    for multiple in (1, 128):
+        made = recipe(train={"precision": "bf16", **train}, model={"pad_to_multiple_of": multiple})
+        model = memory.shape(GPT)
+        assert model
+        sizes.append(memory.estimate(made, replace(model), ranks=1, ranks_per_node=1).gpu["activations"])
+    assert sizes[1] - sizes[0] == 8 * 1024 * 47 * logit + 50304 * 768 * copy
