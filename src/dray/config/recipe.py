@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dray.config.analog import Analog
+from dray.config.data import Data
 from dray.config.image import Fingerprint, Variant
 from dray.config.model import SecretError, Spec
-from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Data, Evaluation, Lora, Model, Train
+from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Train
 from dray.contract import secrets
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
