@@ -156,7 +156,7 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
     try:
         built = checkout.build("--format", "sif", "--format", "docker", "--twice")
         assert built.returncode == 0, built.stderr
-        inputs = "Containerfile debs dray dray.def environment image.env labels requirements.lock steps wheels"
+        inputs = "Containerfile debs dray dray.def environment image.env labels requirements.lock sources steps wheels"
         assert built.stderr.splitlines().count(f"dray: sees {inputs} and lo") == 2
         image = client.images.get(tag)
         container = client.containers.create(image, name="dray-test-tiny")
