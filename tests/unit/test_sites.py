@@ -69,6 +69,11 @@ def test_the_plan_for_lumi(root: Path) -> None:
     run = next(line.split()[-1] for line in text.splitlines() if line.startswith("  id"))
     text = text.replace(run, "RUN") + "\n"
     golden("plan-lumi.txt", text)
+    alone = dray(root, "plan", "-v", *words[:-1], "1", SBATCH_ACCOUNT="project_1").stdout
+    required = [line for line in text.splitlines() if line.startswith("  check") and "cxi between nodes" in line]
+    assert len(required) == 1
+    assert "the preflight requires" not in alone, alone  # one node has nothing between nodes
+    assert "one node has no network between nodes" in alone
 
 
 def test_a_site_with_pyxis_is_planned_with_pyxis(root: Path, tmp_path: Path) -> None:

@@ -106,17 +106,18 @@ def _named(name: str, address: str) -> str:
 def _fabric(plan: Plan) -> list[tuple[str, str]]:
     fabric = plan.fabric
     whose = {"host": "the host's libraries", "image": "the image's libraries", "none": "nothing is put in"}
-    proof = " or ".join(fabric.transport) or "any transport"
-    return [
+    lines = [
         ("kind", f"{fabric.kind}, {whose[fabric.strategy]}: {' '.join(plan.reasons['fabric'].split())}"),
         *(("library", pattern) for pattern in fabric.libraries),
-        *([("plugin", fabric.plugin)] if fabric.plugin else []),
-        (
-            "check",
-            f"the preflight requires {proof} between nodes"
-            + (f", at {fabric.min_bus_bandwidth_gb_s} GB/s or more" if fabric.min_bus_bandwidth_gb_s else ""),
-        ),
     ]
+    if fabric.plugin:
+        lines.append(("plugin", fabric.plugin))
+    if plan.preflight and len(plan.world.nodes) > 1:
+        proof = " or ".join(fabric.transport) or "any transport"
+        least = fabric.min_bus_bandwidth_gb_s
+        bandwidth = f", at {least} GB/s or more" if least else ""
+        lines.append(("check", f"the preflight requires {proof} between nodes{bandwidth}"))
+    return lines
 
 
 def _origin(value: str, source: str, why: str, beats: tuple[str, ...]) -> str:
