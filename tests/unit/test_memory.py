@@ -179,8 +179,11 @@ class TestCounted:
         assert formula == pytest.approx(counted, rel=0.15)
 
     def test_what_a_compiler_keeps_is_the_formula_s(self) -> None:
-        pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
-        assert "counted in the model" not in dray("plan", "--exact", *self.WORDS, "train.compile=true").stdout
+        """The model is not even built: this type would be refused."""
+        ended = dray("plan", "--exact", *self.WORDS, "train.compile=true", "model.type=mamba-9")
+        assert "counted in the model" not in ended.stdout
+        assert "--exact" not in ended.stderr
+        assert "memory" in ended.stdout
 
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

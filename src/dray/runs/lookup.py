@@ -29,7 +29,7 @@ _TYPES = Path(__file__).with_name("model_types.toml")
 def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     """A job's planner runs in a container that sees HF_HOME alone: other paths are checked on the nodes.
 
-    In an image, or if `exact`, the model itself is asked what it keeps.
+    In an image, or if `exact`, the model itself is asked what it keeps; not of a compiled one, which keeps other things.
     """
     if recipe.command:
         return Files(findings=tuple(_program(recipe.command, facts)))
@@ -38,9 +38,10 @@ def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     home = recipe.env.get("HF_HOME", facts.hf_home or "")
     configuration = _configuration(recipe, home)
     in_image = Path(sys.prefix, "image.json").is_file() and recipe.image != "cpu"
+    ask = configuration and (exact or in_image) and not recipe.train.compile
     return Files(
         configuration=configuration,
-        counted=_counted(recipe, configuration, exact=exact) if configuration and (exact or in_image) else None,
+        counted=_counted(recipe, configuration, exact=exact) if configuration and ask else None,
         findings=tuple(_model_type(recipe, facts, configuration)),
         missing_on_hub=tuple(_missing_on_hub(recipe, home)),
         missing_paths=missing_paths(recipe) if facts.login else {},
