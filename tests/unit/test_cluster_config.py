@@ -29,6 +29,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 GresTypes=gpu
 
+# Jobs start at once, also heterogeneous ones, which wait for the backfill scheduler.
+SchedulerParameters=batch_sched_delay=0,bf_interval=1
+
 # What cannot run is refused when it is submitted, not left waiting.
 EnforcePartLimits=ALL
 JobRequeue=1
