@@ -37,15 +37,19 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """What `make demo` runs, whole; DRAY_TEST_DEMO names the output of one that has run already."""
-    ended = os.environ.get("DRAY_TEST_DEMO")
-    if not ended:
-        return run(ROOT, tmp_path_factory.mktemp("my demo") / "runs")
-    out, err = (Path(f"{ended}.{stream}").read_text() for stream in ("out", "err"))
+def ended(name: str) -> tuple[subprocess.CompletedProcess[str], Path] | None:
+    """A run that has ended already, if this variable names its output."""
+    if not (where := os.environ.get(name)):
+        return None
+    out, err = (Path(f"{where}.{stream}").read_text() for stream in ("out", "err"))
     folder = Path(out.splitlines()[-1].removeprefix("run folder: "))
     return subprocess.CompletedProcess([], 0, out, err), folder
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """What `make demo` runs, whole."""
+    return ended("DRAY_TEST_DEMO") or run(ROOT, tmp_path_factory.mktemp("my demo") / "runs")
 
 
 @pytest.mark.torch
@@ -91,13 +95,15 @@ def test_a_site_file_holds_here_too(root: Path, tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.docker_image
 def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> None:
+    """What `make smoke` runs, and the demo."""
+    words = ("--engine", "docker", "train.steps=50")
+    smoke, folder = ended("DRAY_TEST_SMOKE") or run(root, tmp_path / "my runs", *words)
+    assert (smoke.returncode, smoke.stderr) == (0, ""), smoke.stdout
     # The rate still rises in these steps, whatever number of them there is to be.
-    ended, folder = run(root, tmp_path / "my runs", "--engine", "docker", "train.steps=20")
-    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
-    in_docker, bare = ([step["loss"] for step in steps(where)] for where in (folder, demo[1]))
+    in_docker, bare = ([step["loss"] for step in steps(where)][:3] for where in (folder, demo[1]))
     # Same wheels, same order of samples; only the processors' code paths may round otherwise.
     assert len(in_docker) == 3
-    assert in_docker == pytest.approx(bare[:3], rel=1e-5)
+    assert in_docker == pytest.approx(bare, rel=1e-5)
     starts = json.loads((folder / "attempt-1" / "metrics.jsonl").read_text().splitlines()[0])
     assert starts["hosts"] == ["node1", "node1", "node2", "node2"]
     seen = [(folder / "attempt-1" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 2)]  # one on each node
@@ -118,7 +124,7 @@ def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
 @pytest.mark.docker_image
 def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(
-        [*DRAY, "run", RECIPE, "--engine", "docker", "--runs", tmp_path / "runs"],
+        [*DRAY, "run", RECIPE, "--engine", "docker", "ranks_per_node=1", "--runs", tmp_path / "runs"],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
