@@ -29,7 +29,7 @@ _TYPES = Path(__file__).with_name("model_types.toml")
 def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     """A job's planner runs in a container that sees HF_HOME alone: other paths are checked on the nodes.
 
-    In an image, or if `exact`, the model itself is asked what it keeps; not of a compiled one, which keeps other things.
+    In an image, or if `exact`, the model itself is asked what it keeps; not for a compiled one, which keeps others.
     """
     if recipe.command:
         return Files(findings=tuple(_program(recipe.command, facts)))
