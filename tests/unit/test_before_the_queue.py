@@ -77,18 +77,24 @@ class TestV100:
         made = self.made(*words, site=site)
         assert (made.recipe.train.precision, [one for one in made.findings if one.code]) == (precision, [])
 
-    def test_a_recipe_that_says_nothing_gets_fp16_with_the_reason(self, tmp_path: Path) -> None:
+    def test_a_recipe_that_says_nothing_gets_what_the_machine_multiplies(self, tmp_path: Path) -> None:
         text = (ROOT / "recipes" / "smoke-cpu.toml").read_text()
         assert 'precision = "fp32"\n' in text
         (tmp_path / "r.toml").write_text(text.replace('precision = "fp32"\n', ""))
-        cases = (("iris", "cuda12", "fp16"), ("iris", "cpu", "bf16"), ("meluxina", "cuda", "bf16"))
-        for site, variant, precision in cases:
-            recipe = read_recipe(tmp_path / "r.toml", (f"image={variant}",))
+        why = " (the recipe names none, and {} emulate bf16)"
+        cases = (
+            ("iris", "cuda12", (), f"fp16{why.format('the GPUs of site iris')}"),
+            ("iris", "cpu", (), f"fp32{why.format('many CPUs')}"),
+            ("iris", "cpu", ("train.precision=bf16",), "bf16,"),
+            ("iris", "cpu", ("train.strategy=ddp", "train.master_weights=true"), "bf16,"),
+            ("meluxina", "cuda", (), "bf16,"),
+        )
+        for site, variant, words, shown in cases:
+            recipe = read_recipe(tmp_path / "r.toml", (f"image={variant}", *words))
             seen = facts(login="here", account="p", gpus_per_node=4, site=site)
             made = decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")))
-            assert (made.recipe.train.precision, [one for one in made.findings if one.code]) == (precision, [])
-            why = "fp16 (the recipe names none, and the GPUs of site iris emulate bf16)"
-            assert (why in made.reasons["training"]) == (precision == "fp16")
+            assert (made.recipe.train.precision, [one for one in made.findings if one.code]) == (shown[:4], [])
+            assert shown in made.reasons["training"]
 
 
 class TestTheImage:

@@ -121,7 +121,8 @@ class Train(Spec):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of AdamW, for matrices; biases and norms have none."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Type of the matrix products; weights stay in 32 bits (model.dtype)."""
+    """Type of the matrix products; weights stay in 32 bits (model.dtype). Left out, CPUs take fp32, since many emulate
+    bf16, and GPUs that emulate it fp16."""
     tf32: bool = True
     """Whether matrix products of 32 bits have TF32's 10 bits of mantissa, which GPUs from A100 on multiply several
     times as fast. Without effect on a CPU."""

@@ -1,4 +1,4 @@
-"""The type of the matrix products, where a recipe leaves it to the GPUs that a site has."""
+"""The type of the matrix products, where a recipe leaves it to the machine that trains."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from dray.planning.choice import Choice
 
 def chosen(recipe: Recipe, site: Site) -> Choice[Recipe]:
     """The recipe with its precision, and why it is another than the default."""
-    train = recipe.train
-    if train is None or "precision" in train.model_fields_set or not _emulated(recipe, site):
+    train, on_cpu = recipe.train, ACCELERATORS[recipe.image] == "cpu"
+    if train is None or "precision" in train.model_fields_set or (on_cpu and train.master_weights):
         return Choice(recipe, "")
-    half = train.model_copy(update={"precision": "fp16"})
-    why = f" (the recipe names none, and the GPUs of site {site.name} emulate bf16)"
-    return Choice(recipe.model_copy(update={"train": half}), why)
+    if not on_cpu and not _emulated(recipe, site):
+        return Choice(recipe, "")
+    better = train.model_copy(update={"precision": "fp32" if on_cpu else "fp16"})
+    emulates = "many CPUs emulate" if on_cpu else f"the GPUs of site {site.name} emulate"
+    return Choice(recipe.model_copy(update={"train": better}), f" (the recipe names none, and {emulates} bf16)")
 
 
 def refusals(recipe: Recipe, site: Site) -> Iterator[Finding]:
