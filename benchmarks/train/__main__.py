@@ -1,7 +1,9 @@
 """dray's trainer beside the one that people use, in turn, on this machine.
 
     .venv/bin/python benchmarks/train speed [ROUNDS [STEPS]]     tokens a second, and the losses beside them
+    .venv/bin/python benchmarks/train masked [ROUNDS [STEPS]]    the same for BERT, which predicts 15 % of the tokens
     .venv/bin/python benchmarks/train tokens [MEGABYTES]         text into tokens, and the memory that it takes
+    .venv/bin/python benchmarks/train stream [ROUNDS [STEPS]]    text into tokens while training, by one core and by all
     .venv/bin/python benchmarks/train start [ROUNDS]             from a process's start to its first step's end
     .venv/bin/python benchmarks/train checkpoint [ROUNDS]        what a step is held up by a checkpoint
 
@@ -25,12 +27,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 STOCK = Path(__file__).with_name("stock.py")
 VOCABULARY, BLOCK, BATCH, RATE = 8192, 256, 8, 5e-4
-MODEL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": BLOCK}
+GPT2 = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": BLOCK}
 RECIPE = f"""
 name = "bench"
 launcher = "python"
@@ -38,16 +41,15 @@ launcher = "python"
 global_size = {BATCH}
 [data]
 sequence_length = {BLOCK}
-[model.config]
-n_layer = 4
-n_embd = 256
-n_head = 4
-n_positions = {BLOCK}
 [train]
 lr = {RATE}
 lr_scheduler_type = "linear"
 log_every = 1
 """
+BERT = {
+    "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024,
+    "max_position_embeddings": BLOCK,
+}  # fmt: skip
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
@@ -58,8 +60,9 @@ class Bench:
         self.folder, self.text, self.tokenizer = folder, folder / "text.txt", folder / "tokenizer"
         _write_text(self.text, megabytes)
         made = ByteLevelBPETokenizer()
-        made.train([str(self.text)], vocab_size=VOCABULARY, special_tokens=["<end>"], show_progress=False)
-        fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<end>", bos_token="<end>")  # noqa: S106
+        special = {"eos_token": "<end>", "bos_token": "<end>", "pad_token": "<pad>", "mask_token": "<mask>"}
+        made.train([str(self.text)], VOCABULARY, special_tokens=sorted({*special.values()}), show_progress=False)
+        fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, **special)
         fast.save_pretrained(self.tokenizer)
         (folder / "bench.toml").write_text(RECIPE)
         self.count = 0
@@ -80,7 +83,8 @@ class Bench:
         said = {
             "text": str(self.text), "tokenizer": str(self.tokenizer), "block": BLOCK, "cache": str(cache),
             "steps": steps, "seed": seed, "batch": BATCH, "lr": RATE, "switches": switches,
-            "out": str(self.folder / "out"), "model": {**MODEL, "vocab_size": VOCABULARY, **model}, **more,
+            "out": str(self.folder / "out"), **more,
+            "model": {**(BERT if more.get("masked") else GPT2), "vocab_size": VOCABULARY, **model},
         }  # fmt: skip
         settings = self.folder / "stock.json"
         settings.write_text(json.dumps(said))
@@ -91,7 +95,9 @@ class Bench:
         self.count += 1
         name, cache = f"run-{self.count}", self.folder / ("cold" if cold else "tokens")
         shutil.rmtree(self.folder / "cold", ignore_errors=True)
+        kind, model = ("bert", BERT) if "train.objective=masked" in words else ("gpt2", GPT2)
         said = [
+            f"model.type={kind}", *(f"model.config.{key}={value}" for key, value in model.items()),
             f"train.steps={steps}", f"train.seed={seed}", f"ranks_per_node={ranks}",
             f"batch.per_device={BATCH // ranks}", f"data.train={self.text}", f"data.cache_dir={cache}",
             f"model.tokenizer={self.tokenizer}", "data.max_eval_samples=8", *words,
@@ -140,40 +146,70 @@ def speed(rounds: int = 3, steps: int = 60) -> None:
     """Tokens a second in the middle step, compilation left out; the losses of the last ten; each round has a seed."""
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(Path(made), 12)
-        every = {"bf16": True, "torch_compile": True}
-        compiled = ("train.compile=true", "train.precision=bf16")
+        half = _precision()
+        every = {"bf16": half == "bf16", "torch_compile": True}
+        compiled = ("train.compile=true", f"train.precision={half}")
         without = [f"model.config.{name}=0.0" for name in DROPOUT]
         ways: dict[str, Any] = {
             "Trainer, its defaults (fp32, dropout 0.1)": lambda seed: bench.stock(steps, seed, {}, {}, ends=True),
-            "Trainer, bf16 and compiled, dropout 0.1": lambda seed: bench.stock(steps, seed, every, {}, ends=True),
-            "Trainer, bf16 and compiled, dropout 0": lambda seed: bench.stock(steps, seed, every, DROPOUT, ends=True),
+            f"Trainer, {half} and compiled, dropout 0.1": lambda seed: bench.stock(steps, seed, every, {}, ends=True),
+            f"Trainer, {half} and compiled, dropout 0": lambda seed: bench.stock(
+                steps, seed, every, DROPOUT, ends=True
+            ),
             "dray, fp32, dropout 0.1, 1 rank": lambda seed: bench.dray(steps, seed, "train.precision=fp32"),
-            "dray, bf16 and compiled, dropout 0.1, 1 rank": lambda seed: bench.dray(steps, seed, *compiled),
-            "dray, bf16 and compiled, dropout 0.1, 2 ranks": lambda seed: bench.dray(steps, seed, *compiled, ranks=2),
-            "dray, bf16 and compiled, dropout 0, 1 rank": lambda seed: bench.dray(steps, seed, *compiled, *without),
-            "dray, bf16 and compiled, dropout 0, 2 ranks": lambda seed: bench.dray(
+            f"dray, {half} and compiled, dropout 0.1, 1 rank": lambda seed: bench.dray(steps, seed, *compiled),
+            f"dray, {half} and compiled, dropout 0.1, 2 ranks": lambda seed: bench.dray(
+                steps, seed, *compiled, ranks=2
+            ),
+            f"dray, {half} and compiled, dropout 0, 1 rank": lambda seed: bench.dray(steps, seed, *compiled, *without),
+            f"dray, {half} and compiled, dropout 0, 2 ranks": lambda seed: bench.dray(
                 steps, seed, *compiled, *without, ranks=2
             ),
         }
-        seen: dict[str, list[float]] = {name: [] for name in ways}
-        losses: dict[str, list[float]] = {name: [] for name in ways}
-        for seed in range(rounds):
-            for name, way in ways.items():
-                found = way(seed)
-                ends = found["ends"][steps // 4 :]
-                each = statistics.median(after - before for before, after in pairwise(ends))
-                seen[name].append(BATCH * BLOCK / each)
-                losses[name].append(statistics.mean(found["losses"][-10:]))
-        first = next(iter(ways))
-        print(f"\nGPT-2 of 4 layers, 256 wide; {VOCABULARY} tokens; blocks of {BLOCK}; batch {BATCH}; {steps} steps; "
-              f"median of {rounds} rounds, in turn; {os.cpu_count()} cores\n")  # fmt: skip
-        print(f"| way | tokens/s | ratio in the same round | loss, steps {steps - 9}-{steps}: mean, least to most |")
-        print("|---|---|---|---|")
-        for name, speeds in seen.items():
-            ratio = statistics.median(one / base for one, base in zip(speeds, seen[first], strict=True))
-            low, high = min(losses[name]), max(losses[name])
-            shown = f"{statistics.mean(losses[name]):.3f}, {low:.3f} to {high:.3f}"
-            print(f"| {name} | {statistics.median(speeds):,.0f} | {ratio:.2f} | {shown} |")
+        _compare("GPT-2", ways, rounds, steps)
+
+
+def masked(rounds: int = 3, steps: int = 60) -> None:
+    """Of BERT; most of what its head computes is thrown away, or left out."""
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(Path(made), 12)
+        words = ("train.objective=masked", "train.precision=fp32")
+        ways: dict[str, Any] = {
+            "Trainer, its defaults (fp32, dropout 0.1)": lambda seed: bench.stock(
+                steps, seed, {}, {}, ends=True, masked=True
+            ),
+            "dray, fp32, dropout 0.1, 1 rank": lambda seed: bench.dray(steps, seed, *words),
+            "dray, fp32, dropout 0.1, 2 ranks": lambda seed: bench.dray(steps, seed, *words, ranks=2),
+        }
+        _compare("BERT", ways, rounds, steps)
+
+
+def _precision() -> str:
+    """bf16, or fp32 on a processor that emulates it, 70 times slower."""
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+
+
+def _compare(kind: str, ways: dict[str, Any], rounds: int, steps: int) -> None:
+    """A round is all ways in turn; the first is what the others are held against."""
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+    for seed in range(rounds):
+        for name, way in ways.items():
+            found = way(seed)
+            ends = found["ends"][steps // 4 :]
+            each = statistics.median(after - before for before, after in pairwise(ends))
+            seen[name].append(BATCH * BLOCK / each)
+            losses[name].append(statistics.mean(found["losses"][-10:]))
+    first = next(iter(ways))
+    print(f"\n{kind} of 4 layers, 256 wide; {VOCABULARY} tokens; blocks of {BLOCK}; batch {BATCH}; {steps} steps; "
+          f"median of {rounds} rounds, in turn; {os.cpu_count()} cores\n")  # fmt: skip
+    print(f"| way | tokens/s | ratio in the same round | loss, steps {steps - 9}-{steps}: mean, least to most |")
+    print("|---|---|---|---|")
+    for name, speeds in seen.items():
+        ratio = statistics.median(one / base for one, base in zip(speeds, seen[first], strict=True))
+        low, high = min(losses[name]), max(losses[name])
+        shown = f"{statistics.mean(losses[name]):.3f}, {low:.3f} to {high:.3f}"
+        print(f"| {name} | {statistics.median(speeds):,.0f} | {ratio:.2f} | {shown} |")
 
 
 def tokens(megabytes: int = 100) -> None:
@@ -214,6 +250,44 @@ print(json.dumps({"tokens": len(made.ids)}))
 """
 
 
+def stream(rounds: int = 5, steps: int = 60) -> None:
+    """Samples of a global batch of 32 by one rank: its shards are tokenized beside one another."""
+    with tempfile.TemporaryDirectory() as made:
+        bench = Bench(Path(made), 12)
+        cores = sorted({1, os.cpu_count() or 1})
+        seen: dict[int, list[float]] = {count: [] for count in cores}
+        for _ in range(rounds):
+            for count in cores:
+                argv = [sys.executable, "-c", STREAM, str(bench.folder), str(count), str(steps), str(BLOCK)]
+                seen[count].append(float(bench._run(argv)[1].splitlines()[-1]))
+        print(f"\n32 samples of {BLOCK} tokens a step, {steps} steps, median of {rounds} rounds in turn\n")
+        print("| cores | tokens/s | ratio in the same round |\n|---|---|---|")
+        for count, speeds in seen.items():
+            ratio = statistics.median(one / base for one, base in zip(speeds, seen[1], strict=True))
+            print(f"| {count} | {statistics.median(speeds):,.0f} | {ratio:.2f} |")
+
+
+STREAM = """
+import os, sys, time
+from pathlib import Path
+folder, (cores, steps, length) = Path(sys.argv[1]), map(int, sys.argv[2:])
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
+from transformers import PreTrainedTokenizerFast
+from dray.train.data import datasets, sources
+from dray.train.data.stream import Stream
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
+pieces = sources.pieces(sources.files(str(folder / "text.txt"), "train"))
+feed = Stream(pieces, sources.Reading("text"), encode, shards=32, length=length, seed=1)
+feed.rows(range(32))
+began = time.perf_counter()
+for step in range(1, steps + 1):
+    feed.rows(range(32 * step, 32 * step + 32))
+print(32 * length * steps / (time.perf_counter() - began))
+"""
+
+
 def start(rounds: int = 3) -> None:
     """Seconds to the end of the first step, with nothing cached and with the tokens made."""
     with tempfile.TemporaryDirectory() as made:
@@ -248,5 +322,5 @@ def checkpoint(rounds: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    what = {"speed": speed, "tokens": tokens, "start": start, "checkpoint": checkpoint}[sys.argv[1]]
-    what(*map(int, sys.argv[2:]))
+    each = {one.__name__: one for one in (speed, masked, tokens, stream, start, checkpoint)}
+    each[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -21,6 +21,9 @@ import torch  # noqa: E402
 from datasets import Dataset, load_dataset  # noqa: E402
 from transformers import (  # noqa: E402
     AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -69,7 +72,12 @@ def main() -> None:
         print(json.dumps({"tokens": len(data) * said["block"], "seconds": time.time() - BEGAN}))
         return
     torch.manual_seed(said["seed"])
-    model = GPT2LMHeadModel(GPT2Config(**said["model"]))
+    model, collator = GPT2LMHeadModel, default_data_collator
+    configuration = GPT2Config
+    if said.get("masked"):
+        model, configuration = BertForMaskedLM, BertConfig
+        data = data.remove_columns("labels")
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     clock = Clock()
     arguments = TrainingArguments(
         output_dir=said["out"], per_device_train_batch_size=said["batch"], max_steps=said["steps"],
@@ -77,8 +85,9 @@ def main() -> None:
         save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **said["switches"],
     )  # fmt: skip
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=data, data_collator=default_data_collator, callbacks=[clock]
-    )
+        model=model(configuration(**said["model"])), args=arguments, train_dataset=data, data_collator=collator,
+        callbacks=[clock],
+    )  # fmt: skip
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     print(json.dumps({"ends": clock.ends, "losses": [float(loss) for loss in losses]}))
