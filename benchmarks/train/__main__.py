@@ -250,17 +250,23 @@ print(json.dumps({"tokens": len(made.ids)}))
 """
 
 
-def stream(rounds: int = 5, steps: int = 60) -> None:
-    """Samples of a global batch of 32 by one rank: its shards are tokenized beside one another."""
+def stream(rounds: int = 5, steps: int = 400) -> None:
+    """32 samples a step by one rank, of 32 files: their shards are tokenized beside one another."""
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(Path(made), 12)
+        (bench.folder / "parts").mkdir()
+        lines = bench.text.read_text().splitlines(keepends=True)
+        documents = [json.dumps({"text": "".join(lines[at : at + 100])}) for at in range(0, len(lines), 100)]
+        for part in range(32):
+            (bench.folder / "parts" / f"{part}.jsonl").write_text("\n".join(documents[part::32]))
         cores = sorted({1, os.cpu_count() or 1})
         seen: dict[int, list[float]] = {count: [] for count in cores}
         for _ in range(rounds):
             for count in cores:
                 argv = [sys.executable, "-c", STREAM, str(bench.folder), str(count), str(steps), str(BLOCK)]
                 seen[count].append(float(bench._run(argv)[1].splitlines()[-1]))
-        print(f"\n32 samples of {BLOCK} tokens a step, {steps} steps, median of {rounds} rounds in turn\n")
+        print(f"\nDocuments of 4 KB in 32 files; 32 samples of {BLOCK} tokens a step, {steps} steps; "
+              f"median of {rounds} rounds in turn\n")  # fmt: skip
         print("| cores | tokens/s | ratio in the same round |\n|---|---|---|")
         for count, speeds in seen.items():
             ratio = statistics.median(one / base for one, base in zip(speeds, seen[1], strict=True))
@@ -278,7 +284,7 @@ from dray.train.data import datasets, sources
 from dray.train.data.stream import Stream
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
-pieces = sources.pieces(sources.files(str(folder / "text.txt"), "train"))
+pieces = sources.pieces(sources.files(str(folder / "parts"), "train"))
 feed = Stream(pieces, sources.Reading("text"), encode, shards=32, length=length, seed=1)
 feed.rows(range(32))
 began = time.perf_counter()
