@@ -89,7 +89,7 @@ def test_podman_without_the_image(root: Path, tmp_path: Path, podman: dict[str, 
 
 def test_two_machines_and_a_file(root: Path, tmp_path: Path) -> None:
     """Two containers are the machines: no Slurm, no SSH, no shared disk, and the same line typed on each."""
-    (tmp_path / "hosts").write_text("box1 slots=1\nbox2 slots=1\n")
+    (tmp_path / "hosts").write_text("box1 slots=2\nbox2 slots=2\n")
     (tmp_path / "secret").write_text(secrets.token_hex(32))
     (tmp_path / "secret").chmod(0o600)
     name = f"dray-test-{secrets.token_hex(4)}"
@@ -126,7 +126,7 @@ def test_two_machines_and_a_file(root: Path, tmp_path: Path) -> None:
                 machine.remove(force=True)
             network.remove()
     assert codes == [0, 0], "\n".join(output)
-    assert '"hosts": ["box1", "box2"]' in output[0]
+    assert '"hosts": ["box1", "box1", "box2", "box2"]' in output[0]
     for one in output:
         assert "done: " in one
         assert '"status": "done"' in one

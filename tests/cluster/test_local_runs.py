@@ -37,7 +37,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def ended(name: str) -> tuple[subprocess.CompletedProcess[str], Path] | None:
+def earlier(name: str) -> tuple[subprocess.CompletedProcess[str], Path] | None:
     """A run that has ended already, if this variable names its output."""
     if not (where := os.environ.get(name)):
         return None
@@ -49,7 +49,7 @@ def ended(name: str) -> tuple[subprocess.CompletedProcess[str], Path] | None:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """What `make demo` runs, whole."""
-    return ended("DRAY_TEST_DEMO") or run(ROOT, tmp_path_factory.mktemp("my demo") / "runs")
+    return earlier("DRAY_TEST_DEMO") or run(ROOT, tmp_path_factory.mktemp("my demo") / "runs")
 
 
 @pytest.mark.torch
@@ -97,7 +97,7 @@ def test_a_site_file_holds_here_too(root: Path, tmp_path: Path) -> None:
 def test_docker_and_bare_learn_the_same(demo, root: Path, tmp_path: Path) -> None:
     """What `make smoke` runs, and the demo."""
     words = ("--engine", "docker", "train.steps=50")
-    smoke, folder = ended("DRAY_TEST_SMOKE") or run(root, tmp_path / "my runs", *words)
+    smoke, folder = earlier("DRAY_TEST_SMOKE") or run(root, tmp_path / "my runs", *words)
     assert (smoke.returncode, smoke.stderr) == (0, ""), smoke.stdout
     # The rate still rises in these steps, whatever number of them there is to be.
     in_docker, bare = ([step["loss"] for step in steps(where)][:3] for where in (folder, demo[1]))
@@ -124,7 +124,7 @@ def test_slurm_and_bare_learn_the_same(demo, full_run) -> None:
 @pytest.mark.docker_image
 def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(
-        [*DRAY, "run", RECIPE, "--engine", "docker", "ranks_per_node=1", "--runs", tmp_path / "runs"],
+        [*DRAY, "run", RECIPE, "--engine", "docker", "--runs", tmp_path / "runs"],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -20,7 +20,7 @@ from dray.checks import transport
 from dray.contract.findings import DrayError, Finding, UnfitError
 from dray.runner import preflight
 
-WANTED = {"timeout_s": 240, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001}
+WANTED = {"timeout_s": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001}
 NODES = [{"name": "n1", "address": "127.0.0.1"}, {"name": "n2", "address": "127.0.0.1"}]
 
 
