@@ -182,8 +182,9 @@ class TestCounted:
         """The model is not even built: this type would be refused."""
         ended = dray("plan", "--exact", *self.WORDS, "train.compile=true", "model.type=mamba-9")
         assert "counted in the model" not in ended.stdout
-        assert "--exact" not in ended.stderr
-        assert "memory" in ended.stdout
+        assert "--exact cannot build" not in ended.stderr
+        assert "--exact counts models that are not compiled; the memory is an estimate" in ended.stdout
+        assert "--exact counts" not in dray("plan", *self.WORDS, "train.compile=true").stdout
 
     def test_a_planner_in_an_image_counts_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")

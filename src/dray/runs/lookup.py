@@ -39,10 +39,14 @@ def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
     configuration = _configuration(recipe, home)
     in_image = Path(sys.prefix, "image.json").is_file() and recipe.image != "cpu"
     ask = configuration and (exact or in_image) and not recipe.train.compile
+    found = list(_model_type(recipe, facts, configuration))
+    if exact and recipe.train.compile:
+        problem = "--exact counts models that are not compiled; the memory is an estimate"
+        found.append(Finding(problem, found="train.compile = true", fix="--exact train.compile=false", kind="note"))
     return Files(
         configuration=configuration,
         counted=_counted(recipe, configuration, exact=exact) if configuration and ask else None,
-        findings=tuple(_model_type(recipe, facts, configuration)),
+        findings=tuple(found),
         missing_on_hub=tuple(_missing_on_hub(recipe, home)),
         missing_paths=missing_paths(recipe) if facts.login else {},
     )
