@@ -2,6 +2,9 @@
 # What slurm/multinode.sh and slurm/singlenode.sh do, in bash: the nodes need Slurm, a container engine and this.
 # The planning itself runs inside the image (docs/adr/0001-planning-runs-inside-the-image.md).
 
+# shellcheck source=slurm/engines.sh
+source "$DRAY_HOME/slurm/engines.sh"
+
 readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 
 lib::die() { # CODE LINE...
@@ -42,17 +45,6 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
     "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
 }
 
-lib::engine() { # what is on this node; the planner says so where the site has another
-  local engine
-  for engine in apptainer singularity; do
-    command -v "$engine" >/dev/null && { echo "$engine"; return; }
-  done
-  # Pyxis is a plugin, which adds options to srun.
-  [[ "$(srun --help 2>/dev/null)" != *--container-image* ]] || { echo pyxis; return; }
-  lib::die 69 "neither apptainer nor singularity is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
-    "fix:    load the site's module before sbatch, or add it to your shell's start-up"
-}
-
 lib::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be another user's
   local -r word="$1" answer="$2"
   local what
@@ -64,33 +56,22 @@ lib::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of the
     "fix:    use an image and a checkout of the same version of dray"
 }
 
-lib::image() { # VARIANT: the file of its image, or the one that the user named
-  local -r image="${given_image:-$DRAY_HOME/build/dray-$1.sif}"
-  [[ -f "$image" ]] || lib::die 78 "the image does not exist" "wanted: $image (the recipe's image is $1)" \
-    "fix:    make image-$1, or set DRAY_IMAGE to an image that dray has built"
-  realpath -- "$image"
-}
-
 lib::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
-  local setting variant="" file
+  local setting variant="" file formats suffix never
+  engine::traits
   for setting in "$@"; do
     [[ "$setting" != image=* ]] || variant="${setting#image=}"
   done
-  if [[ -z "$given_image" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.sif" ]]; then
-    for file in "$DRAY_HOME"/build/dray-*.sif; do
+  if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.$suffix" ]]; then
+    for file in "$DRAY_HOME"/build/dray-*."$suffix"; do
       [[ ! -f "$file" ]] || { realpath -- "$file"; return; }
     done
   fi
-  lib::image "${variant:-cpu}"
-}
-
-lib::mount() { # PATH: an option that binds it, quoted as CSV so that commas and quotes in it survive
-  local -r quoted="${1//\"/\"\"}"
-  printf -- '--mount=type=bind,"src=%s","dst=%s"' "$quoted" "$quoted"
+  engine::image "${variant:-cpu}"
 }
 
 lib::inside() { # COMMAND...: run in the image, which sees the checkout, the recipe's folder and what the run keeps
-  local -a folders=("$DRAY_HOME") mounts=()
+  local -a folders=("$DRAY_HOME")
   local folder
   [[ ! -f "$site" ]] || folders+=("$site")
   for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
@@ -99,25 +80,7 @@ lib::inside() { # COMMAND...: run in the image, which sees the checkout, the rec
   for folder in "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
     [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
   done
-  if [[ "$engine" == pyxis ]]; then
-    DRAY_HOME="$DRAY_HOME" DRAY_SITES="$own_sites" srun --export=ALL --nodes=1 --ntasks=1 --container-image="$image" --no-container-mount-home \
-      --container-mounts="$(lib::pyxis_mounts "${folders[@]}")" --container-workdir="$where" "$@"
-    return
-  fi
-  for folder in "${folders[@]}"; do
-    mounts+=("$(lib::mount "$folder")")
-  done
-  APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
-    APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites" \
-    "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$where" "$image" "$@"
-}
-
-lib::pyxis_mounts() { # PATH...: each at the same path inside, as srun --container-mounts wants it
-  local path joined=""
-  for path in "$@"; do
-    joined+="${joined:+,}$path:$path"
-  done
-  echo "$joined"
+  engine::inside "$@"
 }
 
 lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
@@ -140,14 +103,19 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
         ;;
       engine=*)
         engine="${answer#*=}"
-        lib::known engine "$engine" apptainer singularity pyxis
+        lib::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc
+        image="$(lib::guess "$@")" || exit
         ;;
       image=*)
         lib::known image "${answer#*=}" cpu cuda cuda12 rocm
-        image="$(lib::image "${answer#*=}")" || exit
+        image="$(engine::image "${answer#*=}")" || exit
         ;;
       variables=*) read -ra variables <<<"${answer#*=}" ;;
-      image_digest=) digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)" ;;
+      image_digest=)
+        [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
+          "fix:    name a squashfs, or leave it out: image_digest="
+        digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
+        ;;
       *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
         "fix:    use an image and a checkout of the same version of dray" ;;
     esac
@@ -281,7 +249,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     "wanted: sbatch slurm/multinode.sh RECIPE [key=value ...], or [key=value ...] -- COMMAND ..."
   set -- "${settings[@]}"
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
-  engine="$(lib::engine)"
+  engine="$(engine::found)"
   image="$(lib::guess "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
   [[ -z "$given_run" ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job

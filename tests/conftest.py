@@ -78,6 +78,14 @@ def _shell() -> str | None:
     return None if shutil.which("shellcheck") else "shellcheck is not installed (Debian: apt-get install shellcheck)"
 
 
+def _charliecloud() -> str | None:
+    for word, package in (("ch-run", "charliecloud-runtime"), ("mksquashfs", "squashfs-tools")):
+        if not shutil.which(word):
+            return f"{word} is not installed (Debian: apt-get install {package})"
+    own = subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True, check=False)
+    return "this machine does not allow user namespaces" if own.returncode else None
+
+
 # What a marker needs, in the order in which it is looked at.
 NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "docker": (_engine,),
@@ -88,6 +96,7 @@ NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "triton": (_triton,),
     "deepspeed": (_deepspeed,),
     "shellcheck": (_shell,),
+    "charliecloud": (_charliecloud,),
 }
 
 

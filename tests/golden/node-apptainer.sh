@@ -100,16 +100,24 @@ node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for 
 }
 
 node::mounts() { # fills `mounts`, the options that the engine gets
-  local entry path quoted mode last=""
+  local entry path last=""
   # A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
   while IFS= read -r -d '' entry; do
-    path="${entry%$'\t'*}" mode=""
-    quoted="${path//\"/\"\"}"
-    [[ "$entry" == *$'\t'rw ]] || mode=",$read_only"
+    path="${entry%$'\t'*}"
     [[ "$path" != "$last" ]] || unset 'mounts[-1]'
-    mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
+    node::option "$path" "${entry##*$'\t'}"
     last="$path"
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
+}
+
+# How Apptainer, Docker and Podman are told of a mount. node.sh contains this file after places.sh.
+# shellcheck disable=SC2154,SC2034
+
+node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
+  local -r quoted="${1//\"/\"\"}"
+  local mode=""
+  [[ "$2" == rw ]] || mode=",$read_only"
+  mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
 }
 
 cd '/shared/my work/runs/r1/attempt-1' || exit 69

@@ -169,8 +169,8 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
     assert "apptainer" not in script
     assert "\nexport TRITON_CACHE_DIR=/tmp/dray-7-r/triton\n" in script
     odd = site.model_copy(update={"binds": (SiteBind(path="/a:b", why=""),)})
-    with pytest.raises(ConfigError, match="Pyxis cannot mount a path with , or :"):
-        render.srun_options(made(root, Path("/r"), site=odd, engine="pyxis", image="/i.sqsh"))
+    with pytest.raises(ConfigError, match="pyxis cannot mount a path with , or : in it"):
+        made(root, Path("/r"), site=odd, engine="pyxis", image="/i.sqsh").refuse()
 
 
 def test_an_engine_is_one_class_and_a_line_in_the_registry(root: Path, monkeypatch) -> None:

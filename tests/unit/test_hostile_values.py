@@ -21,6 +21,7 @@ from helpers import PYTHON, ROOT
 from jobs import Job
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif")
+ENGINES = "apptainer singularity pyxis edf charliecloud podman-hpc"
 SMOKE = ROOT / "recipes" / "smoke-cpu.toml"
 NAMES = ["../x", "/tmp/x", ".", "..", ".x", "-x", "a/b", "a b", "x" * 129, "x\ntouch PWNED", "x\n", "é", "$(touch x)"]
 
@@ -141,9 +142,9 @@ class TestTheJob:
     @pytest.mark.parametrize(
         ("answer", "wanted"),
         [
-            ("engine=/tmp/evil", "apptainer singularity pyxis"),
-            ("engine=bash", "apptainer singularity pyxis"),
-            ("engine=apptainer;id", "apptainer singularity pyxis"),
+            ("engine=/tmp/evil", ENGINES),
+            ("engine=bash", ENGINES),
+            ("engine=apptainer;id", ENGINES),
             ("image=../../tmp/evil", "cpu cuda cuda12 rocm"),
             ("image=x", "cpu cuda cuda12 rocm"),
             ("attempt=/tmp/evil/attempt-1", "RUNS/RUN/attempt-N"),
@@ -165,9 +166,10 @@ class TestTheJob:
     def test_bash_knows_the_same_as_python(self) -> None:
         text = (ROOT / "slurm" / "lib.sh").read_text()
         assert f" {' '.join(get_args(Variant))}\n" in text
-        assert sorted(["apptainer", "singularity", "pyxis"]) == sorted(
-            name for name in engines.names("slurm") if name != "bare"
-        )
+        names = [name for name in engines.names("slurm") if name != "bare"]
+        assert sorted(ENGINES.split()) == sorted(names)
+        sites = get_args(Site.model_fields["engine"].annotation)
+        assert sorted(sites) == sorted({"", *names} - {"apptainer", "singularity"})
 
     def test_the_planner_gets_no_secret(self, tmp_path: Path) -> None:
         secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSHPASS", "MY_AUTH", "x_password"), "hush")

@@ -127,20 +127,24 @@ class TestCorrections:
         job.tool("srun", '#!/bin/bash\nwhile [[ "$1" != python3 ]]; do shift; done\nexec "$PYTHON" "${@:2}"\n')
         site = tmp_path / "mine.toml"
         site.write_text(f'name = "mine"\nabout = "x"\n{line}\n')
+        (job.home / "build" / "dray-cpu.sqsh").write_bytes(b"hsqs and more")
         ended = job.plan(f"--site={site}", "recipes/smoke-cpu.toml")
-        assert "engine pyxis\n" in ended.stdout, ended.stderr
+        assert f"engine pyxis\nimage {job.home}/build/dray-cpu.sqsh\n" in ended.stdout, ended.stderr
 
-    def test_pyxis_is_found_where_nothing_else_is(self, job: Job) -> None:
+    def test_the_engine_is_found_where_apptainer_is_not(self, job: Job) -> None:
         (job.bin / "apptainer").unlink()
-        job.tool("srun", "#!/bin/bash\necho --container-image\n")
-        path = f"{job.bin}:/usr/bin:/bin"
-        script = 'source "$DRAY_HOME/slurm/lib.sh"; lib::engine'
-        for expected in ("pyxis\n", ""):
+        script = 'source "$DRAY_HOME/slurm/lib.sh"; engine::found'
+        for options, tool, expected in (
+            ("--container-image", "x", "pyxis\n"), ("--container-image --environment", "x", "edf\n"), ("", "x", ""),
+            ("", "ch-run", "charliecloud\n"), ("", "podman-hpc", "podman-hpc\n"), ("--environment", "x", "edf\n"),
+        ):  # fmt: skip
+            job.tool("srun", f"#!/bin/bash\necho {options}\n")
+            job.tool(tool, "")
             ended = subprocess.run(
-                ["bash", "-c", script], env={**job.env, "PATH": path}, capture_output=True, text=True, check=False
-            )
+                ["/bin/bash", "-c", script], env={**job.env, "PATH": str(job.bin)}, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
             assert (ended.stdout, ended.returncode) == (expected, 0 if expected else 69)
-            job.tool("srun", "#!/bin/bash\n")
 
 
 class TestTheSame:

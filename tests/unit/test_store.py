@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dray.planning import launchers
+from dray.planning import accelerate, launchers
+from dray.runs.write import read_recipe
 from helpers import PYTHON
 from nodes import Start
 
@@ -45,7 +46,10 @@ def launch(name: str, plan: dict[str, Any], start: Start, folder: Path, *words: 
     """What the four ranks of two nodes saw."""
     (folder / "script.py").write_text(SCRIPT)
     launcher = launchers.of(name)
-    job = launchers.Job(python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2)
+    job = launchers.Job(
+        python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2,
+        accelerate=accelerate.files(read_recipe(None, [f"launcher={name}"], ["script.py"]), str(folder)),
+    )  # fmt: skip
     for file, text in launcher.files(job).items():
         (folder / file).write_text(text)
     plan["launcher"] = list(launcher.argv(job))

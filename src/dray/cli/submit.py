@@ -57,9 +57,9 @@ def submit(
     plan = write.decide(recipe, facts, choice, RunPaths(run))
     plan.refuse()  # before the image, which may take long to build
     variant = plan.recipe.image
-    image = store.job_file(checkout.root(), variant).absolute()
+    image = store.job_file(checkout.root(), variant, plan.engine)
     if not dry_run:
-        store.required(checkout.root(), variant, recipe.image_digest)
+        store.required(checkout.root(), variant, recipe.image_digest, plan.engine)
         report(plan)
     argv = queue.sbatch(
         plan,
@@ -73,8 +73,8 @@ def submit(
     if dry_run:
         print(f"{shlex.join(argv)}\n")
         show(plan, verbose=verbose, assumed=True)
-        if not image.is_file():
-            print(f"dray: note: {image} does not exist; before you submit: make image-{variant}", file=sys.stderr)
+        if how := store.absent(image, variant, plan.engine):
+            print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from dray import engines
 from dray.config.image import PLUGIN, Fingerprint, Variant
 from dray.config.model import Spec
 from dray.contract import secrets
@@ -18,6 +19,18 @@ BindPath = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
 # A site's file may break a sentence over lines; node.sh has it in a comment.
 Sentence = Annotated[str, AfterValidator(lambda text: " ".join(text.split()))]
 Pattern = Annotated[str, Field(pattern=r"^/[^\n\"$,]*$")]
+Annotation = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$")]
+
+
+def _flat(table: object) -> object:
+    """Dotted keys, which TOML reads as tables in tables, as an EDF has them."""
+    if not isinstance(table, dict):
+        return table
+    flat: dict[str, object] = {}
+    for name, value in table.items():
+        below = _flat(value)
+        flat |= {f"{name}.{rest}": one for rest, one in below.items()} if isinstance(below, dict) else {name: value}
+    return flat
 
 
 class SiteBind(Spec):
@@ -142,8 +155,11 @@ class Site(Spec):
     """Variables that ranks need."""
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
     """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
-    engine: Literal["", "pyxis"] = ""
-    """What starts containers, if it is not apptainer or singularity."""
+    engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc"] = ""
+    """What starts containers, if it is not apptainer or singularity (docs/engines.md)."""
+    annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
+    """With `edf`: what the Container Engine's hooks are told, such as com.hooks.netstack.source = "artifact"; each
+    beats dray's own."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     cores: tuple[Cores, ...] = ()
@@ -179,6 +195,14 @@ class Site(Spec):
             raise ValueError(f"cores: core {highest} is not on a node of {self.cpus_per_node} CPUs (cpus_per_node)")
         if self.cores and self.gpus_per_node and len(self.cores) != self.gpus_per_node:
             raise ValueError(f"cores: {len(self.cores)} masks for {self.gpus_per_node} GPUs (gpus_per_node)")
+        engine = engines.get(self.engine or "apptainer")
+        if self.stage and not engine.script_mounts:
+            raise ValueError(f"stage: with {self.engine} Slurm starts the image before a node could copy it")
+        if self.annotations and not engine.takes_annotations:
+            raise ValueError('annotations need engine = "edf"')
+        for name in self.annotations:
+            if any(other.startswith(f"{name}.") for other in self.annotations):
+                raise ValueError(f"annotations.{name} cannot have a value and names below it")
         names = [variable.name for variable in self.env if variable.nodes == "any"]
         if len(set(names)) < len(names):
             raise ValueError(f"env: {min(name for name in names if names.count(name) > 1)} is set twice")

@@ -1,4 +1,4 @@
-"""What `dray model` and `dray prefetch` ask of the image: one job, as JSON. `outputs/__main__.py` runs it."""
+"""What `dray model`, `data` and `prefetch` ask of the image: one job, as JSON. `outputs/__main__.py` runs it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,18 @@ class Prefetch(NamedTuple):
     evaluate: dict[str, Any]
 
 
-Job = Evaluate | Generate | Export | Push | Prefetch
-KINDS: dict[str, type[Job]] = {kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch)}
+class Inspect(NamedTuple):
+    """What a recipe's training would read, and its first rows: JSON in the file `report`."""
+
+    recipe: dict[str, Any]
+    rows: int
+    report: str
+
+
+Job = Evaluate | Generate | Export | Push | Prefetch | Inspect
+KINDS: dict[str, type[Job]] = {
+    kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch, Inspect)
+}
 
 
 def to_json(job: Job) -> dict[str, Any]:

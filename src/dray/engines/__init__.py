@@ -6,10 +6,23 @@ from dray.contract.findings import ConfigError
 from dray.engines.apptainer import Apptainer, Singularity
 from dray.engines.bare import Bare
 from dray.engines.base import Engine
+from dray.engines.charliecloud import Charliecloud
 from dray.engines.docker import Docker, Podman
+from dray.engines.edf import Edf
+from dray.engines.podman_hpc import PodmanHpc
 from dray.engines.pyxis import Pyxis
 
-_ALL: tuple[Engine, ...] = (Bare(), Docker(), Podman(), Apptainer(), Singularity(), Pyxis())
+_ALL: tuple[Engine, ...] = (
+    Bare(),
+    Docker(),
+    Podman(),
+    Apptainer(),
+    Singularity(),
+    Pyxis(),
+    Edf(),
+    Charliecloud(),
+    PodmanHpc(),
+)
 _BY_NAME = {engine.name: engine for engine in _ALL}
 
 

@@ -18,6 +18,7 @@ class Apptainer(Engine):
     env_prefix = "APPTAINERENV_"
     host_libraries = True
     verifies = True
+    devices: ClassVar[dict[str, str]] = {"rocm": "amd"}
     gpu_access: ClassVar[dict[str, str]] = {
         "rocm": "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
 
@@ -33,6 +33,10 @@ class Container:
     staged: bool
     """Whether the node starts a copy of the image on its own disk."""
     accelerator: str
+    annotations: dict[str, str] = field(default_factory=dict)
+    """What the engine's hooks are told."""
+    fabric: str = ""
+    """The fabric between its nodes, where the engine itself brings the host's libraries for it."""
     folder: str
     """The working directory."""
     user: str
@@ -52,6 +56,8 @@ class Engine:
     name: ClassVar[str]
     image: ClassVar[Literal["file", "store", "python"]] = "file"
     """Where an image is: a file that nodes read, the engine's own store, or none: an installed Python."""
+    formats: ClassVar[tuple[str, ...]] = ("sif", "squashfs")
+    """The kinds of image that it starts from a file, the usual one first; `folder` is a file system's tree."""
     store_prefix: ClassVar[str] = ""
     """What the store adds in front of a name that no registry has."""
     schedulers: ClassVar[frozenset[str]] = frozenset({"slurm", "hosts", "local"})
@@ -62,14 +68,24 @@ class Engine:
     """What makes the engine hand in a variable, in front of its name."""
     script_mounts: ClassVar[bool] = True
     """Whether node.sh looks for what must be mounted and lists it."""
+    script: ClassVar[str] = "mount"
+    """The file of bash whose `node::option PATH ro|rw` adds a mount to the list."""
     read_only: ClassVar[str] = "ro"
     """The option of a mount that nobody may write."""
+    unmountable: ClassVar[str] = ""
+    """The characters that no path of a mount may have, since they separate the mounts or begin a variable."""
     host_libraries: ClassVar[bool] = False
     """Whether it puts libraries of the host into the container's library path."""
     names_devices: ClassVar[bool] = False
     """Whether each device of the host must be named."""
     gpu_access: ClassVar[dict[str, str]] = {}
     """How the container sees GPUs of a kind, where that needs a reason."""
+    devices: ClassVar[dict[str, str]] = {}
+    """For images of this kind: the file of bash whose `node::FILE ENGINE KIND NAME...` fills `devices` with options."""
+    fabric: ClassVar[dict[tuple[str, str], str]] = {}
+    """How it brings the host's libraries for a kind of fabric and of GPUs, in place of those that the site names."""
+    takes_annotations: ClassVar[bool] = False
+    """Whether it has hooks that annotations turn on."""
     verifies: ClassVar[bool] = False
     """Whether `NAME verify` checks who signed an image before it starts."""
     private_network: ClassVar[bool] = False
@@ -87,6 +103,14 @@ class Engine:
         """The program that prints which image a node has; nothing where there is none."""
         return []
 
+    def annotations(self, _variant: str, _fabric: str, _site: Mapping[str, str]) -> dict[str, str]:
+        """What its hooks are told for this variant of the image, on this fabric if any, and by the site."""
+        return {}
+
     def srun_options(self, _container: Container) -> list[str]:
         """What srun is told, where Slurm itself starts the container."""
         return []
+
+    def files(self, _container: Container) -> dict[str, str]:
+        """What is written for it into the attempt's folder."""
+        return {}

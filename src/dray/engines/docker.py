@@ -21,6 +21,7 @@ class Docker(Engine):
 
     name = "docker"
     image = "store"
+    formats = ()
     schedulers = frozenset({"hosts", "local"})
     read_only = "readonly"
     names_devices = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dray.contract.findings import ConfigError
 from dray.engines.base import Container, Engine
 
 
@@ -12,26 +11,27 @@ class Pyxis(Engine):
     """The inner command alone; the rest is srun's."""
 
     name = "pyxis"
+    formats = ("squashfs",)
     schedulers = frozenset({"slurm"})
     isolates_env = False
     script_mounts = False
+    unmountable = ",:"
 
     def argv(self, _container: Container, inner: Sequence[str]) -> list[str]:
         return list(inner)
 
     def srun_options(self, container: Container) -> list[str]:
-        # Slurm mounts before anything of ours runs on the node: what only some nodes have is left out.
-        for mount in container.mounts:
-            if set(",:") & set(mount.path):
-                raise ConfigError(
-                    "Pyxis cannot mount a path with , or : in it", found=mount.path, fix="name another folder"
-                )
-        mounts = ",".join(f"{path}:{path}{'' if write else ':ro'}" for path, write in container.mounts)
         return [
             f"--container-image={container.image}",
-            f"--container-mounts={mounts}",
+            f"--container-mounts={','.join(pairs(container))}",
             f"--container-workdir={container.folder}",
             "--no-container-mount-home",
             "--no-container-remap-root",
             "--container-writable",  # of the container's own copy, which goes at the end
         ]
+
+
+def pairs(container: Container) -> list[str]:
+    """Each mount as SOURCE:TARGET. Slurm mounts before anything of ours runs on the node: what only some nodes have is
+    left out."""
+    return [f"{path}:{path}{'' if write else ':ro'}" for path, write in container.mounts]

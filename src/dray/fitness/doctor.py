@@ -20,7 +20,10 @@ from dray.contract.findings import DrayError, Finding, counted
 from dray.fitness import host
 from dray.images import store
 
-_ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot")
+_ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "ch-run")
+_BY_VERB = {"enroot", "podman-hpc"}  # they have no --version
+# Slurm's plugins that start containers, by the option that each adds to srun.
+_PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image": "Pyxis"}
 
 
 def check(chosen: sites.Choice) -> list[Finding]:
@@ -52,7 +55,7 @@ def _machine() -> Iterator[Finding]:
 def _engines() -> Iterator[Finding]:
     installed = [name for name in _ENGINES if process.which(name)]
     for name in installed:
-        done = process.run([name, "version"] if name == "enroot" else [name, "--version"], check=False)
+        done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False)
         version = " ".join([name, *(done.out or done.err).strip().splitlines()[:1]])
         refused = _docker() if name == "docker" and not done.code else None
         if refused:  # another engine does without it
@@ -60,10 +63,14 @@ def _engines() -> Iterator[Finding]:
             yield made("engine", f"{version}; {refused.problem}", refused.details.get("fix", ""))
         else:
             yield (_unfit if done.code else _ok)("engine", version)
-    if not installed:
+    help_ = process.run(["srun", "--help"], check=False).out if process.which("srun") else ""
+    plugins = [option for option in _PLUGINS if option in help_]
+    for option in plugins:
+        yield _ok("engine", f"{_PLUGINS[option]} (srun has {option})")
+    if not installed and not plugins:
         fix = "load the site's module (apptainer, singularity); on a machine of your own install Docker or Podman"
         yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
-    if {"apptainer", "singularity"} & set(installed):
+    if {"apptainer", "singularity", "ch-run"} & set(installed):
         yield from _unprivileged()
 
 

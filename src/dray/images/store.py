@@ -16,6 +16,8 @@ from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import record, verify
 from dray.images.sif.format import MAGIC
 
+_SIF = "sif"
+
 
 def docker_tag(variant: str) -> str:
     """The name that `make image-VARIANT-docker` gives."""
@@ -65,9 +67,28 @@ def failed(checkout: Path, variant: str) -> Path:
     return checkout / "build" / "failed" / variant
 
 
-def job_file(checkout: Path, variant: str) -> Path:
-    """The file that a job starts: DRAY_IMAGE, else the variant's own."""
-    return Path(os.environ.get("DRAY_IMAGE") or sif(checkout, variant))
+def job_file(checkout: Path, variant: str, engine: str = "apptainer") -> Path:
+    """What a job starts: DRAY_IMAGE, else the variant's own. Not all engines have it in a file, or as a SIF."""
+    named, file = os.environ.get("DRAY_IMAGE"), sif(checkout, variant)
+    if engines.get(engine).image == "store":
+        return Path(named or engines.get(engine).store_prefix + docker_tag(variant))
+    return Path(named or (file if _SIF in _formats(engine) else file.with_suffix(".sqsh"))).absolute()
+
+
+def absent(image: Path, variant: str, engine: str) -> str:
+    """How to make the image, where it is not there; what an engine has in a store, the nodes say."""
+    if engines.get(engine).image == "store" or image.exists():
+        return ""
+    return f"make image-{variant}" if _SIF in _formats(engine) else "make one of dray's image (docs/engines.md)"
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(64)
+
+
+def _formats(engine: str) -> tuple[str, ...]:
+    return engines.get(engine).formats
 
 
 def variant(image: Path | None = None) -> str:
@@ -82,24 +103,37 @@ def variant(image: Path | None = None) -> str:
     return known.variant if known else ""
 
 
-def required(checkout: Path, variant: str, digest: str | None = None) -> Path:
-    """The same, and before anything is queued it must be there, and be the one that the recipe wants."""
-    file = job_file(checkout, variant)
-    if not file.is_file():
+def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
+    """The same, and before anything is queued it must be there, and be the one that the recipe and the engine want."""
+    file, formats = job_file(checkout, variant, engine), _formats(engine)
+    if fix := absent(file, variant, engine):
+        fix += ", or set DRAY_IMAGE to an image that dray has built"
+        raise ConfigError("the image does not exist", wanted=f"{file} (the recipe's image is {variant})", fix=fix)
+    if not formats:
+        return file
+    head = b"" if file.is_dir() else _head(file)
+    kind = "folder" if file.is_dir() else _SIF if MAGIC in head else "squashfs" if head.startswith(b"hsqs") else ""
+    if kind and kind not in formats:
         raise ConfigError(
-            "the image does not exist",
-            wanted=f"{file} (the recipe's image is {variant})",
-            fix=f"make image-{variant}, or set DRAY_IMAGE to an image that dray has built",
+            f"{engine} does not start an image of this kind",
+            where=file,
+            wanted=" or ".join(formats),
+            found=kind,
+            fix="set DRAY_IMAGE to one of the right kind (docs/engines.md)",
         )
-    with file.open("rb") as stream:
-        head = stream.read(64)
-    if MAGIC not in head and not head.startswith(b"hsqs"):
+    if not kind:
         raise ConfigError(
             "the image is no image",
             where=file,
             wanted="a SIF, as make image-VARIANT builds it, or a squashfs",
             found="an empty file" if not head else ascii(head[:16].decode("latin-1")),
             fix=f"make image-{variant}, or copy the file again: a copy that was cut off looks like this",
+        )
+    if digest and kind == "folder":
+        raise ConfigError(
+            "image_digest pins a file, and the image is a folder",
+            where=file,
+            fix="name a squashfs, or leave it out: image_digest=",
         )
     if digest:
         verify.require(file, digest, "the recipe's image_digest")

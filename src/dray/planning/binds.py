@@ -50,7 +50,7 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath)
     if facts.hf_home and "HF_HOME" not in recipe.env:
         yield Bind(path=facts.hf_home, write=True, source="HF_HOME", why="models and datasets that are downloaded")
     for key, named in recipe.places().items():
-        why = "the training dataset" if key == "data.train" else "the recipe reads it"
+        why = "the training dataset" if key.startswith(("data.train", "data.mix.")) else "the recipe reads it"
         yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
     for folder, key, why in (
         (recipe.checkpoint.folder, "checkpoint.folder", "checkpoints that this run resumes from"),

@@ -34,6 +34,19 @@ def in_values(made: Plan, facts: Facts) -> Iterator[Finding]:
     yield from control_characters(facts.model_dump(), "facts")
 
 
+def mounts(made: Plan, engine: Engine) -> Iterator[Finding]:
+    """What the engine's own words would break at."""
+    never = engine.unmountable
+    for path in dict.fromkeys((*(bind.path for bind in made.binds), made.where, made.image)):
+        if never and set(never) & set(path):
+            yield _refusal(
+                f"{engine.name} cannot mount a path with {' or '.join(never)} in it",
+                wanted=f"a path that {engine.name} takes for one word",
+                found=path,
+                fix="name another folder",
+            )
+
+
 def _refusal(problem: str, *, wanted: str, found: str, fix: str, where: str = "") -> Finding:
     return Finding(problem, where=where, wanted=wanted, found=found, fix=fix, code=exit_codes.CONFIG)
 

@@ -17,11 +17,19 @@ def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[F
     why = " ".join(site.why.get("fabric", f"site {site.name}").split())
     if facts.nodes == 1 and site.fabric.strategy != "none":
         return Choice(site.fabric.model_copy(update=_NOTHING), "one node has no network between nodes")
+    brought = engine.fabric.get((site.fabric.kind, ACCELERATORS[recipe.image]))
+    if facts.nodes > 1 and brought:
+        return Choice(site.fabric.model_copy(update=_NOTHING), brought)
     if site.fabric.strategy == "host" and not engine.host_libraries:
         return Choice(site.fabric.model_copy(update=_NOTHING), why)
     if site.fabric.plugin == "image" and ACCELERATORS[recipe.image] == "cpu":  # gloo has no plugins
         return Choice(site.fabric.model_copy(update={"plugin": ""}), why)
     return Choice(site.fabric, why)
+
+
+def hooks(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> dict[str, str]:
+    """What the engine's hooks are told; one node has no network between nodes."""
+    return engine.annotations(recipe.image, site.fabric.kind if facts.nodes > 1 else "", site.annotations)
 
 
 def preflight(recipe: Recipe, facts: Facts) -> Choice[Preflight | None]:

@@ -11,7 +11,7 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.contract import exit_codes
 from dray.contract import run_folder as names
-from dray.engines.base import STAGED_IMAGE, Container, Mount, Shell
+from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
 from dray.planning.binds import Bind
 from dray.planning.schema import Plan
 
@@ -46,7 +46,7 @@ def node_script(plan: Plan) -> str:
         *_lines(_handed_in(plan, engine.env_prefix) if engine.env_prefix else []),
         *_lines(_missing_secrets(plan)),
         _DEVICES if engine.names_devices else "",
-        f"{_file('amd')}\n\nnode::amd {plan.engine}" if ACCELERATORS[plan.variant] in engine.gpu_access else "",
+        _devices(plan, engine),
         _stage(plan) if plan.stage else "",
         _signed(plan) if plan.signers else "",
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
@@ -60,6 +60,11 @@ def srun_options(plan: Plan) -> str:
     return "".join(f"{option}\n" for option in engines.get(plan.engine).srun_options(_container(plan)))
 
 
+def engine_files(plan: Plan) -> dict[str, str]:
+    """What the engine reads from the attempt's folder."""
+    return engines.get(plan.engine).files(_container(plan))
+
+
 def start_argv(plan: Plan) -> list[str]:
     """The engine's whole command line."""
     engine = engines.get(plan.engine)
@@ -68,13 +73,17 @@ def start_argv(plan: Plan) -> list[str]:
 
 
 def _container(plan: Plan) -> Container:
-    pyxis = not engines.get(plan.engine).script_mounts
+    engine, kind = engines.get(plan.engine), plan.fabric.kind
+    inside = not engine.script_mounts  # node.sh is in the container already
+    brings = (kind, ACCELERATORS[plan.variant]) in engine.fabric and len(plan.world.nodes) > 1
     return Container(
         run=plan.run,
         image=plan.image,
         staged=bool(plan.stage),
         accelerator=ACCELERATORS[plan.variant],
-        folder=plan.folder if pyxis else plan.where,
+        annotations=plan.annotations,
+        fabric=kind if brings else "",
+        folder=plan.folder if inside else plan.where,
         user=plan.user,
         variables=(*(variable.name for variable in plan.env), *plan.world.identity.values(), *plan.pass_env),
         name_variable=plan.world.identity["name"],
@@ -87,6 +96,13 @@ def _file(name: str) -> str:
     """A file of bash without its first line, which node.sh has itself."""
     content = resources.files("dray.render").joinpath("bash", f"{name}.sh").read_text(encoding="utf-8")
     return content.partition("\n")[2].rstrip("\n")
+
+
+def _devices(plan: Plan, engine: Engine) -> str:
+    kind = ACCELERATORS[plan.variant]
+    file = engine.devices.get(kind, "")
+    content = f"{_file(file)}\n\n" if file and file != engine.script else ""
+    return content + " ".join([f"node::{file}", plan.engine, kind, *plan.pass_env]) if file else ""
 
 
 def _lines(lines: Iterator[str] | list[str]) -> list[str]:
@@ -111,9 +127,10 @@ def _exports(plan: Plan, prefix: str) -> Iterator[str]:
 
 def _places(plan: Plan) -> Iterator[str]:
     engine, identity = engines.get(plan.engine), plan.world.identity
-    yield f"number={identity['node']} name={identity['name']} read_only={engine.read_only}"
+    read_only = f" read_only={engine.read_only}" if engine.read_only else ""
+    yield f"number={identity['node']} name={identity['name']}{read_only}"
     yield _file("places")
-    yield ""
+    yield f"\n{_file(engine.script)}\n"
     yield f"cd {_quoted(plan.folder)} || exit {exit_codes.UNFIT}"
     if engine.image == "file":
         yield _call("need", plan.image, "the image")

@@ -7,7 +7,7 @@ import shlex
 from dray import engines
 from dray.engines.base import Shell
 from dray.planning.schema import Plan
-from dray.render.node import start_argv
+from dray.render.node import srun_options, start_argv
 
 
 def text(plan: Plan) -> str:
@@ -62,6 +62,8 @@ def text(plan: Plan) -> str:
             if engines.get(plan.engine).image != "python"
             else [("none", "bare runs on the machine itself")],
         ),
+        *([("annotations", [(name, value) for name, value in plan.annotations.items()])] if plan.annotations else []),
+        *([("srun", [("", option) for option in srun_options(plan).splitlines()])] if srun_options(plan) else []),
         ("on each node", [("", " ".join(a if isinstance(a, Shell) else shlex.quote(a) for a in start_argv(plan)))]),
         ("which starts", [("in", plan.where), ("", shlex.join([*plan.launcher, *plan.command]))]),
     ]

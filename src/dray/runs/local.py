@@ -50,7 +50,7 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     """What this engine starts here for the recipe: an image, or for bare a Python that has the training stack."""
     kind = engines.get(engine).image
     if kind == "file":
-        return str(store.required(checkout.root(), recipe.image, recipe.image_digest).absolute())
+        return str(store.required(checkout.root(), recipe.image, recipe.image_digest, engine).absolute())
     return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
 
 

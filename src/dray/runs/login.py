@@ -50,13 +50,14 @@ def facts(
     )
     seen, choice = write.at_site(seen)
     variant = image.variant(recipe, choice.site, seen).value
-    file = store.job_file(checkout.root(), variant)
+    engine = choice.site.engine or "apptainer"
+    file = store.job_file(checkout.root(), variant, engine)
     given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
     found = {
         "image": str(file),
         "image_variant": store.variant(file),
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
-        "engine": choice.site.engine or "apptainer",
+        "engine": engine,
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
     }
     return seen.model_copy(update=found), choice

@@ -34,14 +34,12 @@ node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for 
 }
 
 node::mounts() { # fills `mounts`, the options that the engine gets
-  local entry path quoted mode last=""
+  local entry path last=""
   # A folder before what lies in it: the last mount is the one that is seen. Who may write decides.
   while IFS= read -r -d '' entry; do
-    path="${entry%$'\t'*}" mode=""
-    quoted="${path//\"/\"\"}"
-    [[ "$entry" == *$'\t'rw ]] || mode=",$read_only"
+    path="${entry%$'\t'*}"
     [[ "$path" != "$last" ]] || unset 'mounts[-1]'
-    mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
+    node::option "$path" "${entry##*$'\t'}"
     last="$path"
   done < <(printf '%s\0' "${binds[@]}" | LC_ALL=C sort --zero-terminated --unique)
 }

@@ -10,6 +10,7 @@ node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one whe
   local -r copy="$folder/$image_id-$size.sif"
   local found making
   image="$1"
+  [[ -f "$1" ]] || return 0 # a folder starts where it is
   (umask 077 && mkdir --parents -- "$folder") || return 0
   # In a folder that another user has made, another user's image may wait.
   [[ -O "$folder" && ! -L "$folder" ]] || return 0

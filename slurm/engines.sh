@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# How a job starts a program in an image, by each engine: what lib.sh plans and finishes a run with. The nodes of the run
+# are started by node.sh, which the planner writes. lib.sh has set `engine`, `image`, `folders`, `where` and what the job was given.
+# shellcheck disable=SC2154
+
+readonly engine__srun=(srun --export=ALL --nodes=1 --ntasks=1)
+
+engine::found() { # what is on this node; the planner says so where the site has another
+  local found help
+  for found in apptainer singularity; do
+    command -v "$found" >/dev/null && { echo "$found"; return; }
+  done
+  # Plugins of Slurm, which add options to srun. CSCS's own has Pyxis's too.
+  help="$(srun --help 2>/dev/null)" || true
+  [[ "$help" != *--environment* ]] || { echo edf; return; }
+  [[ "$help" != *--container-image* ]] || { echo pyxis; return; }
+  ! command -v podman-hpc >/dev/null || { echo podman-hpc; return; }
+  ! command -v ch-run >/dev/null || { echo charliecloud; return; }
+  lib::die 69 "no container engine is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
+    "wanted: apptainer, singularity, podman-hpc or ch-run, or an srun with --environment or --container-image" \
+    "fix:    load the site's module before sbatch, or add it to your shell's start-up"
+}
+
+engine::traits() { # sets `formats`, the kinds of image it starts, `suffix` of the usual one, and `never`, which no path of a mount has
+  suffix=sqsh
+  case "$engine" in
+    pyxis) formats=squashfs never=',:' ;;
+    edf) formats=squashfs never=',:$' ;;
+    charliecloud) formats='squashfs folder' never=: ;;
+    podman-hpc) formats='' never='' ;; # a name in its store
+    *) formats='sif squashfs' never='' suffix=sif ;;
+  esac
+}
+
+engine::kind() { # FILE
+  [[ ! -d "$1" ]] || { echo folder; return; }
+  case "$(head --bytes=64 -- "$1" | tr --delete '\0')" in
+    hsqs*) echo squashfs ;;
+    *SIF_MAGIC*) echo sif ;;
+    *) echo unknown ;;
+  esac
+}
+
+engine::image() { # VARIANT: its file for this engine, or the one that the user named
+  local formats suffix never kind fix="make image-$1, or set DRAY_IMAGE to an image that dray has built"
+  engine::traits
+  [[ -n "$formats" ]] || { echo "${given_image:-localhost/dray:$1}"; return; }
+  [[ "$suffix" == sif ]] || fix="make one of dray's image (docs/engines.md), or set DRAY_IMAGE to an image that dray has built"
+  local -r image="${given_image:-$DRAY_HOME/build/dray-$1.$suffix}"
+  [[ -f "$image" || -d "$image" && "$formats" == *folder* ]] || lib::die 78 "the image does not exist" \
+    "wanted: $image (the recipe's image is $1)" "fix:    $fix"
+  kind="$(engine::kind "$image")"
+  # Apptainer and SingularityCE say themselves what is wrong with a file.
+  [[ "$suffix" == sif || " $formats " == *" $kind "* ]] || lib::die 78 "$engine does not start an image of this kind" \
+    "where:  $image" "wanted: ${formats// / or }" "found:  $kind" "fix:    $fix"
+  realpath -- "$image"
+}
+
+engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands in `where`
+  local formats suffix never folder
+  engine::traits
+  for folder in "${folders[@]}" "$image"; do
+    [[ -z "$never" || "$folder" != *["$never"]* ]] || lib::die 78 "$engine cannot mount a path with one of $never in it" \
+      "found:  $folder" "fix:    name another folder"
+  done
+  case "$engine" in
+    pyxis) engine::pyxis "$@" ;;
+    edf) engine::edf "$@" ;;
+    charliecloud) engine::charliecloud "$@" ;;
+    podman-hpc) engine::podman_hpc "$@" ;;
+    *) engine::apptainer "$@" ;;
+  esac
+}
+
+engine::mounts() { # sets `mounts`: options, as CSV, so that commas and quotes in a path survive
+  local folder quoted
+  mounts=()
+  for folder in "${folders[@]}"; do
+    quoted="${folder//\"/\"\"}"
+    mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"")
+  done
+}
+
+engine::apptainer() { # COMMAND...
+  local -a mounts
+  engine::mounts
+  APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
+    APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites" \
+    "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$where" "$image" "$@"
+}
+
+engine::pyxis() { # COMMAND...
+  local folder joined=""
+  for folder in "${folders[@]}"; do
+    joined+="${joined:+,}$folder:$folder"
+  done
+  DRAY_HOME="$DRAY_HOME" DRAY_SITES="$own_sites" "${engine__srun[@]}" --container-image="$image" --no-container-mount-home \
+    --container-mounts="$joined" --container-workdir="$where" "$@"
+}
+
+engine::edf() { # COMMAND...: what the container is, srun reads from a file
+  local edf folder code=0
+  edf="$(mktemp --suffix=.toml -- "$runs/.edf-XXXXXX")" || lib::die 69 "the container's description cannot be written" \
+    "where:  $runs" "fix:    free space on that disk"
+  {
+    printf 'image = %s\nworkdir = %s\nentrypoint = false\nmounts = [\n' "$(engine::text "$image")" "$(engine::text "$where")"
+    for folder in "${folders[@]}"; do
+      printf '  %s,\n' "$(engine::text "$folder:$folder")"
+    done
+    printf ']\n'
+  } >"$edf" || code=$?
+  ((code != 0)) ||
+    DRAY_HOME="$DRAY_HOME" DRAY_SITES="$own_sites" "${engine__srun[@]}" --environment="$edf" "$@" || code=$?
+  rm --force -- "$edf"
+  return "$code"
+}
+
+engine::charliecloud() { # COMMAND...: as in src/dray/render/bash/charliecloud.sh
+  local -a words=(--unset-env='*' --env-no-expand "--set-env=DRAY_HOME=$DRAY_HOME" "--set-env=DRAY_SITES=$own_sites")
+  local folder
+  export USER="${USER:-$(id --user --name)}"
+  words+=("--set-env=$(grep '^PATH=' "$DRAY_HOME/containers/environment")")
+  [[ "$(ch-run --help 2>&1)" != *--write-fake* ]] || words+=(--write-fake)
+  for folder in "${folders[@]}"; do
+    words+=("--bind=$folder:$folder")
+  done
+  env --unset=TMPDIR ch-run "${words[@]}" --cd="$where" "$image" -- "$@"
+}
+
+engine::podman_hpc() { # COMMAND...
+  local -a mounts words=(--rm --interactive --network=host "--user=$UID:$(id --group)")
+  engine::mounts
+  ((UID == 0)) || words+=(--userns=keep-id)
+  podman-hpc run "${words[@]}" --env=DRAY_HOME="$DRAY_HOME" --env=DRAY_SITES="$own_sites" "${mounts[@]}" \
+    --workdir="$where" "$image" "$@"
+}
+
+engine::text() { # TEXT: as a string of TOML
+  local -r text="${1//\\/\\\\}"
+  printf '"%s"' "${text//\"/\\\"}"
+}

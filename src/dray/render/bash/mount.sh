@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# How Apptainer, Docker and Podman are told of a mount. node.sh contains this file after places.sh.
+# shellcheck disable=SC2154,SC2034
+
+node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
+  local -r quoted="${1//\"/\"\"}"
+  local mode=""
+  [[ "$2" == rw ]] || mode=",$read_only"
+  mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"$mode")
+}
