@@ -82,6 +82,12 @@ def test_splits_may_be_one_text(hub: str, recipe: Path, tmp_path: Path) -> None:
     assert (wrong.returncode, "wanted: default/none/*.parquet" in wrong.stdout) == (78, True)
 
 
+def test_a_mix_s_sources_are_fetched(hub: str, recipe: Path, tmp_path: Path) -> None:
+    sources = ["data.train=builtin", "data.mix.web.dataset=hub:me/texts", "model.name="]
+    fetched = dray("prefetch", recipe, *sources, HF_HOME=str(tmp_path), HF_ENDPOINT=hub)
+    assert fetched.stdout.startswith("data.mix.web.dataset = hub:me/texts\n  1 file, 0."), fetched.stderr
+
+
 def test_what_is_pinned_is_fetched_by_its_revision(hub: str, recipe: Path, tmp_path: Path) -> None:
     pins = ["data.train=hub:me/texts@v1/default:train", "model.name=", "model.tokenizer=me/small"]
     fetched = dray("prefetch", recipe, *pins, "model.tokenizer_revision=v2", HF_HOME=str(tmp_path), HF_ENDPOINT=hub)

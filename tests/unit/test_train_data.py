@@ -153,7 +153,7 @@ def test_no_token_is_lost(tmp_path: Path) -> None:
     every = list(corpus.documents())
     found = texts(tmp_path)
     tokens = tokenizer.load(config(tmp_path / "other"))
-    for part, documents in ((found.training.tokens, every[:570]), (found.validation, every[570:])):
+    for part, documents in ((found.training.tokens, every[:570]), (found.validation["eval"], every[570:])):
         assert len(part.ids) == sum(len(text.encode()) + 1 for text in documents)
         assert tokens.decode(part.ids.tolist()) == "".join(f"{text}<|endoftext|>" for text in documents)
     # One pass over the text gives each of its tokens once, whatever the block; the rest begins the next pass.
@@ -169,9 +169,10 @@ def test_validation_and_test_by_file_and_limits(tmp_path: Path) -> None:
     path = written(tmp_path, "csv")
     said = [f"data.train={path}", f"data.validation={path}", f"data.test={path}"]
     found = texts(tmp_path / "a", *said)
-    assert found.total == len(found.validation.ids) == len(found.test.ids) == sum(len(t.encode()) + 1 for t in TEXTS)
+    total = sum(len(text.encode()) + 1 for text in TEXTS)
+    assert found.total == len(found.validation["eval"].ids) == len(found.test.ids) == total
     short = texts(tmp_path / "b", *said, "data.max_train_samples=5", "data.max_eval_samples=2")
-    assert (short.total, len(short.validation.ids), len(short.test.ids)) == (5 * 32, 64, 64)
+    assert (short.total, len(short.validation["eval"].ids), len(short.test.ids)) == (5 * 32, 64, 64)
 
 
 @pytest.mark.parametrize("name", ["pipe.json", "pipe.txt", "/dev/zero"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from dray.config.analog import Analog
-from dray.config.data import Data
+from dray.config.data import Data, Source
 from dray.config.model import Spec
 from dray.config.training import Checkpoint, Evaluation, Lora, Model, Train
 from helpers import ROOT, golden
@@ -48,11 +48,14 @@ def lines(model: type[Spec]) -> Iterator[str]:
 
 
 def of_field(field: FieldInfo) -> str:
-    return "dict[str, Any]" if get_origin(field.annotation) is dict else written(field.annotation)
+    if get_origin(field.annotation) is not dict:
+        return written(field.annotation)
+    kind = get_args(field.annotation)[1]
+    return f"dict[str, {kind.__name__ if isinstance(kind, type) and issubclass(kind, Spec) else 'Any'}]"
 
 
 def test_the_trainers_dataclasses_are_those_of_the_recipes_models() -> None:
-    models = (Data, Model, Train, Lora, Evaluation, Checkpoint, Analog)
+    models = (Source, Data, Model, Train, Lora, Evaluation, Checkpoint, Analog)
     golden(MODULE, HEAD + "\n".join(line for model in models for line in lines(model)) + "\n")
 
 

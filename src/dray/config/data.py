@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dray.config.model import Spec
+from dray.contract import mix
+
+
+class Source(Spec):
+    """One source of a mix."""
+
+    dataset: str
+    """Named as data.train is. Its last documents are for evaluation."""
+    column: str = ""
+    """Which column holds a document; left out: as data.column."""
+    weight: Annotated[float, Field(gt=0, le=1e15)] = 1.0
+    """How many samples are of it, beside those of the other sources: 3 beside 1 is three of four."""
+    repeat: Annotated[int, Field(ge=0)] = 0
+    """Epochs, after which it ends and the other sources have its share; 0: it repeats as long as the run goes."""
+    until: Annotated[int, Field(ge=0)] = 0
+    """The step after which it ends and the other sources have its share; 0: the last one."""
 
 
 class Data(Spec):
@@ -16,12 +32,15 @@ class Data(Spec):
     """The dataset to train on: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a
     pattern of txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or
     `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. A relative path starts at the recipe's own folder."""
+    mix: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], Source] = {}
+    """Several datasets to train on, by weight, in the place of `train`; by the names that metrics have for them."""
     validation: str = ""
-    """The dataset to evaluate, named likewise. Left out: the last documents of `train`."""
+    """The dataset to evaluate, named likewise. Left out: the last documents of `train`, or of each source of `mix`."""
     test: str = ""
     """The dataset to evaluate once, after training."""
     validation_split_percentage: Annotated[int, Field(ge=1, le=50)] = 5
-    """Percentage of the documents of `train` kept for evaluation where `validation` is left out."""
+    """Percentage of the documents of `train` kept for evaluation where `validation` is left out; of each source of
+    `mix` in any case."""
     column: str = "text"
     """Which column or key holds a document, where there are several; with train.objective = "sft" a conversation, a
     list of messages with role and content."""
@@ -34,10 +53,28 @@ class Data(Spec):
     document_mask: bool = False
     """Whether attention stays within each document, where a sample holds several."""
     max_train_samples: Annotated[int, Field(ge=0)] = 0
-    """Train on at most this many samples; 0 is all."""
+    """Train on at most this many samples, of each source of `mix`; 0 is all."""
     max_eval_samples: Annotated[int, Field(ge=0)] = 0
     """Evaluate and test on at most this many samples; 0 is all."""
     streaming: bool = False
     """Tokenize while training, and keep no tokens on the disk: for datasets larger than a node's disk."""
     cache_dir: str = ""
     """Where a node keeps tokenized datasets, made once; else a folder in /tmp."""
+
+    @model_validator(mode="after")
+    def _mixes(self) -> Data:
+        if self.mix and self.train != "builtin":
+            raise ValueError(
+                f"data.train = {self.train} beside [data.mix]: the mix is what is trained on; leave out data.train, or "
+                'make it a source: [data.mix.NAME] dataset = "..."'
+            )
+        if self.mix and self.streaming:
+            raise ValueError("data.streaming is for one dataset, data.train; a mix reads tokens on the disk")
+        weights = [one.weight for one in self.mix.values()]
+        for name, one in self.mix.items():
+            if mix.is_too_light(one.weight, weights):
+                raise ValueError(
+                    f"data.mix.{name}.weight = {one.weight:g} of {sum(weights):g} in all is less than one sample of "
+                    f"{mix.BLOCK:,}, the smallest share of a mix"
+                )
+        return self

@@ -46,8 +46,7 @@ def main(path: str) -> None:
     build.check(config, tokens)  # before datasets are read, which may take long
     metrics = Metrics(config, writes=dist.get_rank() == 0)
     data = datasets.load(config, tokens)
-    epochs = config.train.epochs or 0.0
-    config = replace(config, steps=config.steps or max(1, round(epochs * data.total / config.step_tokens)))
+    config = replace(config, steps=data.steps(config))
     network = build.build(config, tokens, filled=build.has_weights())
     parameters = sum(weight.numel() for weight in network.parameters())
     trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
@@ -74,7 +73,7 @@ def main(path: str) -> None:
     seconds = time.monotonic() - began
     evaluator.all(config.steps, data.validation)
     compiled.keep()
-    if not math.isfinite(evaluator.found["eval"]["loss"]):
+    if not math.isfinite(evaluator.found[datasets.VALIDATION]["loss"]):
         raise DrayError(
             "the model is not finite",
             wanted="a finite loss on the validation dataset",
@@ -89,7 +88,7 @@ def main(path: str) -> None:
         card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - resumed
         speed = steps * config.step_tokens / seconds if steps else 0.0
-        sample = _reload(final, data.validation, config) if parameters < _LARGE else ""
+        sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     metrics.close()
     barrier()

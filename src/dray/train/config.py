@@ -52,6 +52,13 @@ def read(path: str) -> Config:
     return of_plan(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
+def of_recipe(recipe: dict[str, Any]) -> Config:
+    """A recipe that nobody has planned yet, for what is the same on any machine."""
+    batch = {"global_size": recipe["batch"]["global_size"], "per_device": 1, "gradient_accumulation_steps": 1}
+    nowhere = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
+    return of_plan({"recipe": recipe, "batch": batch, "variant": "cpu", "world": {"identity": {"name": ""}}, **nowhere})
+
+
 def of_plan(plan: dict[str, Any]) -> Config:
     """What of the plan is about training."""
     recipe, checkpoints = plan["recipe"], Path(plan["run_folder"], run_folder.CHECKPOINTS)

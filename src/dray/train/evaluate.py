@@ -46,15 +46,32 @@ class Evaluator:
             windows = _documents(tokens, config) if one.last_word else self._windows(tokens, one.stride)
             self._more[name] = tokens, windows, objective.evaluating(one), one.last_word
 
-    def all(self, step: int, validation: Tokens) -> None:
-        """The validation dataset, then each of [evaluate]."""
-        self.dataset("eval", step, validation)
+    def all(self, step: int, validation: dict[str, Tokens]) -> None:
+        """What is evaluated during training, by event, then each of [evaluate]."""
+        found = {event: self._of(tokens) for event, tokens in validation.items()}
+        if datasets.VALIDATION not in found:
+            found = {datasets.VALIDATION: self._mean(found)} | found
+        for event, figures in found.items():
+            self._write(event, step, figures)
         for name, (tokens, windows, objective, by_word) in self._more.items():
             self._write(f"eval-{name}", step, self._measured(tokens, windows, objective, by_word=by_word))
 
     def dataset(self, event: str, step: int, tokens: Tokens) -> None:
         """One dataset, sample by sample."""
-        self._write(event, step, self._measured(tokens, self._windows(tokens, 0), self.objective))
+        self._write(event, step, self._of(tokens))
+
+    def _of(self, tokens: Tokens) -> dict[str, float]:
+        return self._measured(tokens, self._windows(tokens, 0), self.objective)
+
+    def _mean(self, found: dict[str, dict[str, float]]) -> dict[str, float]:
+        """Of a mix's sources, by weight."""
+        mix = self.config.data.mix
+        total = sum(one.weight for one in mix.values())
+        loss, accuracy = (
+            sum(one.weight / total * found[f"{datasets.VALIDATION}-{name}"][figure] for name, one in mix.items())
+            for figure in ("loss", "accuracy")
+        )
+        return {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
 
     def _write(self, event: str, step: int, found: dict[str, float]) -> None:
         name = event.replace("eval", "evaluation").replace("-", " ")

@@ -17,7 +17,7 @@ from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json
 from dray.train.compiled import Compiled
 from dray.train.config import Config
-from dray.train.data.datasets import Feed
+from dray.train.data.feeds import Feed
 from dray.train.data.order import indices
 from dray.train.metrics import Metrics, Speed
 from dray.train.model import attention_scores
@@ -55,6 +55,7 @@ class Loop:
         )  # losses and labels since the last line
         self._bad = torch.full((), _NEVER, device=strategy.device)  # the first step that was not finite
         self.speed = Speed(config, strategy)
+        self._logged = 0  # the step of the last line
         self._analog: Analog | None = None
         if config.analog:
             from dray.train.model.analog import Analog  # noqa: PLC0415  not every image has it
@@ -68,6 +69,7 @@ class Loop:
         if config.checkpoint.at_start and self.checkpoints.newest is None:
             self.checkpoints.save(0, self.feed.state())
         self.speed.begin(begin)
+        self._logged = begin
         ahead = self._reader.submit(self._read, begin)
         for step in range(begin, config.steps):
             with self.speed.spent("data_s"):
@@ -133,9 +135,14 @@ class Loop:
 
     def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
         config, scaler = self.config, self.strategy.scaler
+        # Before the host waits for the device, which computes meanwhile.
+        shares = self.feed.shares(range(self._logged * config.global_size, taken * config.global_size))
+        self._logged = taken
         loss, last = self._check(taken, norm)
         self._sums.zero_()
         fields = self.speed.measured(taken)
+        if shares:
+            fields["shares"] = shares
         if scaler:
             fields |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
         if config.train.attention_stats:

@@ -43,8 +43,9 @@ class Metrics:
         self._file.flush()
         numbers = {f"{event}/{name}": value for name, value in fields.items() if isinstance(value, (int, float))}
         for name, value in fields.items():
-            if isinstance(value, list):  # one number a layer
-                numbers |= {f"{event}/{name}/{place}": one for place, one in enumerate(value) if one is not None}
+            if isinstance(value, list | dict):  # one number a layer, or a source
+                places = value if isinstance(value, dict) else dict(enumerate(value))
+                numbers |= {f"{event}/{name}/{place}": one for place, one in places.items() if one is not None}
         for tracker in self._trackers if "step" in fields else ():
             tracker.log(numbers, fields["step"])
 

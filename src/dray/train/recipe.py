@@ -7,10 +7,22 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """One source of a mix."""
+
+    dataset: str
+    column: str
+    weight: float
+    repeat: int
+    until: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """What is trained on."""
 
     train: str
+    mix: dict[str, Source]
     validation: str
     test: str
     validation_split_percentage: int

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from dray.contract import node
@@ -19,60 +16,32 @@ from dray.train import objectives
 from dray.train.config import Config
 from dray.train.data import sources
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
+from dray.train.data.feeds import Feed, Mapped, Mixed
 from dray.train.data.order import Order
 from dray.train.data.sources import Reading
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens, cached, fingerprint
+from dray.train.recipe import Source
 
-Rows = NDArray[np.int64]
-
-
-class Feed(Protocol):
-    """Samples by number. They are the same on any number of ranks."""
-
-    @property
-    def identity(self) -> str:
-        """What tells this dataset from another."""
-
-    def rows(self, samples: range) -> Rows:
-        """Those samples, one a row."""
-
-    def state(self) -> Any:  # noqa: ANN401  any JSON value
-        """The position from which another process resumes; JSON, but for arrays."""
-
-    def load(self, states: list[Any]) -> None:
-        """Resume from the states of all ranks that the checkpoint was made by."""
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """Tokens on this node's disk: any sample is found at once."""
-
-    tokens: Tokens
-    order: Order
-
-    @property
-    def identity(self) -> str:
-        return f"{self.order.total} tokens"
-
-    def rows(self, samples: range) -> Rows:
-        return np.stack([self.tokens.slice(self.order.start(sample), self.order.length) for sample in samples])
-
-    def state(self) -> None:
-        return None
-
-    def load(self, states: list[Any]) -> None:
-        pass
+VALIDATION = "eval"
+"""The event of what is evaluated during training; one of a mix's sources has its name behind it."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads. `total` tokens to train on; 0 for a stream, which nobody has counted."""
+    """What a run reads. `total` tokens to train on; 0 for a stream, which nobody has counted.
+
+    `validation` has its events of the metrics; VALIDATION is not among them where it is the mean of a mix's sources.
+    """
 
     training: Feed
     total: int
-    validation: Tokens
+    validation: dict[str, Tokens]
     test: Tokens | None
+
+    def steps(self, config: Config) -> int:
+        """How many the run takes, where the recipe sets epochs too."""
+        return config.steps or max(1, round((config.train.epochs or 0.0) * self.total / config.step_tokens))
 
 
 def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
@@ -89,25 +58,57 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
             seed=config.train.seed,
         )
         total = 0
+    elif data.mix:
+        feeds = {}
+        for name, one in data.mix.items():
+            tokens = _split(_source(config, tokenizer, one), data.validation_split_percentage)[0]
+            feeds[name] = _mapped(config, f"mix.{name}", one.dataset, tokens)
+        feed = Mixed(data.mix, feeds, step=config.global_size, seed=config.train.seed)
+        total = sum(one.order.total for one in feeds.values())
+        _require_samples(config, feed)
     else:
         training = _read(config, tokenizer, data.train, "train")
         if not data.validation:
             training = _split(training, data.validation_split_percentage)[0]
-        training = training.short(data.max_train_samples * data.sequence_length)
-        total = len(_enough("training", data.train, training, data.sequence_length).ids)
-        feed = Mapped(training, Order(total, data.sequence_length, config.train.seed))
+        feed = _mapped(config, "training", data.train, training)
+        total = feed.order.total
     return Datasets(feed, total, validation(config, tokenizer), test(config, tokenizer))
 
 
-def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens:
-    """What is evaluated during training."""
-    data = config.data
-    if data.validation:
-        found = _read(config, tokenizer, data.validation, "validation")
-    else:
-        found = _split(_read(config, tokenizer, data.train, "train"), data.validation_split_percentage)[1]
+def _mapped(config: Config, name: str, dataset: str, tokens: Tokens) -> Mapped:
+    length = config.data.sequence_length
+    tokens = _enough(name, dataset, tokens.short(config.data.max_train_samples * length), length)
+    return Mapped(tokens, Order(len(tokens.ids), length, config.train.seed))
+
+
+def _require_samples(config: Config, feed: Mixed) -> None:
+    """Refuse a run that would go on after the last source of its mix has ended."""
+    wanted, found = config.steps * config.global_size, feed.mix.end
+    if wanted > found:
+        ends = (f"{name} ends after {end:,}" for name, end in zip(feed.sources, feed.mix.ends, strict=True))
+        raise ConfigError(
+            "the mix ends before the run does",
+            wanted=f"{wanted:,} samples: train.steps = {config.steps}, each of {config.global_size}",
+            found=f"{found:,} samples; {', '.join(ends)}",
+            fix=f"train.steps={found // config.global_size}, or a source without repeat and until",
+        )
+
+
+def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
+    """What is evaluated during training, by its events: one dataset, and the last documents of each source of a mix."""
+    data, percentage = config.data, config.data.validation_split_percentage
     most = data.max_eval_samples * data.sequence_length
-    return _enough("validation", data.validation or data.train, found.short(most), 2)
+    found: dict[str, Tokens] = {}
+    if data.validation:
+        tokens = _read(config, tokenizer, data.validation, "validation")
+        found[VALIDATION] = _enough("validation", data.validation, tokens.short(most), 2)
+    elif not data.mix:
+        tokens = _split(_read(config, tokenizer, data.train, "train"), percentage)[1]
+        found[VALIDATION] = _enough("validation", data.train, tokens.short(most), 2)
+    for name, one in data.mix.items():
+        tokens = _split(_source(config, tokenizer, one), percentage)[1]
+        found[f"{VALIDATION}-{name}"] = _enough(f"mix.{name} validation", one.dataset, tokens.short(most), 2)
+    return found
 
 
 def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
@@ -134,8 +135,13 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
     return _enough(f"evaluate.{name}", one.dataset, found, 2)
 
 
-def _read(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, split: str) -> Tokens:
+def _source(config: Config, tokenizer: PreTrainedTokenizerFast, one: Source) -> Tokens:
+    return _read(config, tokenizer, one.dataset, "train", one.column)
+
+
+def _read(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, split: str, column: str = "") -> Tokens:
     encoding, reading = _of_objective(config)
+    reading = replace(reading, column=column or reading.column)
     return tokenized(sources.files(name, split), reading, tokenizer, cache=_cache(config), encoding=encoding)
 
 

@@ -23,7 +23,9 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
     """The whole card."""
     named = config.model.name if not config.model.name.startswith(("/", ".")) else ""
     objective = objectives.named(config.train.objective)
-    names = {"train": config.data.train, "validation": config.data.validation, "test": config.data.test}
+    mix = {f"mix.{name}": one.dataset for name, one in config.data.mix.items()}
+    names = mix or {"train": config.data.train}
+    names |= {"validation": config.data.validation, "test": config.data.test}
     names |= {f"evaluate.{name}": one.dataset for name, one in config.evaluate.items()}
     on_hub = (name.removeprefix("hub:").partition(":")[0] for name in names.values() if name.startswith("hub:"))
     hub = sorted({"/".join(name.split("/")[:2]).partition("@")[0] for name in on_hub})

@@ -15,6 +15,7 @@ _SPLITS = ("train", "validation", "test")
 def run(job: Prefetch) -> None:
     """Each thing once, with its size."""
     names = [(f"data.{split}", job.data[split], split) for split in _SPLITS]
+    names += [(f"data.mix.{name}.dataset", one["dataset"], "train") for name, one in job.data["mix"].items()]
     names += [(f"evaluate.{name}.dataset", one["dataset"], "test") for name, one in job.evaluate.items()]
     for key, name, split in names:
         if name.startswith("hub:"):

@@ -1,0 +1,131 @@
+"""`dray data`: what a recipe's training would read, before anything is queued."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dray.cli.options import Engine, Overrides, RecipeFile
+from dray.contract import jobs
+from dray.contract.findings import ConfigError, counted
+from dray.runs import desk
+from dray.runs.write import read_recipe
+
+app = typer.Typer(no_args_is_help=True, help="Look at the datasets of a recipe, as its model will see them.")
+Table = dict[str, Any]
+_BAR, _HEAD, _TAIL, _PARTS = 40, 300, 100, 40  # characters, and parts of a row
+_STYLES = {"context": "dim", "predicted": "green", "masked": "magenta"}
+
+
+@app.callback()
+def _group() -> None:
+    """So that `inspect` stays a word of its own."""
+
+
+@app.command()
+def inspect(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=0, max=1000, help="How many of the first rows to show.")] = 2,
+    engine: Engine = "bare",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all ids and labels.")] = False,
+) -> None:
+    """Print what a run will read: datasets, tokens, lengths, and its first rows with what is predicted in them.
+
+    It tokenizes as a run does, and keeps the tokens for one.
+    """
+    settings = read_recipe(recipe, overrides or [])
+    if not settings.train:
+        raise ConfigError(
+            "this recipe is of a command, and its program alone knows what it reads",
+            where=recipe,
+            wanted="a recipe with [train]",
+            found=f"the command {settings.command.argv[0]}" if settings.command else "no [train]",
+            fix="dray recipe new mine.toml writes a recipe for dray's trainer",
+        )
+    with TemporaryDirectory(prefix="dray-") as folder:
+        report = Path(folder, "report.json")
+        job = jobs.Inspect(settings.model_dump(mode="json"), rows, str(report))
+        with redirect_stdout(sys.stderr):  # what the trainer says meanwhile
+            code = desk.once(settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate"))
+        if code:
+            raise typer.Exit(code)
+        found = json.loads(report.read_text(encoding="utf-8"))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(found, Console(highlight=False, soft_wrap=True))
+
+
+def show(found: Table, console: Console) -> None:
+    """The report for a reader; a terminal has colours."""
+    length, samples = found["sequence_length"], found["steps"] * found["global_size"]
+    lines = [
+        (
+            f"{found['name']}: {counted(found['steps'], 'step')} of {counted(found['global_size'], 'sample')} of "
+            f"{counted(length, 'token')}, {samples * length:,} tokens in all",
+            "",
+        ),
+        (f"{found['objective']}, tokenizer {found['tokenizer']} of {counted(found['vocabulary'], 'token')}", ""),
+    ]
+    for one in [*found["training"], *found["evaluation"]]:
+        lines += [("", ""), *((line, "") for line in _dataset(one))]
+    for row in found["rows"]:
+        lines += [("", ""), *_row(row)]
+    for line, style in lines:
+        console.print(Text(line, style))
+
+
+def _dataset(one: Table) -> Iterator[str]:
+    part = ", its last documents, for evaluation" if one.get("held_out") else ""
+    yield f"{one['key']} = {_printable(one['dataset'])}{part}"
+    size = f"  {counted(one['files'], 'file')}, {one['bytes'] / 1e6:,.1f} MB"
+    if "tokens" not in one:
+        yield f"{size}, read as a stream of {counted(one['pieces'], 'piece')}: nobody has counted its tokens"
+        return
+    yield f"{size}: {one['documents']:,} documents, {one['tokens']:,} tokens, {one['samples']:,} samples"
+    if "epochs" in one:
+        share = f"{one['share']:.2%} of the samples, " if "share" in one else ""
+        ends = f", ends at step {one['last_step']:,}" if one.get("last_step") else ""
+        yield f"  the run reads {share}{one['samples_read']:,} samples of it, {one['epochs']:.2f} epochs{ends}"
+    yield (
+        f"  tokens of a document: {one['shortest']:,} to {one['longest']:,}, median {one['median']:,}; "
+        f"{one['longer_than_a_sample']:,} longer than a sample"
+    )
+    most = max(one["lengths"].values(), default=1)
+    for above, count in one["lengths"].items():
+        yield f"  {f'to {int(above):,}':>12}  {'#' * -(-count * _BAR // most):<{_BAR}} {count:,}"
+
+
+def _row(row: Table) -> Iterator[tuple[str, str]]:
+    source = f" of {row['source']}" if row["source"] else ""
+    predicted = sum(part["tokens"] for part in row["parts"] if part["kind"] != "context")
+    yield f"sample {row['sample']}{source}: {len(row['input_ids']):,} tokens, {predicted:,} predicted", "bold"
+    document = row["parts"][0]["document"]
+    for part in row["parts"][:_PARTS]:
+        if part["document"] != document:
+            document = part["document"]
+            yield "  -- attention ends here: another document", "yellow"
+        answer = f"  for {_quoted(part['label'])}" if part["kind"] == "masked" else ""
+        yield f"  {part['kind']:<9}  {_quoted(part['text'])}{answer}", _STYLES[part["kind"]]
+    if left := row["parts"][_PARTS:]:
+        yield f"  and {counted(len(left), 'part')} more, which --json has", ""
+
+
+def _quoted(text: str) -> str:
+    """One line; a dataset may hold what a terminal obeys."""
+    left = len(text) - _HEAD - _TAIL
+    return repr(text) if left <= 0 else f"{text[:_HEAD]!r} ... {left:,} characters ... {text[-_TAIL:]!r}"
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

@@ -1,0 +1,102 @@
+"""Samples by number: of one dataset on this node's disk, or of a mix of several. data/stream.py has streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dray.train.data.mix import FOREVER, Mix, Part
+from dray.train.data.order import Order
+from dray.train.data.token_cache import Tokens
+from dray.train.recipe import Source
+
+Rows = NDArray[np.int64]
+
+
+class Feed(Protocol):
+    """Samples by number. They are the same on any number of ranks."""
+
+    @property
+    def identity(self) -> str:
+        """What tells this dataset from another."""
+
+    def rows(self, samples: range) -> Rows:
+        """Those samples, one a row."""
+
+    def shares(self, samples: range) -> dict[str, float]:
+        """How much of them is each source's, by name; empty where there is one dataset."""
+
+    def state(self) -> Any:  # noqa: ANN401  any JSON value
+        """The position from which another process resumes; JSON, but for arrays."""
+
+    def load(self, states: list[Any]) -> None:
+        """Resume from the states of all ranks that the checkpoint was made by."""
+
+
+class Numbered:
+    """A feed in which a sample's number is its position: nothing to keep, and nothing to resume from."""
+
+    def state(self) -> None:
+        return None
+
+    def load(self, states: list[Any]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Mapped(Numbered):
+    """Tokens on this node's disk: any sample is found at once."""
+
+    tokens: Tokens
+    order: Order
+
+    @property
+    def identity(self) -> str:
+        return f"{self.order.total} tokens"
+
+    def rows(self, samples: range) -> Rows:
+        return np.stack([self.tokens.slice(self.order.start(sample), self.order.length) for sample in samples])
+
+    def shares(self, samples: range) -> dict[str, float]:
+        del samples
+        return {}
+
+
+class Mixed(Numbered):
+    """Several of them, by weight. `step` is the samples of one step, by which `until` counts."""
+
+    def __init__(self, sources: Mapping[str, Source], feeds: Mapping[str, Mapped], *, step: int, seed: int) -> None:
+        self.sources, self.feeds = sources, feeds
+        parts = [
+            Part(
+                one.weight,
+                feeds[name].order.first(one.repeat) if one.repeat else FOREVER,
+                one.until * step or FOREVER,
+            )
+            for name, one in sources.items()
+        ]
+        self.mix = Mix(parts, seed)
+
+    @property
+    def identity(self) -> str:
+        """A source's samples follow from all that decides the mix."""
+        return "; ".join(
+            f"{name} of {self.feeds[name].identity}, weight {one.weight!r}"
+            + f", repeat {one.repeat}" * bool(one.repeat)
+            + f", until {one.until}" * bool(one.until)
+            for name, one in self.sources.items()
+        )
+
+    def rows(self, samples: range) -> Rows:
+        feeds = [*self.feeds.values()]
+        places = [self.mix.place(sample) for sample in samples]
+        return np.concatenate([feeds[source].rows(range(row, row + 1)) for source, row in places])
+
+    def shares(self, samples: range) -> dict[str, float]:
+        before, after = self.mix.taken(samples.start), self.mix.taken(samples.stop)
+        found = (round((end - begin) / len(samples), 6) for begin, end in zip(before, after, strict=True))
+        return dict(zip(self.sources, found, strict=True))

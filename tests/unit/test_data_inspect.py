@@ -1,0 +1,246 @@
+"""`dray data inspect`: what a run will read, by the code that reads it, and its first rows as the model sees them."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dray.contract import jobs
+from dray.contract.findings import ConfigError
+from dray.runs.write import read_recipe
+from helpers import PYTHON, ROOT
+
+pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from dray.cli import data as verb
+from dray.train.data import datasets, tokenizer
+from dray.train.outputs import inspect
+from trainings import GPT, config
+
+pytestmark = pytest.mark.torch
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def report(folder: Path, *overrides: str, rows: int = 2, steps: str = "steps=20") -> dict[str, Any]:
+    """As the job in the image writes it."""
+    settings = read_recipe(
+        ROOT / "tests/tiny.toml", [f"data.cache_dir={folder}/tokens", f"train.{steps}", *GPT, *overrides]
+    )
+    file = folder / "report.json"
+    inspect.run(jobs.Inspect(settings.model_dump(mode="json"), rows, str(file)))
+    return json.loads(file.read_text())
+
+
+def shown(found: dict[str, Any], *, colours: bool = False) -> str:
+    file = io.StringIO()
+    terminal = {"force_terminal": True, "color_system": "standard"} if colours else {}
+    verb.show(found, Console(file=file, highlight=False, soft_wrap=True, **terminal))
+    return file.getvalue()
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A hundred documents of 8 tokens, and one of 41."""
+    path = tmp_path / "my lines.txt"
+    path.write_text("".join(f"line {number:02}\n" for number in range(100)) + "long " * 8 + "\n")
+    return path
+
+
+def test_a_mix_is_told_with_its_shares_and_its_ends(tmp_path: Path, lines: Path) -> None:
+    overrides = (
+        f"data.mix.web.dataset={lines}", "data.mix.web.weight=3", "data.mix.code.dataset=builtin",
+        "data.mix.web.repeat=2", f"data.test={lines}", f"evaluate.more.dataset={lines}",
+    )  # fmt: skip
+    found = report(tmp_path, *overrides)
+    web, code = found["training"]
+    # 5 of 101 documents are kept for evaluation, the long one among them.
+    assert web == {
+        "key": "data.mix.web", "dataset": str(lines), "files": 1, "bytes": lines.stat().st_size, "documents": 96,
+        "tokens": 96 * 8, "samples": 24, "lengths": {"8": 96}, "shortest": 8, "median": 8, "longest": 8,
+        "longer_than_a_sample": 0, "samples_read": 48, "epochs": 2.0, "share": 0.3, "last_step": 8,
+    }  # fmt: skip
+    assert (code["key"], code["samples_read"], code["share"], code["files"]) == ("data.mix.code", 112, 0.7, 0)
+    assert [(one["key"], one["held_out"]) for one in found["evaluation"]] == [
+        ("data.mix.web", True), ("data.mix.code", True), ("data.test", False), ("evaluate.more", False),
+    ]  # fmt: skip
+    held = found["evaluation"][0]
+    assert (held["documents"], held["tokens"], held["longest"], held["longer_than_a_sample"]) == (5, 73, 41, 1)
+    assert held["lengths"] == {"8": 4, "64": 1}
+    text = shown(found)
+    assert f"\ndata.mix.web = {lines}\n  1 file, 0.0 MB: 96 documents, 768 tokens, 24 samples\n" in text
+    assert "\n  the run reads 30.00% of the samples, 48 samples of it, 2.00 epochs, ends at step 8\n" in text
+
+
+def test_the_rows_are_those_that_the_run_will_read(tmp_path: Path, lines: Path) -> None:
+    found = report(tmp_path, f"data.mix.web.dataset={lines}", "data.mix.code.dataset=builtin", rows=5)
+    chosen = config(tmp_path / "run", f"data.mix.web.dataset={lines}", "data.mix.code.dataset=builtin")
+    feed = datasets.load(chosen, tokenizer.load(chosen)).training
+    assert [row["input_ids"] for row in found["rows"]] == feed.rows(range(5)).tolist()
+    assert {row["source"] for row in found["rows"]} == {"web", "code"}
+    for row in found["rows"]:
+        assert row["labels"] == [*row["input_ids"][1:], -100]
+        assert [(part["kind"], part["tokens"]) for part in row["parts"]] == [("context", 1), ("predicted", 31)]
+
+
+def test_it_is_plain_text_or_colours(tmp_path: Path, lines: Path) -> None:
+    found = report(tmp_path, f"data.train={lines}", f"data.validation={lines}", "data.sequence_length=16", rows=1)
+    (row,) = found["rows"]
+    first, rest = (part["text"] for part in row["parts"])
+    lengths = (
+        "  tokens of a document: 8 to 41, median 8; 1 longer than a sample\n"
+        f"          to 8  {'#' * 40} 100\n"
+        f"         to 64  {'#':<40} 1\n"
+    )
+    assert shown(found) == (
+        "tiny: 20 steps of 8 samples of 16 tokens, 2,560 tokens in all\n"
+        "causal, tokenizer bytes of 257 tokens\n"
+        f"\ndata.train = {lines}\n"
+        "  1 file, 0.0 MB: 101 documents, 841 tokens, 53 samples\n"
+        "  the run reads 160 samples of it, 3.04 epochs\n"
+        f"{lengths}"
+        f"\ndata.validation = {lines}\n"
+        "  1 file, 0.0 MB: 101 documents, 841 tokens, 53 samples\n"
+        f"{lengths}"
+        "\nsample 0: 16 tokens, 15 predicted\n"
+        f"  context    {first!r}\n"
+        f"  predicted  {rest!r}\n"
+    )
+    coloured = shown(found, colours=True)
+    assert f"\x1b[2m  context    {first!r}\x1b[0m\n\x1b[32m  predicted  {rest!r}\x1b[0m\n" in coloured
+
+
+def test_what_an_assistant_says_is_predicted_and_documents_are_apart(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps({"text": CHAT}) + "\n" for _ in range(40)))
+    found = report(tmp_path, f"data.train={path}", "train.objective=sft", "data.document_mask=true",
+                   "data.sequence_length=128", rows=1)  # fmt: skip
+    parts = found["rows"][0]["parts"]
+    document = next(part["document"] for part in parts if part["kind"] == "predicted") + 1
+    whole = [(part["kind"], part["text"]) for part in parts if part["document"] == document]
+    assert whole == [
+        ("context", "<|user|>\n2+2?<|endoftext|>\n<|assistant|>\n"),
+        ("predicted", "4<|endoftext|>"),
+        ("context", "\n"),
+    ]
+    assert "\n  -- attention ends here: another document\n  context    '<|user|>\\n2+2?<|endoftext|>" in shown(found)
+
+
+def test_a_masked_token_is_told_with_its_label(tmp_path: Path, lines: Path) -> None:
+    (row,) = report(tmp_path, f"data.train={lines}", "train.objective=masked", "train.mlm_probability=0.5",
+                    rows=1)["rows"]  # fmt: skip
+    masked = [part for part in row["parts"] if part["kind"] == "masked"]
+    assert masked
+    place = 0
+    for part in row["parts"]:
+        own = slice(place, place + part["tokens"])
+        place += part["tokens"]
+        ids, labels = row["input_ids"][own], row["labels"][own]
+        assert {(label == -100, label == token) for token, label in zip(ids, labels, strict=True)} == {
+            {"context": (True, False), "predicted": (False, True), "masked": (False, False)}[part["kind"]]
+        }
+    assert place == 32
+
+
+def test_a_stream_is_not_counted(tmp_path: Path, lines: Path) -> None:
+    found = report(tmp_path, "data.streaming=true", f"data.train={lines}", f"data.validation={lines}")
+    assert found["training"] == [
+        {"key": "data.train", "dataset": str(lines), "files": 1, "bytes": lines.stat().st_size, "pieces": 1}
+    ]
+    assert len(found["rows"]) == 2
+    assert "read as a stream of 1 piece: nobody has counted its tokens" in shown(found)
+
+
+def test_a_terminal_obeys_nothing_of_a_dataset(tmp_path: Path) -> None:
+    path = tmp_path / "evil\x1b[31m.txt"
+    path.write_text("\x1b[31mred \u202eback \x9b2J\x07 [bold]\n" * 40)
+    text = shown(report(tmp_path, f"data.train={path}"))
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "red \\u202eback \\x9b2J\\x07 [bold]<|endoftext|>\\x1b[31mr" in text
+    assert "evil\\x1b[31m.txt" in text
+
+
+def test_epochs_and_limits_and_no_rows(tmp_path: Path, lines: Path) -> None:
+    found = report(tmp_path, f"data.train={lines}", "data.max_train_samples=5", steps="epochs=4", rows=0)
+    assert (found["steps"], found["rows"], found["training"][0]["tokens"]) == (2, [], 160)
+    assert sum(found["training"][0]["lengths"].values()) == found["training"][0]["documents"] == 20
+    few = report(tmp_path, f"data.train={lines}", "train.steps=1", "train.warmup_steps=0", rows=1000)
+    assert len(few["rows"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone.txt", None, "the dataset does not exist"),
+        ("empty.txt", "", "the training dataset is too short"),
+        ("other.jsonl", '{"body": "x"}\n', "there is no column 'text'"),
+        ("bad.jsonl", '{"text": \n', "a line is not JSON"),
+        ("number.jsonl", '{"text": 1}\n', "column 'text' is not text"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, name: str, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        report(tmp_path, f"data.train={tmp_path}/{name}")
+    assert not (tmp_path / "report.json").exists()
+
+
+def dray(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": "/nonexistent"}
+    return subprocess.run(
+        [sys.executable, "-m", "dray", "data", "inspect", *argv], env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_verb(tmp_path: Path, lines: Path) -> None:
+    recipe = tmp_path / "my recipe.toml"
+    recipe.write_text((ROOT / "tests/tiny.toml").read_text().replace("[data]", '[data]\ntrain = "my lines.txt"'))
+    given = (recipe, "train.steps=20", f"data.cache_dir={tmp_path}/tokens")
+    ended = dray(*given, "--json", "--rows", "1")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["training"][0]["dataset"] == str(lines)
+    assert len(found["rows"]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my lines.txt", "my recipe.toml", "tokens"]
+    lines.unlink()
+    gone = dray(*given)
+    assert (gone.returncode, gone.stdout) == (78, "")
+    assert "the dataset does not exist\n" in gone.stderr
+    assert f"  found:  nothing at {lines}\n" in gone.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("nowhere.toml",), "recipe nowhere.toml does not exist"),
+        ((), "RECIPE is missing"),
+        ((ROOT / "tests/tiny.toml", "train.steps=1", "--rows", "-1"), "--rows"),
+        ((ROOT / "tests/tiny.toml", "train.stesp=1"), "did you mean `steps`?"),
+        ((ROOT / "tests/tiny.toml", "train.steps=1", "--engine", "none"), "--engine has a wrong value"),
+    ],
+)
+def test_what_is_refused_at_once(argv: tuple[str | Path, ...], said: str) -> None:
+    ended = dray(*argv)
+    assert (ended.returncode, said in ended.stderr, ended.stdout) == (78, True, ""), ended.stderr
+
+
+def test_a_command_is_not_ours_to_look_into(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('name = "own"\n[command]\nargv = ["python3", "train.py"]\n')
+    ended = dray(recipe)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        78,
+        "",
+        "dray: this recipe is of a command, and its program alone knows what it reads\n"
+        f"  where:  {recipe}\n"
+        "  wanted: a recipe with [train]\n"
+        "  found:  the command python3\n"
+        "  fix:    dray recipe new mine.toml writes a recipe for dray's trainer\n",
+    )
