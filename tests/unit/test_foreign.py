@@ -228,13 +228,13 @@ class TestCheckout:
 def test_a_private_file_is_not_shared(tmp_path: Path) -> None:
     """A recipe of another user's may name it as accelerate's configuration."""
     private, mine = tmp_path / "a key", tmp_path / "mine.toml"
-    private.write_text("hush: 1\n")
+    private.write_text("gpu_ids: hush\n")
     mine.write_text(f'name = "x"\nlauncher = "accelerate"\naccelerate = "{private}"\n[command]\nargv = ["true"]\n')
     for mode, shared in ((0o600, False), (0o640, True)):
         private.chmod(mode)
-        assert read_recipe(mine).accelerate == "hush: 1\n"  # in a folder that is as private
+        assert read_recipe(mine).accelerate == '{"gpu_ids": "hush"}'  # in a folder that is as private
         if shared:
-            assert read_recipe(mine, ["runs.share=group"]).accelerate == "hush: 1\n"
+            assert read_recipe(mine, ["runs.share=group"]).accelerate == '{"gpu_ids": "hush"}'
             continue
         with pytest.raises(ConfigError, match="a private file would be copied") as wrong:
             read_recipe(mine, ["runs.share=group"])

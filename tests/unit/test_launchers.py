@@ -21,7 +21,7 @@ JOB = launchers.Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), 
 COMMANDS = {
     "torchrun": """python3 -m torch.distributed.run --nnodes=2 --nproc-per-node=4 --rdzv-backend=dray
         --rdzv-endpoint {endpoint} --max-restarts=0 --no-python""",
-    "accelerate": """python3 -m accelerate.commands.launch --config_file '/my runs/r1/accelerate.yaml'
+    "accelerate": """python3 -m accelerate.commands.launch --config_file '/my runs/r1/accelerate.json'
         --num_machines=2 --num_processes=8 --machine_rank {node_rank} --main_process_ip {master}
         --main_process_port=0 --rdzv_backend=dray --max_restarts=0 --no_python""",
     "deepspeed": """python3 -m deepspeed.launcher.runner --hostfile '/my runs/r1/hostfile' --no_ssh
@@ -48,8 +48,7 @@ def test_a_recipe_may_name_every_launcher() -> None:
 def test_the_files_that_launchers_read() -> None:
     files = {name: launchers.of(name).files for name in launchers.LAUNCHERS}
     assert files["deepspeed"](JOB) == {"hostfile": "n1 slots=4\nn2 slots=4\n"}
-    assert files["accelerate"](JOB) == {"accelerate.yaml": launchers.ACCELERATE}
-    assert files["accelerate"](replace(JOB, accelerate="mine: 1\n")) == {"accelerate.yaml": "mine: 1\n"}
+    assert files["accelerate"](replace(JOB, accelerate={"accelerate.json": "{}"})) == {"accelerate.json": "{}"}
     assert files["torchrun"](JOB) == files["python"](JOB) == {}
 
 
@@ -106,15 +105,6 @@ class TestCommands:
         with pytest.raises(ConfigError) as refused:
             read_recipe(tmp_path / "r.toml")
         assert said in str(refused.value)
-
-    def test_accelerate_s_own_file(self, tmp_path: Path) -> None:
-        (tmp_path / "r.toml").write_text(
-            'name = "r"\nlauncher = "accelerate"\naccelerate = "a.yaml"\n[command]\nargv = ["x"]\n'
-        )
-        with pytest.raises(ConfigError, match="the file that the recipe names cannot be read"):
-            read_recipe(tmp_path / "r.toml")
-        (tmp_path / "a.yaml").write_text("mine: 1\n")
-        assert read_recipe(tmp_path / "r.toml").accelerate == "mine: 1\n"
 
 
 class TestWords:

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from dray.config import agreement
+from dray.config.agreement import Setting
 from dray.config.recipe import Recipe
-from dray.config.training import STRATEGIES
+from dray.config.training import STRATEGIES, Strategy
 from dray.contract.files import parse_json
 from dray.contract.findings import ConfigError
 
@@ -40,44 +40,47 @@ _DROPPED = {
     "zero_force_ds_cpu_optimizer",
     "steps_per_print",
 }
+_BOTH = ("train.strategy", "train.precision")  # [command] has them too
 _MISSING: Any = object()
+_OPEN = (_MISSING, "auto")
 
 
 def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
     """The recipe with what the file decides, and the file with what only DeepSpeed knows."""
     file = _parsed(text, path)
-    if recipe.train is None:
-        raise ConfigError(
-            "train.deepspeed is for dray's own trainer", where=path, fix="leave it out of a [command] recipe"
-        )
-    found = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in (_MISSING, "auto")]
-    found += [*_of_precision(file, path), *_of_stage(file, path, recipe), *_of_sections(file, path)]
-    given: dict[str, Any] = recipe.model_dump(exclude_unset=True)
-    for name, key, written in found:
-        section, field = name.split(".")
-        value = tuple(written) if isinstance(written, list) else written
-        section_values = given.setdefault(section, {})
-        theirs = section_values.get(field)
-        if theirs is not None and theirs != value:
-            raw = _at(file, key)
-            raise ConfigError(
-                f"{name} and {key} do not agree",
-                where=f"the recipe and {path}",
-                wanted=f"{name} = {json.dumps(theirs)}, as the recipe says",
-                found=f"{key} = {json.dumps(raw)}, on line {_line(text, key)} of {path.name}",
-                fix=f'write "{key.split(".")[-1]}": "auto" in {path.name}, or make them the same',
-            )
-        section_values[field] = value
-    rest = {key: value for key, value in file.items() if key not in _DROPPED and key not in _SAME}
-    given["train"]["deepspeed"] = json.dumps(_without_auto(rest))
-    try:
-        return Recipe.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(
-            "the recipe and the DeepSpeed file do not go together",
-            where=f"the recipe and {path}",
-            found="; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors()),
-        ) from error
+    section = "train" if recipe.train else "command"
+    part = recipe.train or recipe.command
+    assert part is not None
+    found = [*_of_precision(file, path), *_of_stage(file, path, part.strategy, section)]
+    if recipe.train:
+        same = [(name, key, value) for key, name in _SAME.items() if (value := _at(file, key)) not in _OPEN]
+        found = [*same, *found, *_of_offload(file, path), *_of_sections(file, path)]
+    else:  # the rest is between DeepSpeed, accelerate and the script
+        found = [(f"command.{name[6:]}", key, value) for name, key, value in found if name in _BOTH]
+    given = agreement.settled(
+        recipe,
+        [
+            Setting(name, tuple(value) if isinstance(value, list) else value, key, _at(file, key), _line(text, key))
+            for name, key, value in found
+        ],
+        path,
+        leave='write "{}": "auto" in {}',
+    )
+    if recipe.train:
+        rest = {key: value for key, value in file.items() if key not in _DROPPED and key not in _SAME}
+        given["train"]["deepspeed"] = json.dumps(_without_auto(rest))
+    else:
+        given["command"]["deepspeed"] = json.dumps(_filled(file, **given["command"]))
+    return agreement.validated(given, "the DeepSpeed file", path)
+
+
+def _filled(file: dict[str, Any], *, strategy: Strategy, precision: str = "", **_: object) -> dict[str, Any]:
+    """With stage and precision in it: beside a file of DeepSpeed's, accelerate refuses both in its own."""
+    decided: dict[str, dict[str, Any]] = {"zero_optimization": {"stage": STRATEGIES[strategy].stage}}
+    if precision:
+        decided |= {kind: {"enabled": kind == precision} for kind in ("fp16", "bf16")}
+    before = {name: found if isinstance(found := file.get(name), dict) else {} for name in decided}
+    return {**file, **{name: {**before[name], **values} for name, values in decided.items()}}
 
 
 def _parsed(text: str, path: Path) -> dict[str, Any]:
@@ -102,11 +105,11 @@ def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
     return found
 
 
-_Setting = tuple[str, str, Any]
+_Found = tuple[str, str, Any]
 """A key of the recipe, the file's key that sets the same, and the value as the recipe has it."""
 
 
-def _of_precision(file: dict[str, Any], path: Path) -> list[_Setting]:
+def _of_precision(file: dict[str, Any], path: Path) -> list[_Found]:
     least = _at(file, "fp16.min_loss_scale")
     if isinstance(least, float) and not least.is_integer():
         raise ConfigError(
@@ -127,18 +130,21 @@ def _of_precision(file: dict[str, Any], path: Path) -> list[_Setting]:
     return [*scale, ("train.precision", "fp16.enabled", "fp32")] if len(off) == 2 else scale
 
 
-def _of_stage(file: dict[str, Any], path: Path, recipe: Recipe) -> list[_Setting]:
+def _of_stage(file: dict[str, Any], path: Path, strategy: Strategy | None, section: str) -> list[_Found]:
     stage = _at(file, "zero_optimization.stage")
-    by_recipe = stage in (_MISSING, "auto") and recipe.train is not None and STRATEGIES[recipe.train.strategy].deepspeed
+    by_recipe = stage in _OPEN and strategy is not None and STRATEGIES[strategy].deepspeed
     if stage not in (1, 2, 3) and not by_recipe:
         raise ConfigError(
             "nobody names DeepSpeed's stage",
             where=path,
-            wanted="zero_optimization.stage of 1, 2 or 3, or train.strategy of zero1, zero2 or zero3",
+            wanted=f"zero_optimization.stage of 1, 2 or 3, or {section}.strategy of zero1, zero2 or zero3",
             found="nothing" if stage is _MISSING else json.dumps(stage),
-            fix="set one of them; without ZeRO, leave train.deepspeed out",
+            fix=f"set one of them; without ZeRO, leave {section}.deepspeed out",
         )
-    found = [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
+    return [] if by_recipe else [("train.strategy", "zero_optimization.stage", f"zero{stage}")]
+
+
+def _of_offload(file: dict[str, Any], path: Path) -> list[_Found]:
     keys = {part: f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
     places = {part: _at(file, key) for part, key in keys.items()}
     for part, device in places.items():
@@ -159,20 +165,20 @@ def _of_stage(file: dict[str, Any], path: Path, recipe: Recipe) -> list[_Setting
             fix='add "offload_optimizer": {"device": "cpu"}',
         )
     if places["param"] == "cpu":
-        found.append(("train.offload", keys["param"], "all"))
-    elif places["optimizer"] in ("cpu", "none"):
-        found.append(("train.offload", keys["optimizer"], "optimizer" if places["optimizer"] == "cpu" else ""))
-    return found
+        return [("train.offload", keys["param"], "all")]
+    if places["optimizer"] in ("cpu", "none"):
+        return [("train.offload", keys["optimizer"], "optimizer" if places["optimizer"] == "cpu" else "")]
+    return []
 
 
-def _of_sections(file: dict[str, Any], path: Path) -> list[_Setting]:
+def _of_sections(file: dict[str, Any], path: Path) -> list[_Found]:
     optimizer, scheduler = _at(file, "optimizer.type"), _at(file, "scheduler.type")
     if optimizer not in (_MISSING, "auto", *_OPTIMIZERS):
         raise ConfigError(
             "dray trains with AdamW", where=f"{path}: optimizer.type", wanted="AdamW", found=json.dumps(optimizer),
             fix="write AdamW, or leave the section out",
         )  # fmt: skip
-    if scheduler in (_MISSING, "auto"):
+    if scheduler in _OPEN:
         return []
     if scheduler not in _SCHEDULES:
         raise ConfigError(

@@ -29,10 +29,12 @@ def of(recipe: Recipe) -> list[Package]:
         found.append(Package(recipe.launcher, setting, without, demo=recipe.launcher != "deepspeed"))
     if train:
         found.append(Package("transformers", "[train]"))
-    if train and STRATEGIES[train.strategy].deepspeed:
-        own = [f"train.{key}=" for key in ("deepspeed", "offload") if getattr(train, key)]
-        setting = f"train.strategy = {train.strategy}"
-        found.append(Package("deepspeed", setting, ("train.strategy=ddp", *own), demo=False))
+    for section in ("train", "command"):
+        part = getattr(recipe, section)
+        if part and part.strategy and STRATEGIES[part.strategy].deepspeed:
+            own = [f"{section}.{key}=" for key in ("deepspeed", "offload") if getattr(part, key, "")]
+            setting = f"{section}.strategy = {part.strategy}"
+            found.append(Package("deepspeed", setting, (f"{section}.strategy=ddp", *own), demo=False))
     if recipe.lora and recipe.lora.enabled:
         found.append(Package("peft", "[lora]", ("lora.enabled=false",)))
     if recipe.analog and recipe.analog.enabled:

@@ -13,7 +13,7 @@ from dray.config.analog import Analog
 from dray.config.data import Data
 from dray.config.image import Fingerprint, Variant
 from dray.config.model import SecretError, Spec
-from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Train
+from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
 from dray.contract import secrets
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
@@ -54,6 +54,19 @@ class Command(Spec):
     """The program and its arguments. A first word that ends in .py is run by the image's Python."""
     folder: str = "."
     """Where it runs; ranks may write there. A relative path starts at the recipe's own folder."""
+    strategy: Strategy | None = None
+    """With launcher = "accelerate", the configuration that a script's Accelerator() finds. ddp: each rank has the whole
+    model (default). fsdp: FSDP2, a transformer's layers wrapped, sharded checkpoints. zero1 to zero3: DeepSpeed."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
+    """The mixed precision of that configuration. Left out: fp32, which is accelerate's `no`."""
+    deepspeed: str | None = None
+    """A DeepSpeed JSON file for it; it decides the strategy. A relative path starts beside the recipe."""
+
+    @model_validator(mode="after")
+    def _deepspeed_has_16_bits(self) -> Command:
+        if self.deepspeed and self.precision == "fp8":
+            raise ValueError("precision = fp8 is accelerate's own; a DeepSpeed file knows bf16 and fp16")
+        return self
 
     @field_validator("argv")
     @classmethod
@@ -104,7 +117,8 @@ class Recipe(Spec):
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again after one has failed."""
     accelerate: str | None = None
-    """accelerate's configuration file, instead of dray's. A relative path starts at the recipe's folder."""
+    """The script's own configuration for accelerate, YAML or JSON; what it leaves out is [command]'s, and a value in
+    both must be the same. A relative path starts at the recipe's folder."""
     preflight: Preflight = Preflight()
     runs: Runs = Runs()
     command: Command | None = None
@@ -126,6 +140,7 @@ class Recipe(Spec):
     def datasets(self) -> dict[str, str]:
         """The keys that name a dataset, and what they name."""
         data = {f"data.{name}": getattr(self.data, name) for name in ("train", "validation", "test")}
+        data |= {f"data.mix.{name}.dataset": one.dataset for name, one in self.data.mix.items()}
         return data | {f"evaluate.{name}.dataset": one.dataset for name, one in self.evaluate.items()}
 
     def places(self) -> dict[str, str]:
@@ -195,14 +210,30 @@ class Recipe(Spec):
             raise ValueError("data.streaming wants data.validation: a stream has no last documents to evaluate")
         if self.data.streaming and self.data.train == "builtin":
             raise ValueError("data.streaming wants data.train: what is built in is no stream")
+        if self.data.mix and self.train and self.train.steps is None:
+            raise ValueError("[data.mix] wants train.steps, not train.epochs: each source has epochs of its own")
+        if both := sorted({*self.data.mix} & {*self.evaluate}):
+            raise ValueError(
+                f"data.mix.{both[0]} and evaluate.{both[0]}: metrics have one eval-{both[0]}; rename one of them"
+            )
         for key, place in self.all_places().items():
             if _SHELLS.match(place) or "*" in str(PurePosixPath(place).parent):
                 raise ValueError(
                     f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's "
                     "name alone (a folder is searched whole)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _accelerate_configures_a_script(self) -> Recipe:
         if self.accelerate and self.launcher != "accelerate":
             raise ValueError(f"accelerate names a file for that launcher, and the launcher is {self.launcher}")
+        if self.accelerate and self.train:
+            raise ValueError("accelerate configures a script that uses it; dray's trainer has all of this in [train]")
+        configured = [name for name in ("strategy", "precision", "deepspeed") if getattr(self.command, name, None)]
+        if configured and self.launcher != "accelerate":
+            names = ", ".join(f"command.{name}" for name in configured)
+            raise ValueError(f"{names}: accelerate hands this to a script, and the launcher is {self.launcher}")
         return self
 
     @field_validator("env")

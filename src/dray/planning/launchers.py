@@ -7,23 +7,16 @@ launcher starts ranks again: the runners do, each time with a new secret, port a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dray.contract.findings import ConfigError
+from dray.planning import accelerate
 
 # What only a node knows, each an argument of its own. The runner fills it in; a plan never bakes a rank or a port.
 NODE_RANK, MASTER, PORT, ENDPOINT, RANKS = "{node_rank}", "{master}", "{port}", "{endpoint}", "{ranks}"
 
-_ACCELERATE_FILE, _HOSTFILE = "accelerate.yaml", "hostfile"
-# Everything else comes as an option. MULTI_GPU also on CPUs: any other kind starts one process and says nothing.
-ACCELERATE = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-mixed_precision: 'no'
-same_network: false
-rdzv_backend: dray
-"""
+_HOSTFILE = "hostfile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +28,8 @@ class Job:
     hosts: Sequence[str]
     each: int
     """Ranks on a node."""
-    accelerate: str | None = None
-    """The text of the recipe's own file for accelerate."""
+    accelerate: Mapping[str, str] = field(default_factory=dict)
+    """What accelerate reads, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +38,7 @@ class Launcher:
 
     argv: Callable[[Job], tuple[str, ...]]
     """Its arguments up to those of the program that it starts as every rank, which is no Python script."""
-    files: Callable[[Job], dict[str, str]] = lambda _: {}
+    files: Callable[[Job], Mapping[str, str]] = lambda _: {}
     """What it reads, by name in the folder of the attempt."""
     store: str
     """How its ranks come to the store."""
@@ -61,7 +54,7 @@ def _torchrun(job: Job) -> tuple[str, ...]:
 def _accelerate(job: Job) -> tuple[str, ...]:
     # Port 0: accelerate refuses one at which somebody listens, and the store does.
     return (
-        *(job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{_ACCELERATE_FILE}"),
+        *(job.python, "-m", "accelerate.commands.launch", "--config_file", f"{job.folder}/{accelerate.FILE}"),
         *(f"--num_machines={len(job.hosts)}", f"--num_processes={len(job.hosts) * job.each}"),
         *("--machine_rank", NODE_RANK, "--main_process_ip", MASTER, "--main_process_port=0"),
         *("--rdzv_backend=dray", "--max_restarts=0", "--no_python"),
@@ -85,11 +78,7 @@ _BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks as the lau
 _BY_VARIABLE = "ranks join it by TORCHELASTIC_USE_AGENT_STORE"
 LAUNCHERS = {
     "torchrun": Launcher(argv=_torchrun, store=_BY_HANDLER),
-    "accelerate": Launcher(
-        argv=_accelerate,
-        files=lambda job: {_ACCELERATE_FILE: ACCELERATE if job.accelerate is None else job.accelerate},
-        store=_BY_HANDLER,
-    ),
+    "accelerate": Launcher(argv=_accelerate, files=lambda job: job.accelerate, store=_BY_HANDLER),
     "deepspeed": Launcher(
         argv=_deepspeed,
         files=lambda job: {_HOSTFILE: "".join(f"{host} slots={job.each}\n" for host in job.hosts)},

@@ -12,6 +12,7 @@ from dray.contract import run_folder as names
 from dray.contract.findings import counted
 from dray.facts import Facts, Files
 from dray.planning import (
+    accelerate,
     advice,
     batch,
     binds,
@@ -65,7 +66,7 @@ def plan(
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
-        accelerate=recipe.accelerate,
+        accelerate=accelerate.files(recipe, str(folder)),
     )  # fmt: skip
     outside = set(facts.environment) - {*passed, *(variable.name for variable in variables)}
     made = Plan(
@@ -84,6 +85,7 @@ def plan(
         site=f"site {site.name}",
         sbatch=site.sbatch,
         fabric=fabric.value,
+        annotations=transport.hooks(recipe, site, facts, engine),
         preflight=preflight.value,
         user=f"{facts.uid}:{facts.gid}",
         world=ranks,
@@ -91,7 +93,7 @@ def plan(
         launcher=launcher.argv(job),
         command=_command(recipe, python=python, folder=folder),
         where=recipe.command.folder if recipe.command else str(folder),
-        files=launcher.files(job),
+        files=dict(launcher.files(job)),
         env=variables,
         pass_env=passed,
         left_outside=tuple(sorted(outside)) if engine.isolates_env else (),
@@ -113,10 +115,11 @@ def plan(
         recipe=recipe,
     )  # fmt: skip
     found = (
-        *loss.refusals(recipe, site, files),
-        *refusals.in_values(made, facts), *refusals.find(recipe, site, facts, engine), *files.findings, *too_large,
+        *loss.refusals(recipe, site, files), *accelerate.refusals(recipe, ranks),
+        *refusals.in_values(made, facts), *refusals.mounts(made, engine), *refusals.find(recipe, site, facts, engine),
+        *files.findings, *too_large,
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
-        *advice.find(made, site, facts, files),
+        *accelerate.advice(recipe), *advice.find(made, site, facts, files),
     )  # fmt: skip
     return made.model_copy(update={"findings": found})
 

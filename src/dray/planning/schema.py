@@ -52,6 +52,8 @@ class Plan(BaseModel):
     site: str
     sbatch: tuple[str, ...]
     fabric: Fabric
+    annotations: dict[str, str]
+    """What the engine's own hooks are told, by the name of the annotation."""
     preflight: Preflight | None
     user: str
     world: World

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dray import __version__, render
-from dray.config import deepspeed, sites
+from dray.config import accelerate, deepspeed, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import files, node
@@ -26,6 +26,8 @@ from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import lookup
 from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job, run_name
+
+_LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
 
 
 def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Sequence[str] = ()) -> Recipe:
@@ -41,10 +43,11 @@ def read_recipe(path: Path | None, overrides: Sequence[str] = (), command: Seque
     beside = path.absolute().parent if path else Path.cwd()
     recipe = _placed(recipe, beside)
     if recipe.accelerate:
-        recipe = _with(recipe, ["accelerate"], _accelerate(beside / recipe.accelerate, recipe.runs.share))
-    if recipe.train and recipe.train.deepspeed:
-        file = beside / recipe.train.deepspeed
-        recipe = deepspeed.agreed(recipe, files.text(file, "the DeepSpeed file"), file)
+        file = beside / recipe.accelerate
+        recipe = accelerate.agreed(recipe, _copied(file, "accelerate's file", recipe), file)
+    if (part := recipe.train or recipe.command) and part.deepspeed:
+        file = beside / part.deepspeed
+        recipe = deepspeed.agreed(recipe, _copied(file, "the DeepSpeed file", recipe), file)
     return recipe
 
 
@@ -75,13 +78,13 @@ def _with(table: Any, keys: Sequence[str], value: str) -> Any:  # noqa: ANN401  
     return table.model_copy(update={key: _with(getattr(table, key), rest, value) if rest else value})
 
 
-def _accelerate(path: Path, share: str) -> str:
-    """The configuration, which the run folder gets a copy of: a recipe of another user's may name any file of yours."""
-    text = files.text(path, "the file that the recipe names")
-    if share != "none" and not path.stat().st_mode & 0o044:
+def _copied(path: Path, what: str, recipe: Recipe) -> str:
+    """A configuration, which the run folder gets a copy of: a recipe of another user's may name any file of yours."""
+    text = files.text(path, what, limit=_LIMIT)
+    if recipe.runs.share != "none" and not path.stat().st_mode & 0o044:
         raise ConfigError(
             "a private file would be copied into a run folder that your group reads",
-            where=f"accelerate = {path}",
+            where=f"{what}: {path}",
             wanted="runs.share = none, or a file that your group may read",
             found=f"mode {path.stat().st_mode & 0o777:o}",
             fix=f"runs.share=none, or chmod g+r {shlex.quote(str(path))}",
@@ -126,7 +129,7 @@ def begin(
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
-    for name, text in decided.files.items():
+    for name, text in {**decided.files, **render.engine_files(decided)}.items():
         write_atomic(paths.folder / name, text)
     write_atomic(paths.node_script, render.node_script(decided), mode=0o777)
     if options := render.srun_options(decided):

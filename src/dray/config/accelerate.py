@@ -1,0 +1,198 @@
+"""A user's configuration file for accelerate: it decides what [command] leaves out; a value in both must be the same.
+
+It is read with PyYAML's safe loader, as accelerate itself reads it, so that both see the same; that loader takes JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from dray.config import agreement
+from dray.config.agreement import Setting
+from dray.config.recipe import Recipe
+from dray.contract import files
+from dray.contract.findings import ConfigError
+
+# What accelerate 1.15 reads; it ends on each node where there is another key.
+KEYS = {
+    "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type",
+    "downcast_bf16", "dynamo_backend", "dynamo_config", "enable_cpu_affinity", "fp8_config", "fsdp_config",
+    "gpu_ids", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
+    "megatron_lm_config", "mixed_precision", "mpirun_config", "num_machines", "num_processes",
+    "parallelism_config", "rdzv_backend", "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo",
+    "tpu_vm", "tpu_zone", "use_cpu",
+}  # fmt: skip
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+_FSDP2 = {
+    "fsdp_reshard_after_forward": ("true", "false"),
+    "fsdp_auto_wrap_policy": ("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+    "fsdp_state_dict_type": ("sharded_state_dict", "full_state_dict"),
+}
+# Beside a DeepSpeed file accelerate refuses these, on each node.
+_IN_DEEPSPEEDS = (
+    "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "offload_param_device",
+    "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
+)  # fmt: skip
+
+
+def agreed(recipe: Recipe, text: str, path: Path) -> Recipe:
+    """The recipe with what the file decides, and the file as JSON."""
+    file = _parsed(text, path)
+    unknown = sorted(file.keys() - KEYS)
+    if unknown:
+        raise ConfigError(
+            "accelerate does not know this key", where=path, wanted=", ".join(sorted(KEYS)), found=", ".join(unknown),
+            fix=f"remove it from {path.name}",
+        )  # fmt: skip
+    if file.get("compute_environment") not in (None, "LOCAL_MACHINE"):
+        raise _refused(path, "compute_environment", "LOCAL_MACHINE", file["compute_environment"])
+    found = [*_of_precision(file, path), *_of_kind(file, path, recipe)]
+    given = agreement.settled(
+        recipe,
+        [Setting(name, value, key, _at(file, key), _line(text, key)) for name, key, value in found],
+        path,
+        leave="remove {} from {}",
+    )
+    given["accelerate"] = json.dumps(file)
+    return agreement.validated(given, "accelerate's file", path)
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415  only here
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+        """Its tables have each key once, and nothing stands for something else, which may grow without end."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError(f"an alias, on line {self.peek_event().start_mark.line + 1}")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401
+            seen = set()
+            for key, _ in node.value:
+                if str(key.value) in seen:
+                    raise yaml.YAMLError(f"{key.value} twice, on line {key.start_mark.line + 1}")
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        file = yaml.load(text, Loader)  # noqa: S506  the safe one
+        json.dumps(file, allow_nan=False)
+        found = f"more than {files.DEPTH} tables and lists within one another" if files.too_deep(file) else ""
+    except yaml.MarkedYAMLError as wrong:
+        mark = wrong.problem_mark
+        found = f"{wrong.problem}{f', on line {mark.line + 1}' if mark else ''}"
+    except (yaml.YAMLError, TypeError, ValueError) as wrong:  # a date, or NaN, is nothing of accelerate's
+        found = str(wrong).splitlines()[0]
+    except RecursionError:
+        found = f"more than {files.DEPTH} tables and lists within one another"
+    if found:
+        raise ConfigError("accelerate's file is not valid YAML", where=path, found=found)
+    if not isinstance(file, dict):
+        raise ConfigError(
+            "accelerate's file is no table", where=path, wanted="key: value", found=type(file).__name__,
+            fix="accelerate config --config_file FILE writes one",
+        )  # fmt: skip
+    for key, value in file.items():
+        if str(key).endswith("_config") and not isinstance(value, dict | None):
+            raise _refused(path, key, "a table", value)
+    # YAML reads a bare `no` as false.
+    bare = {"mixed_precision": "no", "distributed_type": "NO", "dynamo_backend": "NO"}
+    return {str(key): bare.get(key, value) if value is False else value for key, value in file.items()}
+
+
+def _refused(path: Path, key: str, wanted: str, found: object, fix: str = "") -> ConfigError:
+    return ConfigError(
+        f"accelerate's {key} has a value that dray does not take", where=path, wanted=wanted, found=json.dumps(found),
+        fix=fix or f"write {key}: {wanted.partition(',')[0]}",
+    )  # fmt: skip
+
+
+def _of_precision(file: dict[str, Any], path: Path) -> list[tuple[str, str, Any]]:
+    written = file.get("mixed_precision")
+    if written is None:
+        return []
+    if not isinstance(written, str) or written.lower() not in _PRECISIONS:
+        raise _refused(path, "mixed_precision", ", ".join(_PRECISIONS), written)
+    return [("command.precision", "mixed_precision", _PRECISIONS[written.lower()])]
+
+
+def _of_kind(file: dict[str, Any], path: Path, recipe: Recipe) -> list[tuple[str, str, Any]]:
+    sections = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
+    key, kind = "distributed_type", file.get("distributed_type")
+    if kind is None:  # a part of a file
+        kind, key = next(((name, section) for name, section in sections.items() if file.get(section)), (None, key))
+    match kind:
+        case None:
+            return []
+        case "NO" | "MULTI_GPU" | "MULTI_CPU":
+            return [("command.strategy", key, "ddp")]
+        case "FSDP":
+            _refuse_fsdp1(file.get("fsdp_config") or {}, path)
+            return [("command.strategy", key, "fsdp")]
+        case "DEEPSPEED":
+            return _of_deepspeed(file.get("deepspeed_config") or {}, path, recipe)
+        case other:
+            raise _refused(path, key, "MULTI_GPU, FSDP, DEEPSPEED", other)
+
+
+def _of_deepspeed(config: dict[str, Any], path: Path, recipe: Recipe) -> list[tuple[str, str, Any]]:
+    command, stage, file = recipe.command, config.get("zero_stage"), config.get("deepspeed_config_file")
+    assert command is not None
+    found: list[tuple[str, str, Any]] = []
+    if stage is not None:
+        if stage not in (1, 2, 3):
+            raise _refused(path, "deepspeed_config.zero_stage", "1, 2, 3", stage)
+        found.append(("command.strategy", "deepspeed_config.zero_stage", f"zero{int(stage)}"))
+    if file is not None:
+        both = [key for key in _IN_DEEPSPEEDS if config.get(key) is not None]
+        if both or not isinstance(file, str):
+            raise ConfigError(
+                "accelerate takes these from the DeepSpeed file alone", where=f"{path}: deepspeed_config",
+                wanted=f"a path and none of {', '.join(_IN_DEEPSPEEDS)}", found=", ".join(both) or json.dumps(file),
+                fix=f"move them to {file}" if both else 'write deepspeed_config_file: "zero2.json"',
+            )  # fmt: skip
+        # As accelerate does it: from where the program runs.
+        found.append(("command.deepspeed", "deepspeed_config.deepspeed_config_file", str(Path(command.folder) / file)))
+    if not found and not (command.strategy or "").startswith("zero") and not command.deepspeed:
+        raise ConfigError(
+            "nobody names DeepSpeed's stage", where=path,
+            wanted="deepspeed_config.zero_stage of 1, 2 or 3, or command.strategy of zero1, zero2 or zero3",
+            found="nothing", fix="set one of them",
+        )  # fmt: skip
+    return found
+
+
+def _refuse_fsdp1(config: dict[str, Any], path: Path) -> None:
+    # accelerate takes names without the prefix too.
+    named = {key if str(key).startswith("fsdp") else f"fsdp_{key}": value for key, value in config.items()}
+    if named and str(named.get("fsdp_version", 1)) != "2":
+        new = path.with_name(f"{path.stem}-fsdp2.yaml")
+        line = f"accelerate to-fsdp2 --config_file {shlex.quote(str(path))} --output_file {shlex.quote(str(new))}"
+        raise ConfigError(
+            "the file is for FSDP1, which torch has replaced",
+            where=f"{path}: fsdp_config.fsdp_version",
+            wanted="fsdp_version: 2",
+            found=f"fsdp_version: {json.dumps(named['fsdp_version'])}"
+            if "fsdp_version" in named
+            else "none, which is 1",
+            fix=f"{line}\nand accelerate={shlex.quote(new.name)}",
+        )
+    for key, values in _FSDP2.items():
+        if key in named and str(named[key]).lower() not in values:
+            raise _refused(path, f"fsdp_config.{key}", ", ".join(values), named[key])
+
+
+def _at(file: dict[str, Any], key: str) -> Any:  # noqa: ANN401  any JSON value
+    section, _, inner = key.partition(".")
+    return (file[section] or {})[inner] if inner else file[section]
+
+
+def _line(text: str, key: str) -> int:
+    found = re.search(rf"""^[\s{{]*["']?{key.rpartition(".")[2]}["']?\s*:""", text, re.MULTILINE)
+    return text.count("\n", 0, found.end()) + 1 if found else 1
