@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from dray.config.recipe import Recipe
-from dray.planning import launchers
 from dray.runs.write import read_recipe
 
 HERE = Path(__file__).resolve().parent
@@ -42,6 +41,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero2": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True},
     "zero3": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9},
 }
+# MULTI_GPU also on CPUs: any other kind starts one process and says nothing.
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: 'no'\n"
 LAUNCH = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
     "accelerate": [
@@ -60,7 +61,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
-        (folder / "accelerate.yaml").write_text(launchers.ACCELERATE)
+        (folder / "accelerate.yaml").write_text(ACCELERATE)
         (folder / "hostfile").write_text(f"localhost slots={RANKS}\n")
         made = (
             "import json, sys; from dray.train.data import corpus\n"
@@ -123,17 +124,18 @@ class Bench:
             "speed": between,  # from the first step's end to the last's, as on the other side
             "first": taken[0]["time"] - began,
             "final": folder / "checkpoints" / "final",
+            "precision": json.loads((folder / "attempt-1" / "plan.json").read_text())["recipe"]["train"]["precision"],
             "evaluation": [line["loss"] for line in lines if line["event"] == "eval"][-1],
         }
 
-    def theirs(self, name: str, steps: int, final: Path) -> dict[str, Any]:
-        """The tutorial's launcher and transformers' Trainer; its model and tokenizer are those of `final`."""
+    def theirs(self, name: str, steps: int, ours: dict[str, Any]) -> dict[str, Any]:
+        """The tutorial's launcher and transformers' Trainer; with model, tokenizer and precision of our run."""
         self.count += 1
         out = self.folder / f"theirs-{self.count}"
         out.mkdir()
         recipe = read_recipe(self.recipes / f"{name}.toml", self.words(steps))
         assert recipe.train is not None
-        (out / "settings.json").write_text(json.dumps(self._settings(name, recipe, final, out)))
+        (out / "settings.json").write_text(json.dumps(self._settings(name, recipe, ours, out)))
         places = {"config": f"{self.folder}/accelerate.yaml", "hostfile": f"{self.folder}/hostfile"}
         launch = [word.format(**places) for word in LAUNCH[recipe.launcher]]
         _, seconds = self.inside(["python3", *launch, str(HERE / "theirs.py"), str(out / "settings.json")])
@@ -143,8 +145,8 @@ class Bench:
         tokens = recipe.batch.global_size * recipe.data.sequence_length
         return {**found, "seconds": seconds, "speed": tokens / each, "first": found["ends"][0]}
 
-    def _settings(self, name: str, recipe: Recipe, final: Path, out: Path) -> dict[str, Any]:
-        train, batch = recipe.train, recipe.batch
+    def _settings(self, name: str, recipe: Recipe, ours: dict[str, Any], out: Path) -> dict[str, Any]:
+        train, batch, final = recipe.train, recipe.batch, ours["final"]
         assert train is not None
         assert batch is not None
         per_device = batch.per_device or batch.global_size // RANKS
@@ -170,7 +172,7 @@ class Bench:
             "schedule": train.lr_scheduler_type, "warmup": train.warmup_steps, "log_every": train.log_every,
             "eval_every": train.eval_every,
             "save_every": recipe.checkpoint.every[-1][1] if recipe.checkpoint.every else 0,
-            "seed": train.seed, "bf16": train.precision == "bf16", "recompute": train.activation_checkpointing,
+            "seed": train.seed, "bf16": ours["precision"] == "bf16", "recompute": train.activation_checkpointing,
             "objective": train.objective, "deepspeed": deepspeed, "report_to": ["tensorboard"],
             "analog": recipe.analog.model_dump() if recipe.analog else None, "out": str(out),
         }  # fmt: skip
@@ -189,11 +191,11 @@ def main(rounds: int = 3, steps: int = 40, *names: str) -> None:
             pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
             for turn in range(rounds):
                 if turn % 2:
-                    theirs = bench.theirs(name, steps, pairs[-1][1]["final"])
+                    theirs = bench.theirs(name, steps, pairs[-1][1])
                     pairs.append((theirs, bench.ours(name, steps)))
                 else:
                     ours = bench.ours(name, steps)
-                    pairs.append((bench.theirs(name, steps, ours["final"]), ours))
+                    pairs.append((bench.theirs(name, steps, ours), ours))
             shown = {
                 key: tuple(statistics.median(pair[side][key] for pair in pairs) for side in (0, 1))
                 for key in ("seconds", "speed", "first", "evaluation")
