@@ -132,6 +132,21 @@ def test_what_an_assistant_says_is_predicted_and_documents_are_apart(tmp_path: P
     assert "\n  -- attention ends here: another document\n  context    '<|user|>\\n2+2?<|endoftext|>" in shown(found)
 
 
+def test_packing_is_told_with_what_it_drops_and_what_fills(tmp_path: Path, lines: Path) -> None:
+    found = report(tmp_path, f"data.train={lines}", f"data.validation={lines}", "data.packing=bfd",
+                   "data.document_mask=true", "data.sequence_length=20", rows=8)  # fmt: skip
+    (training,), (held,) = found["training"], found["evaluation"]
+    counts = {"documents": 101, "longer_than_a_sample": 1, "dropped_tokens": 21, "padding": 200}
+    assert training["packing"] == held["packing"] == {"strategy": "bfd", **counts}
+    assert (training["documents"], training["tokens"], training["samples"]) == (101, 841, 51)
+    text = shown(found)
+    assert "\n  packing bfd: 200 tokens of padding (19.61%), 21 tokens dropped\n" in text
+    assert "\n  -- attention ends here: another document\n  padding    '<|endoftext|><|endoftext|>" in text
+    row = found["rows"][0]
+    assert [part["kind"] for part in row["parts"]] == ["context", "predicted"] * 2 + ["padding"]
+    assert row["position_ids"] == [*range(8), *range(8), *range(4)]
+
+
 def test_a_masked_token_is_told_with_its_label(tmp_path: Path, lines: Path) -> None:
     (row,) = report(tmp_path, f"data.train={lines}", "train.objective=masked", "train.mlm_probability=0.5",
                     rows=1)["rows"]  # fmt: skip

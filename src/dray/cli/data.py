@@ -23,7 +23,7 @@ from dray.runs.write import read_recipe
 app = typer.Typer(no_args_is_help=True, help="Look at the datasets of a recipe, as its model will see them.")
 Table = dict[str, Any]
 _BAR, _HEAD, _TAIL, _PARTS = 40, 300, 100, 40  # characters, and parts of a row
-_STYLES = {"context": "dim", "predicted": "green", "masked": "magenta"}
+_STYLES = {"context": "dim", "predicted": "green", "masked": "magenta", "padding": "dim"}
 
 
 @app.callback()
@@ -78,14 +78,14 @@ def show(found: Table, console: Console) -> None:
         (f"{found['objective']}, tokenizer {found['tokenizer']} of {counted(found['vocabulary'], 'token')}", ""),
     ]
     for one in [*found["training"], *found["evaluation"]]:
-        lines += [("", ""), *((line, "") for line in _dataset(one))]
+        lines += [("", ""), *((line, "") for line in _dataset(one, length))]
     for row in found["rows"]:
         lines += [("", ""), *_row(row)]
     for line, style in lines:
         console.print(Text(line, style))
 
 
-def _dataset(one: Table) -> Iterator[str]:
+def _dataset(one: Table, length: int) -> Iterator[str]:
     part = ", its last documents, for evaluation" if one.get("held_out") else ""
     yield f"{one['key']} = {_printable(one['dataset'])}{part}"
     size = f"  {counted(one['files'], 'file')}, {one['bytes'] / 1e6:,.1f} MB"
@@ -101,6 +101,12 @@ def _dataset(one: Table) -> Iterator[str]:
         f"  tokens of a document: {one['shortest']:,} to {one['longest']:,}, median {one['median']:,}; "
         f"{one['longer_than_a_sample']:,} longer than a sample"
     )
+    if packing := one.get("packing"):
+        share = packing["padding"] / (one["samples"] * length)
+        yield (
+            f"  packing {packing['strategy']}: {packing['padding']:,} tokens of padding ({share:.2%}), "
+            f"{packing['dropped_tokens']:,} tokens dropped"
+        )
     most = max(one["lengths"].values(), default=1)
     for above, count in one["lengths"].items():
         yield f"  {f'to {int(above):,}':>12}  {'#' * -(-count * _BAR // most):<{_BAR}} {count:,}"
@@ -108,7 +114,7 @@ def _dataset(one: Table) -> Iterator[str]:
 
 def _row(row: Table) -> Iterator[tuple[str, str]]:
     source = f" of {row['source']}" if row["source"] else ""
-    predicted = sum(part["tokens"] for part in row["parts"] if part["kind"] != "context")
+    predicted = sum(part["tokens"] for part in row["parts"] if part["kind"] in ("predicted", "masked"))
     yield f"sample {row['sample']}{source}: {len(row['input_ids']):,} tokens, {predicted:,} predicted", "bold"
     document = row["parts"][0]["document"]
     for part in row["parts"][:_PARTS]:

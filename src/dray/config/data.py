@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,7 +49,11 @@ class Data(Spec):
     min_characters: Annotated[int, Field(ge=0)] = 0
     """Shorter documents are left out; a conversation counts with the names of its roles."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
-    """Tokens in one sample. Documents are joined and cut into samples of this length; no token is dropped."""
+    """Tokens in one sample."""
+    packing: Literal["wrapped", "bfd", "bfd_split"] = "wrapped"
+    """How documents become samples. wrapped: they are joined and cut; no token is dropped. bfd: those that fit stay
+    whole (best fit decreasing), with padding where none fits, and longer ones lose their end. bfd_split: longer ones
+    are split, and nothing is dropped."""
     document_mask: bool = False
     """Whether attention stays within each document, where a sample holds several."""
     max_train_samples: Annotated[int, Field(ge=0)] = 0
@@ -70,6 +74,11 @@ class Data(Spec):
             )
         if self.mix and self.streaming:
             raise ValueError("data.streaming is for one dataset, data.train; a mix reads tokens on the disk")
+        if self.streaming and self.packing != "wrapped":
+            raise ValueError(
+                f"data.streaming joins documents as they come and cuts them; data.packing = {self.packing} wants all "
+                "of them first: set data.packing=wrapped, or data.streaming=false"
+            )
         weights = [one.weight for one in self.mix.values()]
         for name, one in self.mix.items():
             if mix.is_too_light(one.weight, weights):

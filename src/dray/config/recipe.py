@@ -178,6 +178,11 @@ class Recipe(Spec):
                 raise ValueError(f"[{name}] puts layers of its own in the model, and train.master_weights knows none")
         if self.data.answer_column and train and train.objective != "sft":
             raise ValueError(f'data.answer_column is for train.objective = "sft", and that is {train.objective}')
+        if self.data.packing != "wrapped" and train and train.objective == "masked":
+            raise ValueError(
+                f"data.packing = {self.data.packing} fills samples up, and a masked model would attend to the padding; "
+                "set data.packing=wrapped"
+            )
         for name, one in self.evaluate.items():
             if one.stride >= self.data.sequence_length:
                 raise ValueError(f"evaluate.{name}.stride = {one.stride} wants to be less than data.sequence_length")

@@ -23,6 +23,7 @@ from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.compiled import Compiled
 from dray.train.config import Config, read
 from dray.train.data import datasets, tokenizer
+from dray.train.data.datasets import Datasets
 from dray.train.data.token_cache import IDS, Tokens
 from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
@@ -60,7 +61,7 @@ def main(path: str) -> None:
     data.training.load(checkpoints.resume())
     resumed = checkpoints.newest or 0
     _require_steps(config, resumed)
-    _write_start(config, metrics, parameters=parameters, trained=trained, tokens=data.total, step=resumed)
+    _write_start(config, metrics, parameters=parameters, trained=trained, data=data, step=resumed)
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
     barrier()  # the first node to have its datasets waits for the last
@@ -108,8 +109,9 @@ def _require_steps(config: Config, resumed: int) -> None:
         say(f"nothing left to do: step {resumed} of {config.steps}")
 
 
-def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: int, tokens: int, step: int) -> None:
+def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: int, data: Datasets, step: int) -> None:
     hosts = all_gather_json(os.environ[config.host_variable])
+    tokens = data.total - data.packing.get("padding", 0)
     size = f"{tokens:,} tokens" if tokens else "a stream"
     part = "" if trained == parameters else f", {trained:,} of them trained"
     metrics.write(
@@ -122,6 +124,7 @@ def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: 
         first_step=step,
         steps=config.steps,
         tokens=tokens,
+        **({"packing": data.packing} if data.packing else {}),
         torch=torch.__version__,
     )
 

@@ -116,7 +116,7 @@ class Evaluator:
 
     def _windows(self, tokens: Tokens, stride: int) -> list[Window]:
         return windows_of(
-            len(tokens.ids), self.config.data.sequence_length, stride, predicts_next=self.objective.predicts_next
+            tokens.total, self.config.data.sequence_length, stride, predicts_next=self.objective.predicts_next
         )
 
 

@@ -30,6 +30,7 @@ class Data:
     answer_column: str
     min_characters: int
     sequence_length: int
+    packing: str
     document_mask: bool
     max_train_samples: int
     max_eval_samples: int

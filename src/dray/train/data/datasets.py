@@ -14,13 +14,15 @@ from dray.contract import node
 from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
-from dray.train.data import sources
+from dray.train.data import packing, sources
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
 from dray.train.data.feeds import Feed, Mapped, Mixed
 from dray.train.data.order import Order
+from dray.train.data.packing import Packed, packed
 from dray.train.data.sources import Reading
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens, cached, fingerprint
+from dray.train.errors import say
 from dray.train.recipe import Source
 
 VALIDATION = "eval"
@@ -29,13 +31,15 @@ VALIDATION = "eval"
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads. `total` tokens to train on; 0 for a stream, which nobody has counted.
+    """What a run reads. `total` tokens to train on with their padding; 0 for a stream, which nobody has counted.
 
+    `packing` has Packed.counts of them all; it is empty where documents are joined and cut.
     `validation` has its events of the metrics; VALIDATION is not among them where it is the mean of a mix's sources.
     """
 
     training: Feed
     total: int
+    packing: dict[str, int]
     validation: dict[str, Tokens]
     test: Tokens | None
 
@@ -57,28 +61,40 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
             length=data.sequence_length,
             seed=config.train.seed,
         )
-        total = 0
+        feeds = dict[str, Mapped]()
     elif data.mix:
         feeds = {}
         for name, one in data.mix.items():
             tokens = _split(_source(config, tokenizer, one), data.validation_split_percentage)[0]
-            feeds[name] = _mapped(config, f"mix.{name}", one.dataset, tokens)
+            feeds[name] = _mapped(config, tokenizer, f"mix.{name}", one.dataset, tokens)
         feed = Mixed(data.mix, feeds, step=config.global_size, seed=config.train.seed)
-        total = sum(one.order.total for one in feeds.values())
         _require_samples(config, feed)
     else:
         training = _read(config, tokenizer, data.train, "train")
         if not data.validation:
             training = _split(training, data.validation_split_percentage)[0]
-        feed = _mapped(config, "training", data.train, training)
-        total = feed.order.total
-    return Datasets(feed, total, validation(config, tokenizer), test(config, tokenizer))
+        feed = _mapped(config, tokenizer, "training", data.train, training)
+        feeds = {"train": feed}
+    total = sum(one.order.total for one in feeds.values())
+    counts = [one.tokens.counts() for one in feeds.values() if isinstance(one.tokens, Packed)]
+    in_all = {key: sum(one[key] for one in counts) for key in (counts[0] if counts else ())}
+    return Datasets(feed, total, in_all, validation(config, tokenizer), test(config, tokenizer))
 
 
-def _mapped(config: Config, name: str, dataset: str, tokens: Tokens) -> Mapped:
+def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, dataset: str, tokens: Tokens) -> Mapped:
     length = config.data.sequence_length
-    tokens = _enough(name, dataset, tokens.short(config.data.max_train_samples * length), length)
-    return Mapped(tokens, Order(len(tokens.ids), length, config.train.seed))
+    tokens = _samples(config, tokenizer, tokens, config.data.max_train_samples)
+    if isinstance(tokens, Packed):
+        say(f"packing {tokens.strategy} of the {name} dataset: {packing.told(tokens.counts(), tokens.total)}")
+    return Mapped(_enough(name, dataset, tokens, length), Order(tokens.total, length, config.train.seed))
+
+
+def _samples(config: Config, tokenizer: PreTrainedTokenizerFast, tokens: Tokens, most: int) -> Tokens:
+    """At most so many samples, packed as the recipe says."""
+    data = config.data
+    if data.packing != "wrapped":
+        tokens = packed(tokens, data.sequence_length, data.packing, tokenizer.pad_token_id)
+    return tokens.short(most * data.sequence_length)
 
 
 def _require_samples(config: Config, feed: Mixed) -> None:
@@ -97,17 +113,20 @@ def _require_samples(config: Config, feed: Mixed) -> None:
 def validation(config: Config, tokenizer: PreTrainedTokenizerFast) -> dict[str, Tokens]:
     """What is evaluated during training, by its events: one dataset, and the last documents of each source of a mix."""
     data, percentage = config.data, config.data.validation_split_percentage
-    most = data.max_eval_samples * data.sequence_length
     found: dict[str, Tokens] = {}
+
+    def evaluated(name: str, dataset: str, tokens: Tokens) -> Tokens:
+        return _enough(name, dataset, _samples(config, tokenizer, tokens, data.max_eval_samples), 2)
+
     if data.validation:
         tokens = _read(config, tokenizer, data.validation, "validation")
-        found[VALIDATION] = _enough("validation", data.validation, tokens.short(most), 2)
+        found[VALIDATION] = evaluated("validation", data.validation, tokens)
     elif not data.mix:
         tokens = _split(_read(config, tokenizer, data.train, "train"), percentage)[1]
-        found[VALIDATION] = _enough("validation", data.train, tokens.short(most), 2)
+        found[VALIDATION] = evaluated("validation", data.train, tokens)
     for name, one in data.mix.items():
         tokens = _split(_source(config, tokenizer, one), percentage)[1]
-        found[f"{VALIDATION}-{name}"] = _enough(f"mix.{name} validation", one.dataset, tokens.short(most), 2)
+        found[f"{VALIDATION}-{name}"] = evaluated(f"mix.{name} validation", one.dataset, tokens)
     return found
 
 
@@ -117,7 +136,7 @@ def test(config: Config, tokenizer: PreTrainedTokenizerFast) -> Tokens | None:
     if not data.test:
         return None
     found = _read(config, tokenizer, data.test, "test")
-    return _enough("test", data.test, found.short(data.max_eval_samples * data.sequence_length), 2)
+    return _enough("test", data.test, _samples(config, tokenizer, found, data.max_eval_samples), 2)
 
 
 def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) -> Tokens:
@@ -130,8 +149,10 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
     found = tokenized(sources.files(one.dataset, "test"), reading, tokenizer, cache=_cache(config), encoding=encoding)
     if one.max_samples and one.last_word:
         found = found.part(0, min(one.max_samples, len(found.starts) - 1))
-    elif one.max_samples:
+    elif one.stride:  # its windows overlap, and read over the ends of documents
         found = found.short(one.max_samples * config.data.sequence_length)
+    elif not one.last_word:
+        found = _samples(config, tokenizer, found, one.max_samples)
     return _enough(f"evaluate.{name}", one.dataset, found, 2)
 
 
@@ -205,11 +226,11 @@ def _split(whole: Tokens, percentage: int) -> tuple[Tokens, Tokens]:
 
 
 def _enough(name: str, dataset: str, tokens: Tokens, least: int) -> Tokens:
-    if len(tokens.ids) < least:
+    if tokens.total < least:
         raise ConfigError(
             f"the {name} dataset is too short",
             wanted=f"at least {least} tokens",
-            found=f"{len(tokens.ids)} in {dataset}",
+            found=f"{tokens.total} in {dataset}",
             fix="name a larger dataset, or set a smaller data.sequence_length or another "
             "data.validation_split_percentage",
         )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dray.train.data.mix import FOREVER, Mix, Part
 from dray.train.data.order import Order
+from dray.train.data.packing import Packed
 from dray.train.data.token_cache import Tokens
 from dray.train.recipe import Source
 
@@ -56,7 +57,7 @@ class Mapped(Numbered):
 
     @property
     def identity(self) -> str:
-        return f"{self.order.total} tokens"
+        return f"{self.order.total} tokens{f', {self.tokens.strategy}' if isinstance(self.tokens, Packed) else ''}"
 
     def rows(self, samples: range) -> Rows:
         return np.stack([self.tokens.slice(self.order.start(sample), self.order.length) for sample in samples])

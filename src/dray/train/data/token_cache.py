@@ -46,6 +46,11 @@ class Tokens:
     ids: NDArray[np.integer]
     starts: NDArray[np.uint64]
 
+    @property
+    def total(self) -> int:
+        """How many they are."""
+        return len(self.ids)
+
     def part(self, first: int, last: int) -> Tokens:
         """Some of the documents."""
         begin, end = int(self.starts[first]), int(self.starts[last])

@@ -17,6 +17,7 @@ from dray.train.config import Config, of_recipe
 from dray.train.data import datasets, sources, tokenizer
 from dray.train.data.datasets import VALIDATION, Datasets
 from dray.train.data.feeds import Feed, Mapped, Mixed
+from dray.train.data.packing import PADDING, Packed
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens
 from dray.train.kernels.head import IGNORE_INDEX
@@ -98,16 +99,19 @@ def _files(name: str, files: tuple[str, ...]) -> Table:
 
 def _dataset(config: Config, name: str, tokens: Tokens, split: str = "train") -> Table:
     """Its size, and how long its documents are, of which max_train_samples may have cut the last."""
-    length, count = config.data.sequence_length, len(tokens.ids)
-    starts = np.minimum(tokens.starts.astype(np.int64), count)
-    lengths = np.diff(starts)
+    length, packing = config.data.sequence_length, {}
+    if isinstance(tokens, Packed):
+        lengths, packing = tokens.sizes(), {"packing": {"strategy": tokens.strategy, **tokens.counts()}}
+    else:
+        lengths = np.diff(np.minimum(tokens.starts.astype(np.int64), len(tokens.ids)))
     lengths = np.sort(lengths[lengths > 0])
     above = np.bincount(np.ceil(np.log2(lengths)).astype(np.int64))
     return {
         **_files(name, sources.files(name, split)),
         "documents": len(lengths),
-        "tokens": count,
-        "samples": -(-count // length),
+        "tokens": int(lengths.sum()),
+        "samples": -(-tokens.total // length),
+        **packing,
         "lengths": {str(1 << power): int(number) for power, number in enumerate(above) if number},
         "shortest": int(lengths[0]),
         "median": int(lengths[len(lengths) // 2]),
@@ -121,10 +125,13 @@ def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> Itera
     samples = range(min(count, config.steps * config.global_size))
     if not samples:
         return
-    batch = objective.batch(feed.rows(samples), samples)
+    found = feed.rows(samples)
+    batch, padding = objective.batch(found, samples), ((found & PADDING) != 0).sum(1).tolist()
     positions = None if batch.position_ids is None else batch.position_ids.tolist()
     names = [*config.data.mix]
-    for sample, ids, labels in zip(samples, batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+    for sample, ids, labels, fill in zip(
+        samples, batch.input_ids.tolist(), batch.labels.tolist(), padding, strict=True
+    ):
         own = positions[sample] if positions else None
         yield {
             "sample": sample,
@@ -132,18 +139,22 @@ def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> Itera
             "input_ids": ids,
             "labels": labels,
             "position_ids": own,
-            "parts": _parts(objective, ids, labels, own),
+            "parts": _parts(objective, ids, labels, own, fill),
         }
 
 
-def _parts(objective: Objective, ids: list[int], labels: list[int], positions: list[int] | None) -> list[Table]:
-    """Runs of tokens that are predicted, or that are context alone; attention ends between two documents."""
+def _parts(
+    objective: Objective, ids: list[int], labels: list[int], positions: list[int] | None, fill: int
+) -> list[Table]:
+    """Runs of tokens that are predicted, or that are context alone; attention ends between two documents. The last
+    `fill` tokens are padding."""
     labels = [IGNORE_INDEX, *labels[:-1]] if objective.predicts_next else labels  # beside the token itself
     documents = np.cumsum(np.equal(positions, 0)).tolist() if positions else [0] * len(ids)
     kinds = [
         (document, "context" if label == IGNORE_INDEX else "predicted" if label == token else "masked")
         for document, label, token in zip(documents, labels, ids, strict=True)
     ]
+    kinds[len(ids) - fill :] = [(document, "padding") for document, _ in kinds[len(ids) - fill :]]
     found, place = list[Table](), 0
     for (document, kind), group in groupby(kinds):
         end = place + len([*group])
