@@ -171,7 +171,11 @@ def rank(cache, way):
         time.sleep(0.2)
         if way == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
+        if way == "other tokens":
+            batch = [f"{text}{os.environ['RANK']}" for text in batch]
         return [token for text in batch for token in (*text.encode(), 256)]
+    if way == "other tokens":  # a disk of each node's own
+        cache = f"{cache}-{int(os.environ['RANK']) // 2}"
     collectives.init_distributed("cpu")
     tokens = token_cache.cached(Path(cache), "x", lambda: ["abc"], encode, end=256, vocabulary=257)
     tell(tokens.ids.tolist())
@@ -181,7 +185,7 @@ for number in range(int(sys.argv[3])):
         port = free.getsockname()[1]
     for one in range(4):
         if os.fork() == 0:
-            local = one % 2 if sys.argv[2] == "two nodes" else one
+            local = one % 2 if sys.argv[2] in ("two nodes", "other tokens") else one
             os.environ.update(RANK=str(one), LOCAL_RANK=str(local), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
             os.environ["MASTER_PORT"] = str(port)
             guarded(rank, f"{sys.argv[1]}/{number}", sys.argv[2])
@@ -213,3 +217,10 @@ def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:
     lines, errors = ranks(tmp_path, "full", 1)
     assert lines == ["making", "[1, 1, 1, 1]"]
     assert errors.count("the disk is full of tokens\n") == 4
+
+
+def test_nodes_that_have_made_other_tokens_do_not_train(tmp_path: Path) -> None:
+    lines, errors = ranks(tmp_path, "other tokens", 1)
+    assert lines == ["making", "making", "[78, 78, 78, 78]"]
+    assert errors.count("the nodes have made different tokens of the same rows\n") == 4
+    assert errors.count("others on 2 of 4 ranks, the first of which is rank 2\n") == 4

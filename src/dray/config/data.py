@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dray.config.model import Spec
 from dray.contract import mix
+
+_MAP = re.compile(r"[^\0]+\.py:[^\W\d]\w*")
+
+
+def _names_a_function(named: str) -> str:
+    if named and not _MAP.fullmatch(named.partition("\n")[0]):
+        raise ValueError("expected FILE.py:FUNCTION, such as prep.py:clean")
+    return named
+
+
+Map = Annotated[str, AfterValidator(_names_a_function)]
 
 
 class Source(Spec):
@@ -17,6 +29,8 @@ class Source(Spec):
     """Named as data.train is. Its last documents are for evaluation."""
     column: str = ""
     """Which column holds a document; left out: as data.column."""
+    map: Map = ""
+    """A function on its rows, named as data.map names one; left out: data.map."""
     weight: Annotated[float, Field(gt=0, le=1e15)] = 1.0
     """How many samples are of it, beside those of the other sources: 3 beside 1 is three of four."""
     repeat: Annotated[int, Field(ge=0)] = 0
@@ -46,6 +60,9 @@ class Data(Spec):
     list of messages with role and content."""
     answer_column: str = ""
     """With train.objective = "sft": the column of the answers, where `column` is that of the questions."""
+    map: Map = ""
+    """FILE.py:FUNCTION: Python of yours that gets each row as a dict, before `column` is read, and returns a dict, a
+    list of several, or None to drop it. The plan has the file's text. A relative path starts beside the recipe."""
     min_characters: Annotated[int, Field(ge=0)] = 0
     """Shorter documents are left out; a conversation counts with the names of its roles."""
     sequence_length: Annotated[int, Field(ge=2)] = 128

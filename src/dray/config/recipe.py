@@ -143,6 +143,13 @@ class Recipe(Spec):
         data |= {f"data.mix.{name}.dataset": one.dataset for name, one in self.data.mix.items()}
         return data | {f"evaluate.{name}.dataset": one.dataset for name, one in self.evaluate.items()}
 
+    def maps(self) -> dict[str, str]:
+        """The keys that name a function on rows, and what they name."""
+        maps = {"data.map": self.data.map}
+        maps |= {f"data.mix.{name}.map": one.map for name, one in self.data.mix.items()}
+        maps |= {f"evaluate.{name}.map": one.map for name, one in self.evaluate.items()}
+        return {key: named for key, named in maps.items() if named}
+
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
         data = self.datasets()

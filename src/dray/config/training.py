@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
+from dray.config.data import Map
 from dray.config.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
@@ -218,6 +219,8 @@ class Evaluation(Spec):
     """Named as data.train is."""
     column: str = ""
     """Which column holds a document; left out: as data.column."""
+    map: Map = ""
+    """A function on its rows, named as data.map names one; left out: none."""
     stride: Annotated[int, Field(ge=0)] = 0
     """Tokens from one window to the next: each is predicted from at least data.sequence_length - stride before it. 0:
     windows side by side."""

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dray import __version__, render
-from dray.config import accelerate, deepspeed, sites
+from dray.config import accelerate, deepspeed, maps, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
 from dray.contract import files, node
@@ -63,10 +63,15 @@ def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _placed(recipe: Recipe, beside: Path) -> Recipe:
-    """With relative places that start there."""
+    """With relative places that start there, and the text of functions on rows."""
     places = recipe.all_places() | ({"command.folder": recipe.command.folder} if recipe.command else {})
     for key, named in places.items():
         recipe = _with(recipe, key.split("."), str(beside / named))
+    for key, named in recipe.maps().items():
+        if "\n" not in named:  # else the plan's, which has the text
+            file = beside / named.rpartition(":")[0]
+            text = maps.written_out(named, _copied(file, f"the file of {key}", recipe), file)
+            recipe = _with(recipe, key.split("."), text)
     return recipe
 
 

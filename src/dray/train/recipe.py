@@ -12,6 +12,7 @@ class Source:
 
     dataset: str
     column: str
+    map: str
     weight: float
     repeat: int
     until: int
@@ -28,6 +29,7 @@ class Data:
     validation_split_percentage: int
     column: str
     answer_column: str
+    map: str
     min_characters: int
     sequence_length: int
     packing: str
@@ -112,6 +114,7 @@ class Evaluation:
 
     dataset: str
     column: str
+    map: str
     stride: int
     last_word: bool
     max_samples: int

@@ -18,23 +18,24 @@ def row_groups(path: str) -> int:
         return int(pq.ParquetFile(path).num_row_groups)
 
 
-def rows(path: str, column: str, groups: range) -> Iterator[Any]:
-    """The column's cells, in order; of parquet those of these row groups."""
+def rows(path: str, column: str | None, groups: range) -> Iterator[Any]:
+    """The column's cells, in order, or whole rows; of parquet those of these row groups."""
     with _damaged():
         if path.lower().endswith(".parquet"):
             file: Any = pq.ParquetFile(path)
             _require(path, column, file.schema_arrow.names)
-            batches: Iterable[Any] = file.iter_batches(row_groups=groups, columns=[column])
+            columns = None if column is None else [column]
+            batches: Iterable[Any] = file.iter_batches(row_groups=groups, columns=columns)
         else:
             mapped = _mapped(path)
             _require(path, column, mapped.schema.names)
             batches = mapped.to_batches()
         for batch in batches:
-            yield from batch.column(column).to_pylist()
+            yield from (batch if column is None else batch.column(column)).to_pylist()
 
 
-def _require(path: str, column: str, names: list[str]) -> None:
-    if column not in names:
+def _require(path: str, column: str | None, names: list[str]) -> None:
+    if column is not None and column not in names:
         table.no_column(path, column, names)
 
 

@@ -17,6 +17,7 @@ from dray.train.config import Config
 from dray.train.data import packing, sources
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
 from dray.train.data.feeds import Feed, Mapped, Mixed
+from dray.train.data.mapping import Map
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
 from dray.train.data.sources import Reading
@@ -145,7 +146,8 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
     encoding, reading = _of_objective(config)
     if one.last_word or one.stride:  # of documents as they are
         encoding, reading = LAST_WORD if one.last_word else PLAIN, Reading(config.data.column)
-    reading = replace(reading, column=one.column or reading.column)
+    function = Map(one.map) if one.map else None
+    reading = replace(reading, column=one.column or reading.column, map=function)
     found = tokenized(sources.files(one.dataset, "test"), reading, tokenizer, cache=_cache(config), encoding=encoding)
     if one.max_samples and one.last_word:
         found = found.part(0, min(one.max_samples, len(found.starts) - 1))
@@ -157,19 +159,23 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
 
 
 def _source(config: Config, tokenizer: PreTrainedTokenizerFast, one: Source) -> Tokens:
-    return _read(config, tokenizer, one.dataset, "train", one.column)
+    return _read(config, tokenizer, one.dataset, "train", column=one.column, function=one.map)
 
 
-def _read(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, split: str, column: str = "") -> Tokens:
+def _read(
+    config: Config, tokenizer: PreTrainedTokenizerFast, name: str, split: str, *, column: str = "", function: str = ""
+) -> Tokens:
     encoding, reading = _of_objective(config)
-    reading = replace(reading, column=column or reading.column)
+    reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
     return tokenized(sources.files(name, split), reading, tokenizer, cache=_cache(config), encoding=encoding)
 
 
 def _of_objective(config: Config) -> tuple[Encoding, Reading]:
     data, objective = config.data, objectives.named(config.train.objective)
     chats = objective.conversations
-    return objective.encoding, Reading(data.column, data.min_characters, chats=chats, answer=data.answer_column)
+    return objective.encoding, Reading(
+        data.column, data.min_characters, chats, data.answer_column, Map(data.map) if data.map else None
+    )
 
 
 def _cache(config: Config) -> Path:
@@ -195,6 +201,8 @@ def tokenized(
         try:
             for piece in sources.pieces(files):
                 yield from sources.documents(piece, reading)
+            if reading.map:
+                say(reading.map.told)
         finally:
             os.sched_setaffinity(0, own)
 
@@ -208,6 +216,7 @@ def tokenized(
             tokenizer.backend_tokenizer.to_str(),
             end,
             *([] if plain else [encoding.name, tokenizer.chat_template, reading.answer]),
+            *([reading.map.text] if reading.map else []),
         ),
         documents,
         encoding.encoder(tokenizer, end),

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 from dray.contract.findings import ConfigError
 from dray.train.data import chat, corpus, hub, table
+from dray.train.data.mapping import Map
 
 _PIECE = 1 << 24  # bytes of a file of lines
 _LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
@@ -38,6 +39,8 @@ class Reading:
     """Whether a document is a conversation: its messages, as JSON."""
     answer: str = ""
     """The column of the answers, where `column` is that of the questions."""
+    map: Map | None = field(default=None, repr=False)
+    """The user's function, which has the rows first."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Piece:
     path: str
     begin: int = 0
     end: int = 0
+
+    def __str__(self) -> str:
+        if _kind(self.path) == ".parquet":
+            return f"row group {self.begin} of {self.path}"
+        return f"{self.path} from byte {self.begin} on" if self.begin else self.path
 
 
 def files(name: str, split: str) -> tuple[str, ...]:
@@ -102,29 +110,50 @@ def pieces(names: tuple[str, ...]) -> list[Piece]:
 
 def documents(piece: Piece, reading: Reading) -> Iterator[str]:
     """The piece's documents; what is empty or blank is none."""
-    rows = _texts(piece, reading.column)
-    if reading.answer:
-        pairs = zip(rows, _texts(piece, reading.answer), strict=True)
-        rows = (chat.exchange(question, answer) if question and answer else "" for question, answer in pairs)
-    elif reading.chats:
-        rows = (chat.conversation(row, piece.path, reading.column) for row in _rows(piece, reading.column))
     with _readable(piece.path):
-        for found in rows:
+        for found in _texts(piece, reading):
             if found and len(found) >= reading.least and not found.isspace():
                 yield found
 
 
-def _texts(piece: Piece, column: str) -> Iterator[str]:
-    for found in _rows(piece, column):
-        if found is not None and not isinstance(found, str):
-            _not_text(piece.path, column, found)
-        yield found or ""
+def _texts(piece: Piece, reading: Reading) -> Iterator[str]:
+    if reading.map or reading.chats or reading.answer:
+        columns = (reading.column, reading.answer) if reading.answer else (reading.column,)
+        cells = zip(*(_rows(piece, column) for column in columns), strict=True)
+        found = _mapped(piece, reading.map, columns) if reading.map else ((piece.path, some) for some in cells)
+        yield from (_document(some, place, reading) for place, some in found)
+        return
+    for cell in _rows(piece, reading.column):
+        if cell is not None and not isinstance(cell, str):
+            _not_text(piece.path, reading.column, cell)
+        yield cell or ""
 
 
-def _rows(piece: Piece, column: str) -> Iterator[Any]:
+def _document(cells: tuple[Any, ...], place: str, reading: Reading) -> str:
+    if reading.chats and not reading.answer:
+        return chat.conversation(cells[0], place, reading.column)
+    for column, cell in zip((reading.column, reading.answer), cells, strict=False):
+        if cell is not None and not isinstance(cell, str):
+            _not_text(place, column, cell)
+    return chat.exchange(*cells) if reading.answer and all(cells) else "" if reading.answer else cells[0] or ""
+
+
+def _mapped(piece: Piece, function: Map, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The cells of the rows that the function makes, and where they are from."""
+    for number, row in enumerate(_rows(piece, None), start=1):
+        if not isinstance(row, dict):
+            _not_rows(piece, number, row)
+        place = f"row {number} of {piece}"
+        for one in function(row, place):
+            by = f"what {function.name} of {function.file} returned for {place}"
+            yield by, tuple(_cell(one, column, by) for column in columns)
+
+
+def _rows(piece: Piece, column: str | None) -> Iterator[Any]:
+    """The column's cells, or whole rows."""
     kind = _kind(piece.path)
     if piece.path == _BUILTIN:
-        yield from corpus.documents()
+        yield from (text if column is not None else {"text": text} for text in corpus.documents())
     elif kind in _ARROW:
         yield from _arrow().rows(piece.path, column, range(piece.begin, piece.end))
     elif kind in (".csv", ".tsv"):
@@ -134,7 +163,8 @@ def _rows(piece: Piece, column: str) -> Iterator[Any]:
     elif kind in (".json", ".jsonl", ".ndjson"):
         yield from _json_rows(piece, column)
     else:
-        yield from (line.decode().rstrip("\r\n") for _, line in _lines(piece))
+        lines = (line.decode().rstrip("\r\n") for _, line in _lines(piece))
+        yield from lines if column is not None else ({"text": line} for line in lines)
 
 
 def _kind(name: str) -> str:
@@ -180,7 +210,7 @@ def _check_utf8(line: bytes, place: int, path: str) -> None:
         ) from error
 
 
-def _json_rows(piece: Piece, column: str) -> Iterator[Any]:
+def _json_rows(piece: Piece, column: str | None) -> Iterator[Any]:
     for place, line in _lines(piece):
         if line.isspace():
             continue
@@ -189,7 +219,7 @@ def _json_rows(piece: Piece, column: str) -> Iterator[Any]:
         except ValueError as error:
             raise ConfigError(
                 "a line is not JSON",
-                wanted=f'an object on each line, such as {{"{column}": "..."}}',
+                wanted=f'an object on each line, such as {{"{column or "text"}": "..."}}',
                 found=f"{error} in the line at byte {place} of {piece.path}",
                 fix="correct or remove that line",
             ) from error
@@ -201,7 +231,7 @@ def _begins_with_list(path: str) -> bool:
         return file.read(1 << 12).lstrip().startswith(b"[")
 
 
-def _list_rows(piece: Piece, column: str) -> Iterator[Any]:
+def _list_rows(piece: Piece, column: str | None) -> Iterator[Any]:
     with _opened(piece.path) as file:
         try:
             rows = json.load(file)
@@ -212,13 +242,15 @@ def _list_rows(piece: Piece, column: str) -> Iterator[Any]:
     return (_cell(row, column, piece.path) for row in rows)
 
 
-def _cell(row: object, column: str, path: str) -> object:
+def _cell(row: object, column: str | None, path: str) -> object:
+    if column is None:
+        return row
     if not isinstance(row, dict) or column not in row:
         table.no_column(path, column, list(row) if isinstance(row, dict) else [type(row).__name__])
     return row[column]
 
 
-def _csv_rows(piece: Piece, column: str, between: str) -> Iterator[Any]:
+def _csv_rows(piece: Piece, column: str | None, between: str) -> Iterator[Any]:
     with _opened(piece.path) as file:
         yield from table.rows(file, piece.path, column, between)
 
@@ -243,6 +275,16 @@ def _not_text(path: str, column: str, found: object) -> NoReturn:
         wanted=f"strings in {path}",
         found=f"{type(found).__name__}: {str(found)[:60]}",
         fix="set data.column to the one with the documents",
+    )
+
+
+def _not_rows(piece: Piece, number: int, found: object) -> NoReturn:
+    raise ConfigError(
+        "a row has no columns",
+        where=f"row {number} of {piece}",
+        wanted='an object on each line, such as {"text": "..."}, for data.map',
+        found=f"{type(found).__name__}: {str(found)[:60]}",
+        fix="leave out data.map, or correct that row",
     )
 
 

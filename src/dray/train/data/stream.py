@@ -86,6 +86,8 @@ class Stream:
         self.sharers = -(-shards // len(pieces))
         self.parts = len(pieces) * self.sharers
         files = (pieces, reading.least, *([reading] if reading.chats else []))
+        if reading.map:
+            files = (*files, reading.map.text)
         self.identity = f"{len(pieces)} pieces, {zlib.crc32(repr(files).encode()):08x}"
         self._shards: dict[int, Shard] = {}
         self._states: dict[int, list[Any]] = {}

@@ -11,24 +11,25 @@ from typing import BinaryIO, NoReturn
 from dray.contract.findings import ConfigError
 
 
-def rows(file: BinaryIO, path: str, column: str, between: str) -> Iterator[str]:
-    """The column's fields, in order."""
+def rows(file: BinaryIO, path: str, column: str | None, between: str) -> Iterator[str | dict[str, str]]:
+    """The column's fields, in order, or whole rows."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         # strict: else a quote that nobody closes makes one document of the rest of the file.
         found = csv.DictReader(text, delimiter=between, strict=True)
         try:
             names = found.fieldnames or ()
-            if column not in names:
+            if column is not None and column not in names:
                 no_column(path, column, list(names))
-            if list(names).count(column) > 1:
-                raise csv.Error(f"several columns are named {column}")
+            for name in names if column is None else [column]:
+                if list(names).count(name) > 1:
+                    raise csv.Error(f"several columns are named {name}")
             for row in found:
                 if None in row or None in row.values():  # else what follows a comma in a text is lost
                     fields = sum(value is not None for name, value in row.items() if name) + len(row.get(None) or ())
                     hint = f"quote a field with a {between!r} in it"
                     raise csv.Error(f"{fields} fields in a row of {len(names)} columns ({hint})")
-                yield row[column]
+                yield row if column is None else row[column]
         except (UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(
                 "the table cannot be read",

@@ -104,7 +104,22 @@ def cached(
             failed = Finding(problem, where=str(cache), code=exit_codes.FAILED)._asdict()
     for finding in filter(None, all_gather_json(failed)):
         raise findings.error(finding)
+    _check_same(folder)
     return _open(folder)
+
+
+def _check_same(folder: Path) -> None:
+    """That all nodes have the same tokens, of which each may have made its own."""
+    each = all_gather_json(json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"])
+    if other := [rank for rank, sums in enumerate(each) if sums != each[0]]:
+        raise ConfigError(
+            "the nodes have made different tokens of the same rows",
+            where=folder,
+            wanted="the same as on rank 0",
+            found=f"others on {len(other)} of {len(each)} ranks, the first of which is rank {other[0]}",
+            fix="data.map returns the same for the same row on every node: no random numbers, no order of a set; then "
+            "remove that folder on each node",
+        )
 
 
 def _fill(

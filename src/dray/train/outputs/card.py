@@ -90,4 +90,5 @@ def _toml(recipe: dict[str, Any], before: str = "") -> Iterator[str]:
             yield from _toml(value, f"{before}{key}.")
         elif value is not None and value not in ("", []):
             place = isinstance(value, str) and value.startswith("/")
-            yield f"{before}{key} = {json.dumps(_last(value) if place else value)}"
+            shown = value.partition("\n")[0] if key == "map" else value  # the file's text is its owner's
+            yield f"{before}{key} = {json.dumps(_last(shown) if place else shown)}"

@@ -1,0 +1,44 @@
+"""A user's function on rows: `data.map` and its like name it, and the plan has the file's text behind the name."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from pathlib import Path
+
+from dray.contract import secrets
+from dray.contract.findings import ConfigError
+
+
+def written_out(named: str, text: str, path: Path) -> str:
+    """FILE.py:FUNCTION and the file's text, which is parsed and not run: a plan runs nothing of a user's."""
+    function = named.rpartition(":")[2]
+    if secrets.is_value(text):
+        raise ConfigError(
+            "the file of a function on rows holds what looks like a secret, and every run folder has its text",
+            where=path,
+            fix="read it from a variable in that file, os.environ['HF_TOKEN'], and name the variable in pass_env",
+        )
+    try:
+        body = ast.parse(text, path.name).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(
+            "the file of a function on rows is no Python",
+            where=f"{path}{line}",
+            wanted=f"Python {'.'.join(map(str, sys.version_info[:2]))}",
+            found=str(error).partition(" (")[0] or type(error).__name__,
+            fix="correct that file",
+        ) from error
+    found = [one.name for one in body if isinstance(one, ast.FunctionDef)]
+    if function not in found:
+        near = difflib.get_close_matches(function, found, n=1)
+        raise ConfigError(
+            f"there is no function {function}",
+            where=path,
+            wanted=f"def {function}(row): at the top level of that file",
+            found=", ".join(found) or "no function",
+            fix=f"name it: {path.name}:{(near or found or [function])[0]}",
+        )
+    return f"{path.name}:{function}\n{text}"
