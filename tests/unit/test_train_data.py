@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import threading
 from collections import Counter
@@ -21,7 +23,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
-from dray.train.data import corpus, datasets, encoding, sources, tokenizer  # noqa: E402
+from dray.train.data import corpus, datasets, encoding, lines, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -31,6 +33,18 @@ pytestmark = pytest.mark.torch
 
 NOISE = b"".join(hashlib.sha256(bytes([number])).hexdigest().encode() + b"\n" for number in range(200))
 HURT = gzip.compress(NOISE)[:2000] + b"\xff" * 200 + gzip.compress(NOISE)[2200:]
+
+
+def zstd(parts: list[bytes]) -> bytes:
+    return b"".join(pa.compress(part, codec="zstd", asbytes=True) for part in parts)
+
+
+COMPRESSED = {
+    "txt.gz": lambda parts: b"".join(map(gzip.compress, parts)),
+    "txt.bz2": lambda parts: b"".join(map(bz2.compress, parts)),
+    "txt.xz": lambda parts: b"".join(map(lzma.compress, parts)),
+    "txt.zst": zstd,
+}
 TEXTS = [f"document {number} é 漢" + " and more" * (number % 7) for number in range(300)]
 
 
@@ -51,8 +65,8 @@ def written(folder: Path, kind: str) -> Path:
     path = folder / f"my texts.{kind}"
     if kind == "txt":
         path.write_text("\n\n".join(TEXTS) + "\n")
-    elif kind == "txt.gz":
-        path.write_bytes(gzip.compress("\n".join(TEXTS).encode()))
+    elif kind.startswith("txt."):
+        path.write_bytes(COMPRESSED[kind](["\n".join(TEXTS).encode()]))
     elif kind == "jsonl":
         path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS))
     elif kind == "json":
@@ -72,7 +86,7 @@ def written(folder: Path, kind: str) -> Path:
     return path
 
 
-KINDS = ("txt", "txt.gz", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "arrow-stream")
+KINDS = ("txt", *COMPRESSED, "jsonl", "json", "csv", "tsv", "parquet", "arrow", "arrow-stream")
 
 
 def read(path: Path, piece_size: int = 1 << 24) -> list[str]:
@@ -213,6 +227,15 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, streaming
         ("cut.json.gz", gzip.compress(b'[{"text": "' + NOISE)[:-20], "the dataset cannot be read"),
         ("cut.csv.gz", gzip.compress(b"text\n" + NOISE)[:-20], "the dataset cannot be read"),
         ("hurt.txt.gz", HURT, "the dataset cannot be read"),
+        ("bad.txt.bz2", b"not bzip2", "the dataset cannot be read"),
+        ("cut.txt.bz2", bz2.compress(NOISE)[:-20], "the dataset cannot be read"),
+        ("bad.txt.xz", b"not xz", "the dataset cannot be read"),
+        ("cut.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 99)[:-20], "the dataset cannot be read"),
+        ("hurt.txt.xz", lzma.compress(NOISE)[:2000] + b"\xff" * 200, "the dataset cannot be read"),
+        ("bad.txt.zst", b"not zstd", "the dataset cannot be read"),
+        ("cut.json.zst", zstd([b'[{"text": "' + NOISE])[:-20], "the dataset cannot be read"),
+        ("cut.csv.zst", zstd([b"text\n" + NOISE])[:-20], "the dataset cannot be read"),
+        ("empty.txt.zst", b"", "the training dataset is too short"),
     ],
 )
 def test_texts_that_are_not(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
@@ -248,12 +271,20 @@ def test_a_cut_parquet_and_one_of_another_column(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sources, "_LONGEST", 1 << 20)
+    monkeypatch.setattr(lines, "_LONGEST", 1 << 20)
     path = tmp_path / "endless.txt"
     path.write_bytes(b"a fine line\n" + b"x" * (1 << 21))
     told = refused(texts, tmp_path, f"data.train={path}")
     assert told.startswith("a line is too long to be a document\n  wanted: lines of less than 1 MiB\n")
     assert "at byte 12 of" in told
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_several_compressed_parts_are_one_file(tmp_path: Path, kind: str) -> None:
+    """As `cat a.gz b.gz`, pbzip2, xz's blocks and pzstd write them."""
+    path = tmp_path / f"Parts.{kind.upper()}"
+    path.write_bytes(COMPRESSED[kind]([b"one\ntw", b"o\nthree\n"]))
+    assert read(path) == ["one", "two", "three"]
 
 
 class TestStream:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +33,11 @@ def rows(path: str, column: str | None, groups: range) -> Iterator[Any]:
             batches = mapped.to_batches()
         for batch in batches:
             yield from (batch if column is None else batch.column(column)).to_pylist()
+
+
+def unzstd(path: str) -> BinaryIO:
+    """The file without its compression; Python has zstd of its own from 3.14 on only."""
+    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
 
 
 def _require(path: str, column: str | None, names: list[str]) -> None:

@@ -5,8 +5,8 @@ Where the pieces begin is decided by the files alone, never by who reads.
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, NoReturn
 
 from dray.contract.findings import ConfigError
 from dray.train.data import chat, corpus, hub, table
+from dray.train.data.lines import COMPRESSED, opened, read
 from dray.train.data.mapping import Map
 
 _PIECE = 1 << 24  # bytes of a file of lines
-_LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
 _BUILTIN = "builtin"
 _LINES, _ARROW = (".txt", ".text", ".md", ".jsonl", ".ndjson"), (".parquet", ".arrow")
 _KNOWN = (*_LINES, ".json", ".csv", ".tsv", *_ARROW)
@@ -97,7 +97,7 @@ def pieces(names: tuple[str, ...]) -> list[Piece]:
     found: list[Piece] = []
     for name in names:
         kind = _kind(name)
-        if kind in _LINES and not name.endswith(".gz"):
+        if kind in _LINES and not name.lower().endswith(COMPRESSED):
             size = _seen(name)[0]
             found += [Piece(name, begin, min(begin + _PIECE, size)) for begin in range(0, size, _PIECE)]
         elif kind == ".parquet":
@@ -163,55 +163,17 @@ def _rows(piece: Piece, column: str | None) -> Iterator[Any]:
     elif kind in (".json", ".jsonl", ".ndjson"):
         yield from _json_rows(piece, column)
     else:
-        lines = (line.decode().rstrip("\r\n") for _, line in _lines(piece))
+        lines = (line.decode().rstrip("\r\n") for _, line in read(piece.path, piece.begin, piece.end))
         yield from lines if column is not None else ({"text": line} for line in lines)
 
 
 def _kind(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix.lower()
-
-
-def _opened(path: str) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path)) if path.endswith(".gz") else Path(path).open("rb")
-
-
-def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in the piece, each with the place where it begins."""
-    with _opened(piece.path) as file:
-        place = piece.begin
-        if place:  # the line that is under way here began in the piece before
-            file.seek(place - 1)
-            place += len(file.readline(_LONGEST)) - 1
-        while not piece.end or place < piece.end:
-            line = file.readline(_LONGEST)
-            if not line:
-                return
-            if len(line) == _LONGEST:
-                raise ConfigError(
-                    "a line is too long to be a document",
-                    wanted=f"lines of less than {_LONGEST >> 20} MiB",
-                    found=f"a longer one at byte {place} of {piece.path}",
-                    fix="put line ends between documents, or write parquet",
-                )
-            _check_utf8(line, place, piece.path)
-            yield place, line
-            place += len(line)
-
-
-def _check_utf8(line: bytes, place: int, path: str) -> None:
-    try:
-        line.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            "the dataset is not UTF-8",
-            wanted="UTF-8",
-            found=f"byte 0x{line[error.start]:02x} at byte {place + error.start} of {path}",
-            fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
-        ) from error
+    path = Path(name.lower())
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
 def _json_rows(piece: Piece, column: str | None) -> Iterator[Any]:
-    for place, line in _lines(piece):
+    for place, line in read(piece.path, piece.begin, piece.end):
         if line.isspace():
             continue
         try:
@@ -227,12 +189,12 @@ def _json_rows(piece: Piece, column: str | None) -> Iterator[Any]:
 
 
 def _begins_with_list(path: str) -> bool:
-    with _opened(path) as file:
+    with opened(path) as file:
         return file.read(1 << 12).lstrip().startswith(b"[")
 
 
 def _list_rows(piece: Piece, column: str | None) -> Iterator[Any]:
-    with _opened(piece.path) as file:
+    with opened(piece.path) as file:
         try:
             rows = json.load(file)
         except ValueError as error:
@@ -251,7 +213,7 @@ def _cell(row: object, column: str | None, path: str) -> object:
 
 
 def _csv_rows(piece: Piece, column: str | None, between: str) -> Iterator[Any]:
-    with _opened(piece.path) as file:
+    with opened(piece.path) as file:
         yield from table.rows(file, piece.path, column, between)
 
 
@@ -265,7 +227,7 @@ def _readable(path: str) -> Iterator[None]:
     """What every reader of files may find: none, no leave, or one that is cut or damaged."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         unreadable(path, error)
 
 

@@ -1,0 +1,60 @@
+"""Lines of a file, which may be compressed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from dray.contract.findings import ConfigError
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
+
+
+def opened(path: str) -> BinaryIO:
+    """The file, as it was before it was compressed; in one piece, since none can be read from its middle."""
+    kind = Path(path).suffix.lower()
+    if kind == ".zst":
+        return cast(BinaryIO, import_module("dray.train.data.arrow").unzstd(path))
+    openers: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(BinaryIO, openers[kind](path)) if kind in openers else Path(path).open("rb")
+
+
+def read(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in that part of the file, each with the place where it begins; `end` is 0 for all of it."""
+    with opened(path) as file:
+        place = begin
+        if place:  # the line that is under way here began in the piece before
+            file.seek(place - 1)
+            place += len(file.readline(_LONGEST)) - 1
+        while not end or place < end:
+            line = file.readline(_LONGEST)
+            if not line:
+                return
+            if len(line) == _LONGEST:
+                raise ConfigError(
+                    "a line is too long to be a document",
+                    wanted=f"lines of less than {_LONGEST >> 20} MiB",
+                    found=f"a longer one at byte {place} of {path}",
+                    fix="put line ends between documents, or write parquet",
+                )
+            _check_utf8(line, place, path)
+            yield place, line
+            place += len(line)
+
+
+def _check_utf8(line: bytes, place: int, path: str) -> None:
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "the dataset is not UTF-8",
+            wanted="UTF-8",
+            found=f"byte 0x{line[error.start]:02x} at byte {place + error.start} of {path}",
+            fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
+        ) from error
