@@ -35,7 +35,7 @@ _VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "doctor")
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")
-_GROUPS = ("recipe", "image", "cluster", "site", "env", "model", "data", "cache")
+_GROUPS = ("recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
 
 
 def _register(named: str | None) -> None:

@@ -58,9 +58,22 @@ class Inspect(NamedTuple):
     report: str
 
 
-Job = Evaluate | Generate | Export | Push | Prefetch | Inspect
+class Importing(NamedTuple):
+    """Somebody else's checkpoint as a model in `target`, or as a checkpoint of this recipe; empty: not."""
+
+    source: str
+    target: str
+    recipe: dict[str, Any]
+    config: str
+    prefix: str | None
+    dtype: str
+    shard_gb: float
+    trust: bool
+
+
+Job = Evaluate | Generate | Export | Push | Prefetch | Inspect | Importing
 KINDS: dict[str, type[Job]] = {
-    kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch, Inspect)
+    kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch, Inspect, Importing)
 }
 
 

@@ -35,15 +35,9 @@ class Checkpoints:
 
     def __init__(self, config: Config, strategy: Strategy, *, dataset: str) -> None:
         self.folder, self.strategy = Path(config.checkpoints), strategy
-        self.run, self.keep, data = config.run, config.checkpoint.keep, config.data
+        self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
-        # What decides which samples a step has.
-        self.order: dict[str, Any] = {
-            "global_size": config.global_size,
-            "sequence_length": data.sequence_length,
-            "seed": config.train.seed,
-        }
-        self.order |= {"streaming": data.streaming, "dataset": dataset}
+        self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
@@ -172,7 +166,7 @@ class Checkpoints:
 
         def convert() -> None:
             self._make(part)
-            dcp.convert(path, part, found | {"version": saved.VERSION})
+            dcp.convert(path, part, found)
 
         on_rank_0(convert)
         return part

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from dray.contract.findings import ConfigError, DrayError
 from dray.train import manifest, shards
+from dray.train.config import Config
 from dray.train.manifest import natural
-from dray.train.shards import Reader
+from dray.train.shards import Reader, Shards, Staging
 
 VERSION = 2
 """Of the manifest, and of what the files beside it hold."""
@@ -21,6 +24,29 @@ OF_DCP = 1
 def files(rank: int) -> tuple[str, str]:
     """What a rank writes: its tensors, and its position in the data."""
     return f"rank-{rank}.safetensors", f"rank-{rank}.json"
+
+
+def order(config: Config, dataset: str) -> dict[str, Any]:
+    """What decides which samples a step has. `dataset` tells one dataset from another."""
+    return {
+        "global_size": config.global_size,
+        "sequence_length": config.data.sequence_length,
+        "seed": config.train.seed,
+        "streaming": config.data.streaming,
+        "dataset": dataset,
+    }
+
+
+def write(folder: Path, batches: Iterable[Shards], positions: Sequence[bytes], found: dict[str, Any]) -> None:
+    """A checkpoint that no ranks write, whose manifest begins with `found`; a batch at a time is in memory."""
+    staging, tensors = Staging(torch.device("cpu")), {}
+    sums = {files(rank)[1]: manifest.written(folder / files(rank)[1], own) for rank, own in enumerate(positions)}
+    for number, batch in enumerate(batches):
+        staged, name = staging.fill(batch), f"converted-{number}.safetensors"
+        sums[name] = manifest.written(folder / name, staged.head, staged.numbers)
+        tensors[name] = staged.tensors
+    joined = shards.joined([*tensors.values()], [*tensors])
+    manifest.write(folder, {**found, "version": VERSION, "files": sums, "tensors": joined})
 
 
 def look(path: Path) -> dict[str, Any]:
