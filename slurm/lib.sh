@@ -77,7 +77,7 @@ lib::inside() { # COMMAND...: run in the image, which sees the checkout, the rec
   for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
     [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
   done
-  for folder in "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
+  for folder in ${layer:+"$layer" "$layer.json"} "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
     [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
   done
   engine::inside "$@"
@@ -86,9 +86,9 @@ lib::inside() { # COMMAND...: run in the image, which sees the checkout, the rec
 lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
   local facts answer digest="" tries
   local -a variables=()
-  for ((tries = 0; tries < 5; tries++)); do # engine, image, digest, variables, and then the plan
+  for ((tries = 0; tries < 6; tries++)); do # engine, image, digest, layer, variables, and then the plan
     facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
-    facts+=$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
+    facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
     answer="$(lib::ask "$facts" "$@")" || exit
     case "$answer" in
       attempt=*)
@@ -109,6 +109,12 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
       image=*)
         lib::known image "${answer#*=}" cpu cuda cuda12 rocm
         image="$(engine::image "${answer#*=}")" || exit
+        ;;
+      layer=*)
+        layer="${answer#*=}"
+        lib::plain layer "$layer"
+        [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
+          "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
         ;;
       variables=*) read -ra variables <<<"${answer#*=}" ;;
       image_digest=)
@@ -229,7 +235,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     # shellcheck disable=SC2064 # now, not then
     trap "lib::heard $signal" "$signal"
   done
-  local recipe="" engine image attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local recipe="" engine image layer="" attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
   if (($# >= 1)) && [[ "$1" != -- ]] && [[ "$1" != *=* || -f "$1" ]]; then

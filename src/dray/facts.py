@@ -51,6 +51,8 @@ class Facts(BaseModel):
     """The variant of that image, where it is known."""
     image_sha256: str = ""
     """The image's digest, where its record beside it tells."""
+    layer: str = ""
+    """The file of the recipe's layer, once a job's planner has asked to see it."""
     image_digest: str = ""
     """The digest of the file's bytes, which takes seconds: only where the recipe pins one."""
     site: str = ""
@@ -104,6 +106,23 @@ class Counted(BaseModel):
     """With activation checkpointing."""
 
 
+class Layer(BaseModel):
+    """Packages of the user's own, in a SIF that is bound beside the image."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    file: str
+    """The SIF."""
+    digest: str
+    """The SHA-256 of its bytes."""
+    variant: str
+    """The image that it was made for."""
+    packages: dict[str, str]
+    """What it adds, with versions."""
+    changed: tuple[str, ...] = ()
+    """The packages of the image that are others than those that it was locked for."""
+
+
 class Files(BaseModel):
     """What this machine's disk holds of what the recipe names, looked up once."""
 
@@ -113,6 +132,8 @@ class Files(BaseModel):
     """The model's config.json, as transformers will read it; none where it is not on this disk."""
     counted: Counted | None = None
     """What the model keeps, where somebody has counted it."""
+    layer: Layer | None = None
+    """The recipe's layer, where an engine binds it."""
     missing_on_hub: tuple[str, ...] = ()
     """Models and datasets of the hub that are not in its cache."""
     findings: tuple[Finding, ...] = ()

@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "version": (lambda sif: changed(sif, 42, b"02"), "a SIF of version 01", "version b'02\\x00'"),
     "no system": (
-        lambda sif: changed(sif, TABLE + 2 * ROW + 201 + 4, b"\3"),
+        lambda sif: changed(sif, TABLE + 2 * ROW + 201 + 4, b"\4"),
         "a SIF with one root filesystem",
         "0 root filesystems",
     ),

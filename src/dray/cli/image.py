@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli import image_lock, image_look
+from dray.cli import image_layer, image_lock, image_look
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.containers import builder
@@ -144,5 +144,13 @@ def enter(variant: Variant) -> None:
     os.execv(argv[0], argv)  # noqa: S606  the shell takes this program's place, terminal and all
 
 
-for verb in (image_lock.lock, image_look.inspect, image_look.verify, image_look.sign, image_look.sbom, image_look.diff):
+for verb in (
+    image_layer.layer,
+    image_lock.lock,
+    image_look.inspect,
+    image_look.verify,
+    image_look.sign,
+    image_look.sbom,
+    image_look.diff,
+):
     app.command(verb.__name__)(verb)

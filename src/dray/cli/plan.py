@@ -30,7 +30,7 @@ from dray.facts import Facts
 from dray.images import store
 from dray.planning import questions
 from dray.planning.schema import Plan
-from dray.runs import login, write
+from dray.runs import layers, login, write
 from dray.runs.paths import RunPaths, default_runs, new_id
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
@@ -103,7 +103,7 @@ def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
 
 def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
     """Answer slurm/lib.sh: with what it must know better, or with where the attempt and its checkpoints are."""
-    question = questions.ask(recipe, choice.site, seen)
+    question = questions.ask(recipe, choice.site, seen) or layers.ask(recipe, choice.site, seen)
     if question:
         print(question)
         return

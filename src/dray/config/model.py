@@ -51,7 +51,7 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    layer: ClassVar[str] = ""  # the key whose value names a table of the file that lies over all others
+    selects: ClassVar[str] = ""  # the key whose value names a table of the file that lies over all others
 
     @model_validator(mode="after")
     def _holds_no_secret(self) -> Self:
@@ -82,7 +82,7 @@ def validate(model: type[S], written: Table, overrides: Sequence[str] = (), *, w
         if _SURROGATE.search(override):  # how Python hands on arguments that are no UTF-8
             lines.append((ascii(override), "expected UTF-8 text (command line)"))
             continue
-        if model.layer and keys[0] in get_args(model.model_fields[model.layer].annotation):
+        if model.selects and keys[0] in get_args(model.model_fields[model.selects].annotation):
             own = ".".join(keys[1:]) or "KEY"
             lines.append((override, f"has no effect: the command line wins over [{keys[0]}]; set {own}={raw}"))
             continue
@@ -194,8 +194,8 @@ def _value(raw: str) -> object:
 
 def _layered(model: type[Spec], written: Table, overrides: Sequence[str]) -> Table:
     pairs = [override.partition("=") for override in overrides]
-    named = [raw.strip() for key, _, raw in pairs if key.strip() == model.layer]
-    over = written.get(named[-1] if named else str(written.get(model.layer)))
+    named = [raw.strip() for key, _, raw in pairs if key.strip() == model.selects]
+    over = written.get(named[-1] if named else str(written.get(model.selects)))
     return _laid(written, over) if isinstance(over, dict) else written
 
 

@@ -23,6 +23,7 @@ _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCA
 _HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/:\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+_LAYER = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}|[^\x00-\x1f\x7f]+\.sif")
 
 
 class Preflight(Spec):
@@ -83,7 +84,7 @@ class Command(Spec):
 class Recipe(Spec):
     """One training run."""
 
-    layer = "scale"
+    selects = "scale"
     version: Literal[1] = 1
     """The version of these keys. A recipe of another one is refused; CHANGELOG.md has what changed."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
@@ -100,6 +101,10 @@ class Recipe(Spec):
     """The SHA-256 that the SIF must have, as `dray image build` prints it."""
     image_signers: tuple[Fingerprint, ...] = ()
     """Fingerprints of keys, one of which must have signed the SIF. Each node checks it before it starts the image."""
+    layer: str | None = None
+    """Packages of your own beside the image's: the name that `dray image layer` gave, or a SIF that it made."""
+    layer_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    """The SHA-256 that the layer must have, as `dray image layer` prints it."""
     launcher: Launcher = "torchrun"
     """What starts the ranks in the container."""
     nodes: Annotated[int, Field(ge=1, le=65_536)] = 1
@@ -234,6 +239,14 @@ class Recipe(Spec):
                     f"{key} = {place}: it is taken as it stands; ~ and $ are the shell's, and * may be in a file's "
                     "name alone (a folder is searched whole)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _layer_has_a_name(self) -> Recipe:
+        if self.layer_digest and not self.layer:
+            raise ValueError("layer_digest pins a layer, and the recipe has none; set layer")
+        if self.layer is not None and not _LAYER.fullmatch(self.layer):
+            raise ValueError(f"layer = {self.layer!a}: expected a name such as rl, or a file that ends in .sif")
         return self
 
     @model_validator(mode="after")

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dray.engines.base import DEVICES, MOUNTS, STAGED_IMAGE, Container, Engine
+from dray.engines.base import DEVICES, LAYER, MOUNTS, STAGED_IMAGE, Container, Engine
 
 _GPU: dict[str, list[str]] = {"cpu": [], "cuda": ["--nv"], "rocm": [DEVICES]}
+
+
+def _layer(file: str) -> list[str]:
+    """What the SIF holds, at the place where the image's Python looks for it."""
+    quoted = file.replace('"', '""')
+    return [f'--mount=type=bind,"src={quoted}","dst={LAYER}",image-src=/,ro'] if file else []
 
 
 class Apptainer(Engine):
@@ -18,6 +24,7 @@ class Apptainer(Engine):
     env_prefix = "APPTAINERENV_"
     host_libraries = True
     verifies = True
+    binds_layers = True
     devices: ClassVar[dict[str, str]] = {"rocm": "amd"}
     gpu_access: ClassVar[dict[str, str]] = {
         "rocm": "/dev/kfd and /dev/dri, without --rocm: it binds the host's ROCm libraries over those of the wheels"
@@ -33,6 +40,7 @@ class Apptainer(Engine):
             "--no-mount=home,cwd",
             *_GPU[container.accelerator],
             MOUNTS,
+            *_layer(container.layer),
             f"--pwd={container.folder}",
             STAGED_IMAGE if container.staged else container.image,
             *inner,

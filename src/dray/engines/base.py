@@ -17,6 +17,10 @@ MOUNTS, DEVICES, STAGED_IMAGE = Shell('"${mounts[@]}"'), Shell('"${devices[@]}"'
 """What node.sh has filled before the engine starts."""
 
 
+LAYER = "/opt/layer"
+"""Where the image's Python and PATH look for packages of the user's own."""
+
+
 class Mount(NamedTuple):
     """A folder or file of the host at the same path in the container."""
 
@@ -37,6 +41,8 @@ class Container:
     """What the engine's hooks are told."""
     fabric: str = ""
     """The fabric between its nodes, where the engine itself brings the host's libraries for it."""
+    layer: str = ""
+    """The SIF with the user's own packages, if any."""
     folder: str
     """The working directory."""
     user: str
@@ -86,6 +92,8 @@ class Engine:
     """How it brings the host's libraries for a kind of fabric and of GPUs, in place of those that the site names."""
     takes_annotations: ClassVar[bool] = False
     """Whether it has hooks that annotations turn on."""
+    binds_layers: ClassVar[bool] = False
+    """Whether it binds what a SIF holds into a container of another image."""
     verifies: ClassVar[bool] = False
     """Whether `NAME verify` checks who signed an image before it starts."""
     private_network: ClassVar[bool] = False

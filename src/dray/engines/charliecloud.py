@@ -8,7 +8,7 @@ from typing import ClassVar
 from dray.engines.base import DEVICES, MOUNTS, STAGED_IMAGE, Container, Engine, Shell
 
 # containers/environment has the same: a squashfs has no environment that ch-run would know.
-PATH = "/opt/dray/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH = "/opt/dray/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/layer/bin"
 
 
 class Charliecloud(Engine):

@@ -62,6 +62,11 @@ def sif(checkout: Path, variant: str) -> Path:
     return checkout / "build" / f"dray-{variant}.sif"
 
 
+def layer(checkout: Path, variant: str, name: str) -> Path:
+    """The file that `dray image layer` makes, by the layer's name; or the SIF that was named."""
+    return Path(name) if name.endswith(".sif") else checkout / "build" / f"dray-{variant}-{name}.sif"
+
+
 def failed(checkout: Path, variant: str) -> Path:
     """The sandbox of the last build that failed."""
     return checkout / "build" / "failed" / variant

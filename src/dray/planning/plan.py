@@ -20,6 +20,7 @@ from dray.planning import (
     environment,
     image,
     launchers,
+    layers,
     loss,
     memory,
     pins,
@@ -79,6 +80,7 @@ def plan(
         engine=facts.engine,
         image=facts.image,
         image_sha256=facts.image_sha256,
+        layer=files.layer,
         signers=signatures.signers(recipe, site),
         stage=site.stage if engine.image == "file" and engine.script_mounts else "",
         variant=recipe.image,
@@ -102,6 +104,7 @@ def plan(
             "access": _ACCESS[recipe.runs.share],
             "site": f"{site.name}: {site_why}",
             "image": image_why,
+            **({"layer": layers.reason(files.layer)} if files.layer else {}),
             **reasons,
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
             "store": f"torch's, on that port of the first node; {launcher.store}",
@@ -116,7 +119,8 @@ def plan(
     )  # fmt: skip
     found = (
         *loss.refusals(recipe, site, files), *accelerate.refusals(recipe, ranks),
-        *refusals.in_values(made, facts), *refusals.mounts(made, engine), *refusals.find(recipe, site, facts, engine),
+        *layers.refusals(recipe, engine, files), *refusals.in_values(made, facts),
+        *refusals.mounts(made, engine), *refusals.find(recipe, site, facts, engine),
         *files.findings, *too_large,
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
         *accelerate.advice(recipe), *advice.find(made, site, facts, files),

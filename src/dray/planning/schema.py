@@ -10,7 +10,7 @@ from dray.config.recipe import Preflight, Recipe
 from dray.config.site import Fabric
 from dray.config.training import Batch
 from dray.contract import findings
-from dray.facts import Engine
+from dray.facts import Engine, Layer
 from dray.planning.binds import Bind
 from dray.planning.environment import Variable
 from dray.planning.world import SLURM, World
@@ -45,8 +45,10 @@ class Plan(BaseModel):
     engine: Engine
     image: str
     image_sha256: str
+    layer: Layer | None = None
+    """The user's own packages, bound beside the image."""
     signers: tuple[str, ...]
-    """Fingerprints of keys, one of which must have signed the image, where recipe or site demand it."""
+    """Fingerprints of keys, one of which must have signed the image and the layer, where recipe or site demand it."""
     stage: str
     variant: str
     site: str

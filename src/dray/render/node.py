@@ -82,6 +82,7 @@ def _container(plan: Plan) -> Container:
         staged=bool(plan.stage),
         accelerator=ACCELERATORS[plan.variant],
         annotations=plan.annotations,
+        layer=plan.layer.file if plan.layer else "",
         fabric=kind if brings else "",
         folder=plan.folder if inside else plan.where,
         user=plan.user,
@@ -134,6 +135,8 @@ def _places(plan: Plan) -> Iterator[str]:
     yield f"cd {_quoted(plan.folder)} || exit {exit_codes.UNFIT}"
     if engine.image == "file":
         yield _call("need", plan.image, "the image")
+    if plan.layer:
+        yield _call("need", plan.layer.file, "the layer")
     for bind in plan.binds:
         yield from _bind(bind, plan)
     if plan.fabric.strategy == "host":
@@ -211,17 +214,21 @@ def _stage(plan: Plan) -> str:
 
 
 def _signed(plan: Plan) -> str:
-    """Of the very file that starts, which is this node's own copy where there is one."""
-    record: dict[str, object] = {
-        "rank": None,
-        "code": exit_codes.UNFIT,
-        "why": f"{plan.image} is not signed as it must be\n  wanted: a signature with one of {' '.join(plan.signers)}",
-        "log": None,
-        "last_lines": [],
-    }
-    image = STAGED_IMAGE if plan.stage else plan.image
-    argv = ["node::signed", plan.engine, image, json.dumps(record)[1:-1], *plan.signers]
-    return f"{_file('signed')}\n\n{' '.join(map(_quoted, argv))}"
+    """Of the very file that starts, which is this node's own copy where there is one; and of the layer."""
+    calls = [_file("signed")]
+    files = {"image": plan.image, **({"layer": plan.layer.file} if plan.layer else {})}
+    for what, file in files.items():
+        record: dict[str, object] = {
+            "rank": None,
+            "code": exit_codes.UNFIT,
+            "why": f"{file} is not signed as it must be\n  wanted: a signature with one of {' '.join(plan.signers)}",
+            "log": None,
+            "last_lines": [],
+        }
+        starts = STAGED_IMAGE if plan.stage and what == "image" else file
+        argv = ["node::signed", plan.engine, what, starts, json.dumps(record)[1:-1], *plan.signers]
+        calls.append(" ".join(map(_quoted, argv)))
+    return "\n\n".join(calls)
 
 
 def _quoted(argument: str) -> str:

@@ -24,7 +24,7 @@ from dray.fitness import lint
 from dray.planning import image
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import lookup
+from dray.runs import layers, lookup
 from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job, run_name
 
 _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
@@ -65,6 +65,8 @@ def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def _placed(recipe: Recipe, beside: Path) -> Recipe:
     """With relative places that start there, and the text of functions on rows."""
     places = recipe.all_places() | ({"command.folder": recipe.command.folder} if recipe.command else {})
+    if recipe.layer and recipe.layer.endswith(".sif"):
+        places["layer"] = recipe.layer
     for key, named in places.items():
         recipe = _with(recipe, key.split("."), str(beside / named))
     for key, named in recipe.maps().items():
@@ -107,8 +109,10 @@ def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
 
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
+    files = lookup.files(recipe, facts, exact=exact)
+    files = files.model_copy(update={"layer": layers.look(recipe, choice.site, facts)})
     made = plan(
-        recipe, choice.site, facts, lookup.files(recipe, facts, exact=exact), run_folder=PurePosixPath(paths.run),
+        recipe, choice.site, facts, files, run_folder=PurePosixPath(paths.run),
         scratch=f"{node.OWN}{os.getuid()}-{secrets.token_hex(16)}",
         attempt=paths.attempt, dray=__version__, site_why=choice.reason,
     )  # fmt: skip

@@ -38,6 +38,7 @@ _HEADER = struct.Struct("<32s10s3s3s16s8q")
 _DESCRIPTOR = struct.Struct("<i?3I7q128s384s")
 _PARTITION = struct.Struct("<2i3s")  # filesystem, role, architecture
 _SQUASHFS, _PRIMARY = 1, 2
+DATA = 3  # the role of a squashfs that is bound into another image's container
 _GROUP = 0xF0000001
 _TOTAL, _MOST = 48, 4096
 _TABLE = 4096
@@ -84,7 +85,9 @@ class Sif:
             return b"".join(_at(file, part.offset, part.size) for part in self.parts if part.kind == kind)
 
 
-def write(squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"") -> None:
+def write(
+    squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"", role: int = _PRIMARY
+) -> None:
     """Make `out` of a squashfs, as `apptainer build` lays it out, with nothing of this machine or moment in it."""
     parts = [("definition", "", definition), *([("metadata", _METADATA, metadata)] if metadata else [])]
     architecture = ARCHITECTURES[_architecture()]
@@ -98,7 +101,7 @@ def write(squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata:
         start = -(-end // _PAGE) * _PAGE  # mounting wants whole pages
         file.seek(start)
         shutil.copyfileobj(source, file, 1 << 20)
-        size, extra = file.tell() - start, _PARTITION.pack(_SQUASHFS, _PRIMARY, architecture)
+        size, extra = file.tell() - start, _PARTITION.pack(_SQUASHFS, role, architecture)
         table += _described("partition", table, start=end, offset=start, size=size, epoch=epoch, extra=extra)
         source.seek(0)
         identity = uuid.UUID(bytes=hashlib.file_digest(source, "sha256").digest()[:16], version=4).bytes
@@ -173,9 +176,9 @@ def _read(path: Path, file: IO[bytes]) -> Sif:
 
 
 def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: bytes) -> Part:
-    """The root filesystem, which must be a squashfs of the header's architecture."""
-    primary = struct.pack("<i", _PRIMARY)
-    systems = [part for part in parts if part.kind == "partition" and part.extra[4:8] == primary]
+    """The root filesystem, or a layer's files, which must be a squashfs of the header's architecture."""
+    roles = [struct.pack("<i", role) for role in (_PRIMARY, DATA)]
+    systems = [part for part in parts if part.kind == "partition" and part.extra[4:8] in roles]
     if len(systems) != 1:
         raise _refused(path, f"{len(systems)} root filesystems", wanted="a SIF with one root filesystem")
     filesystem, _, its = _PARTITION.unpack(systems[0].extra[: _PARTITION.size])

@@ -1,10 +1,10 @@
-"""The record of a built image, in a file beside it: dray-cpu.sif has dray-cpu.sif.json."""
+"""The record of a built image or layer, in a file beside it: dray-cpu.sif has dray-cpu.sif.json."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from dray.config.image import Digest
 from dray.config.model import Spec, explained
@@ -30,7 +30,7 @@ class Record(Spec):
     dray: str
     """The version of dray in it."""
     base: str
-    """The image that it was built on, or the digest of the tar."""
+    """The image that it was built on, or the digest of the tar; of a layer the image that it is for."""
     inputs: Digest
     """Digest of all that it was built from."""
     epoch: int
@@ -38,6 +38,12 @@ class Record(Spec):
     tools: dict[str, str]
     """Versions of what built it: apptainer, mksquashfs."""
     sif: File
+    python: str = ""
+    """Of a layer: the Python that its modules are compiled for."""
+    needs: dict[str, str] = Field(default_factory=dict)
+    """Of a layer: the image's packages that its own use, in the versions that it was locked for."""
+    packages: dict[str, str] = Field(default_factory=dict)
+    """Of a layer: what it adds."""
     signed: str | None = None
     """Fingerprint of the key that signed the SIF."""
 

@@ -59,6 +59,16 @@ def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]
     ]
 
 
+def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path) -> list[str]:
+    """What installs locked wheels for an image's Python into a folder, and runs nothing of them."""
+    return [
+        *(*command("install"), "--quiet", "--no-index", "--find-links", str(wheels), "--require-hashes"),
+        *("--only-binary", ":all:", "--no-compile", "--implementation", "cp", "--python-version", python),
+        *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
+        *("--requirement", str(requirements), "--target", str(folder)),
+    ]
+
+
 def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[str], None]) -> list[Path]:
     """All of them, or none. A file that comes out has the right hash and is in place."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The image is started only if one of these keys has signed it, and it is as it was signed. node.sh contains this file.
 
-node::signed() { # ENGINE IMAGE RECORD KEY...
-  local -r engine="$1" file="$2" record="$3"
+node::signed() { # ENGINE image|layer FILE RECORD KEY...
+  local -r engine="$1" what="$2" file="$3" record="$4"
   local found key groups
-  shift 3
+  shift 4
   if found="$("$engine" verify --local --json "$file" 2>&1)"; then
     found="${found//[[:space:]]/}"
     # A signature is for a group of the file's parts, and what starts could be in a group of another signer.
@@ -20,8 +20,8 @@ node::signed() { # ENGINE IMAGE RECORD KEY...
   else
     found="$(grep '^FATAL' <<<"$found" || tail --lines=3 <<<"$found")"
   fi
-  printf 'dray: the image is not signed as it must be\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
-    "$file" "$(node::host)" "$*" "$(paste --serial --delimiters=' ' <<<"$found")" \
+  printf 'dray: the %s is not signed as it must be\n  where:  %s on node %s\n  wanted: a signature with one of %s\n  found:  %s\n  fix:    %s\n' \
+    "$what" "$file" "$(node::host)" "$*" "$(paste --serial --delimiters=' ' <<<"$found")" \
     "dray image sign; and on every node $engine key import FILE, with the public key" >&2
   node::record "$record"
 }

@@ -1,0 +1,123 @@
+"""A layer's lock: what the user asks for, resolved beside the packages that the image has, of which none changes."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile, ZipInfo
+
+from dray import process
+from dray.config.image import Image
+from dray.contract.findings import ConfigError
+from dray.images.sources import lock
+from dray.images.sources.lock import Pin
+
+# uv resolves against wheels without content in the place of the image's packages: it asks no index for them, of which
+# some are on none, and can take no other version.
+_STAND_IN = "dray"
+_NEEDS = "# needs "
+
+
+def update(
+    path: Path,
+    requirements: Sequence[str],
+    image: Image,
+    packages: Iterable[Pin],
+    *,
+    wheels: Path | None = None,
+    upgrade: bool = False,
+) -> None:
+    """Write the lock, unless the one that is there was made of the same."""
+    packages = list(packages)
+    origins = {
+        "requirements": lock.digest("\n".join(requirements)),
+        "image": lock.digest("".join(f"{pin.name}=={pin.version}\n" for pin in packages)),
+    }
+    if path.exists() and not upgrade and lock.about(path)[1] == origins:
+        lock.require_made_from(path, origins)
+        return
+    with TemporaryDirectory(prefix="dray-") as made:
+        pins = _resolved(Path(made), requirements, image, packages, wheels=wheels)
+    ours = {pin.name: pin.version for pin in packages}
+    needs = "".join(f"{_NEEDS}{pin.name}=={ours[pin.name]}\n" for pin in pins if pin.name in ours)
+    lines = needs + "".join(f"{pin}\n" for pin in pins if pin.name not in ours)
+    path.write_text(lock.head(path.stem, origins, lines) + lines, encoding="utf-8")
+
+
+def needs(path: Path) -> dict[str, str]:
+    """The image's packages that a layer's use, in the versions that it was locked for."""
+    found = (line.removeprefix(_NEEDS) for line in path.read_text(encoding="utf-8").splitlines() if _NEEDS in line)
+    return {name: version for name, _, version in (one.partition("==") for one in found)}
+
+
+def unfit(wanted: Mapping[str, str], image: Mapping[str, str]) -> list[str]:
+    """How an image's packages are others than those that the layer was locked for."""
+    return [
+        f"{name} {image.get(name, 'none')} in place of {version}"
+        for name, version in wanted.items()
+        if image.get(name, "none").partition("+")[0] != version.partition("+")[0]
+    ]
+
+
+def _resolved(
+    scratch: Path, requirements: Sequence[str], image: Image, packages: Sequence[Pin], *, wheels: Path | None
+) -> list[Pin]:
+    stand_ins, asked, held, out = (scratch / name for name in ("wheels", "asked", "held", "out"))
+    stand_ins.mkdir()
+    held.write_text("".join(f"{pin.name}=={_stand_in(stand_ins, pin)}\n" for pin in packages))
+    asked.write_text("".join(f"{line}\n" for line in requirements))
+    done = process.run(
+        [
+            *(*lock.compiler(), "--python-version", image.python),
+            *("--python-platform", f"{platform.machine()}-manylinux_2_28", "--only-binary", ":all:"),
+            *("--constraint", held, "--find-links", stand_ins, *(("--find-links", wheels) if wheels else ())),
+            *("--no-emit-find-links", "--output-file", out, asked),
+        ],
+        env=lock.UV_ENVIRONMENT,
+        check=False,
+    )
+    if done.code != 0:
+        raise _refused(requirements, packages, done.err.replace(f"+{_STAND_IN}", ""))
+    return lock.read(out)
+
+
+def _refused(requirements: Sequence[str], packages: Iterable[Pin], text: str) -> Exception:
+    held = [pin for pin in packages if re.search(rf"(?<![\w-]){re.escape(pin.name)}(?![\w-])", text)]
+    where = ", ".join(requirements)
+    if "Failed to fetch" in text or not held:
+        return lock.unsolved(where, text)
+    return ConfigError(
+        "these packages do not go with the image's",
+        where=where,
+        wanted="packages that take " + ", ".join(f"{pin.name} {pin.version}" for pin in held),
+        found=re.sub(r"\n\s*", "\n", text.strip()),
+        fix="change the requirement: a layer adds packages, and replaces none of the image's",
+    )
+
+
+def _stand_in(folder: Path, pin: Pin) -> str:
+    """The version of a wheel without content, which satisfies what asks for the package's own."""
+    version = f"{pin.version}{'.' if '+' in pin.version else '+'}{_STAND_IN}"
+    name = pin.name.replace("-", "_")
+    about = f"{name}-{version}.dist-info"
+    files = {
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: dray\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "",
+    }
+    with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(ZipInfo(path), text)
+    return version
+
+
+def name_of(requirements: Sequence[str]) -> str:
+    """A layer's name where none is given: its only package, or a digest of what is asked for."""
+    found = [re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in requirements]
+    if len(found) == 1 and found[0]:
+        return re.sub(r"[-_.]+", "-", found[0][0]).lower()
+    return hashlib.sha256("\n".join(requirements).encode()).hexdigest()[:8]

@@ -1,0 +1,130 @@
+"""Make a layer: lock, fetch, install into a folder, and pack that."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dray import __version__, process
+from dray.config.image import Image
+from dray.containers import builder
+from dray.contract.findings import ConfigError
+from dray.images import store
+from dray.images.layers import PROGRAM, SIF, TREE
+from dray.images.layers import lock as layer_lock
+from dray.images.log import build_log
+from dray.images.sif import record, verify
+from dray.images.sources import inputs, lock, pip, wheels
+
+Say = Callable[[str], None]
+_INSTALLED = "installed"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
+# What pip writes in front of a console script: this machine's own Python, by way of sh where its path has a space.
+_SHEBANG = re.compile(rb"\A(#!/bin/sh\n'''exec' .*\n' '''\n|#!.*python.*\n)")
+_PYTHON = b"#!/opt/dray/bin/python3\n"
+
+
+def make(
+    checkout: Path,
+    variant: str,
+    requirements: Sequence[str],
+    *,
+    name: str = "",
+    locked: Path | None = None,
+    own_wheels: Path | None = None,
+    upgrade: bool = False,
+) -> tuple[Path, record.Record]:
+    """build/dray-VARIANT-NAME.sif, its record and its lock. A failure leaves those of before."""
+    image = inputs.image(checkout, variant)
+    base = store.sif(checkout, variant)
+    if not base.is_file():
+        raise ConfigError("the image that the layer is for does not exist", wanted=base, fix=f"make image-{variant}")
+    name = name or (locked.stem.removeprefix(f"dray-{variant}-") if locked else layer_lock.name_of(requirements))
+    if not _NAME.fullmatch(name):
+        wanted = "small letters, digits, -, _ and ., 41 at most"
+        raise ConfigError("this is no name for a layer", wanted=wanted, found=name, fix="--name mine")
+    out = store.layer(checkout, variant, name)
+    path = out.with_suffix(".lock")
+    with build_log(checkout / "build" / "logs" / f"{variant}-{name}.log", out=out.parent) as say, builder.engine():
+        packages = lock.read(checkout / "containers" / variant / "requirements.lock")
+        if locked is None:
+            say("dray: lock")
+            layer_lock.update(path, requirements, image, packages, wheels=own_wheels, upgrade=upgrade)
+        elif locked.resolve() != path.resolve():
+            lock.require_made_from(locked, lock.about(locked)[1])
+            shutil.copyfile(locked, path)
+        if not lock.read(path):
+            raise ConfigError(
+                "the image has all of these packages already",
+                found="\n".join(f"{name} {version}" for name, version in layer_lock.needs(path).items()),
+                fix="use the image without a layer",
+            )
+        with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent, ignore_cleanup_errors=True) as made:
+            scratch = Path(made)
+            _install(checkout, image, path, scratch, own_wheels=own_wheels, say=say)
+            recorded = _packed(checkout, image, path, scratch, say=say)
+            # A moment without a record is better than one with another layer's.
+            record.path_for(out).unlink(missing_ok=True)
+            os.chown(scratch / "out" / SIF, os.getuid(), os.getgid())
+            (scratch / "out" / SIF).replace(out)
+        record.write(out, recorded)
+    return out, recorded
+
+
+def _install(checkout: Path, image: Image, path: Path, scratch: Path, *, own_wheels: Path | None, say: Say) -> None:
+    """The wheels' content in a folder, as an installation into the image would have it."""
+    tree = scratch / _INSTALLED
+    files, modules = scratch / "wheels", tree / "lib"
+    for folder in (files, modules):
+        folder.mkdir(parents=True)
+    with inputs.alone(checkout / "build"):
+        say("dray: wheels")
+        fetched = wheels.fetch(
+            locks=[path], image=image.model_copy(update={"vendor": []}), folder=checkout / "build" / "wheels",
+            wheels=own_wheels, say=say,
+        )  # fmt: skip
+        for wheel in fetched:
+            inputs.link(wheel, files / wheel.name)
+    process.run(pip.install_argv(requirements=path, python=image.python, wheels=files, folder=modules))
+    if (modules / "bin").is_dir():
+        _start_with_the_images_python(modules)
+        (modules / "bin").rename(tree / "bin")
+
+
+def _start_with_the_images_python(modules: Path) -> None:
+    """Console scripts, and what the packages' records say of them, are else this machine's."""
+    for script in (modules / "bin").iterdir():
+        script.write_bytes(_SHEBANG.sub(_PYTHON, script.read_bytes(), count=1))
+    for listed in modules.glob("*.dist-info/RECORD"):
+        lines = listed.read_text(encoding="utf-8").splitlines()
+        kept = (re.sub(r"^(?:\.\./)*bin/([^,]+),.*", r"../bin/\1,,", line) for line in lines)
+        listed.write_text("".join(f"{line}\n" for line in sorted(kept)), encoding="utf-8")
+
+
+def _packed(checkout: Path, image: Image, path: Path, scratch: Path, *, say: Say) -> record.Record:
+    base, tree = store.sif(checkout, image.variant), scratch / _INSTALLED
+    needs = layer_lock.needs(path)
+    packages = {pin.name: pin.version for pin in lock.read(path)}
+    about = {"variant": image.variant, "python": image.python, "needs": needs, "packages": packages}
+    (tree / "layer.json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
+    epoch = lock.epoch(checkout / "containers" / image.variant / "requirements.lock")
+    out = scratch / "out"
+    out.mkdir()
+    builder.run(
+        checkout,
+        [*PROGRAM, base, tree, path, out, "--epoch", str(epoch), "--python", image.python],
+        binds={base: False, tree: False, path: False, out: True},
+        on_line=say,
+    )
+    shutil.rmtree(out / TREE, ignore_errors=True)
+    size = (out / SIF).stat().st_size
+    file = record.File(sha256=verify.digest(out / SIF).removeprefix("sha256:"), size=size)
+    return record.Record(
+        variant=image.variant, dray=__version__, base=base.name, inputs=verify.digest(path).removeprefix("sha256:"),
+        epoch=epoch, tools={}, sif=file, python=image.python, needs=needs, packages=packages,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The layer that a recipe names: where it is, what its record says, and whether it goes with the image."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from dray import engines
+from dray.config import checkout
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.contract.findings import ConfigError
+from dray.facts import Facts, Layer
+from dray.images import store
+from dray.images.layers import lock as layer_lock
+from dray.images.sif import record, verify
+from dray.images.sources import lock
+from dray.planning import image
+
+
+def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
+    """The line with which slurm/lib.sh is asked to let the planner's container see the layer; empty where it does."""
+    file = _file(recipe, site, facts)
+    return f"layer={file}" if file and not facts.layer else ""
+
+
+def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
+    """The layer as its record describes it; none where the recipe names none, or the engine binds none."""
+    file = _file(recipe, site, facts)
+    if not file:
+        return None
+    variant = image.variant(recipe, site, facts).value
+    fix = f"dray image layer {variant} --pip PACKAGE"
+    if not file.is_file():
+        raise ConfigError("the layer does not exist", wanted=file, fix=fix + f" --name {recipe.layer}")
+    known = record.read(file)
+    if known is None or not known.python:
+        found = "no record beside it" if known is None else f"the record of an image: {record.path_for(file)}"
+        raise ConfigError("this is no layer that dray has made", where=file, found=found, fix=fix)
+    digest = verify.digest(file)
+    if digest != f"sha256:{known.sif.sha256}":
+        raise ConfigError(
+            "the layer has another digest than its record",
+            where=file,
+            wanted=f"sha256:{known.sif.sha256}",
+            found=digest,
+            fix="copy or make it again, with its record",
+        )
+    changed = layer_lock.unfit(known.needs, _packages(variant))
+    return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages, changed=tuple(changed))
+
+
+def _file(recipe: Recipe, site: Site, facts: Facts) -> Path | None:
+    if recipe.layer is None or not engines.get(facts.engine).binds_layers:
+        return None
+    return store.layer(checkout.root(), image.variant(recipe, site, facts).value, recipe.layer)
+
+
+def _packages(variant: str) -> dict[str, str]:
+    """What the image has: the one that this program runs in, or as the checkout's lock has it."""
+    try:
+        found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))["packages"]
+        return {re.sub(r"[-_.]+", "-", name).lower(): str(version) for name, version in found.items()}
+    except (OSError, ValueError, KeyError):
+        pins = lock.read(checkout.root() / "containers" / variant / "requirements.lock")
+        return {pin.name: pin.version for pin in pins}
