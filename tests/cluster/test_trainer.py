@@ -14,8 +14,8 @@ pytestmark = pytest.mark.cluster
     ("launcher", "words"),
     [
         ("accelerate", ("train.strategy=fsdp",)),
-        ("torchrun", ("train.strategy=zero2",)),
-        ("deepspeed", ("train.deepspeed=deepspeed/zero3-offload.json",)),
+        ("torchrun", ("train.strategy=zero2", "model.pad_to_multiple_of=128")),
+        ("deepspeed", ("train.deepspeed=deepspeed/zero3-offload.json", "model.pad_to_multiple_of=128")),
     ],
 )
 def test_a_strategy_is_the_same_training(sbatch, plain, losses_of, short, launcher: str, words) -> None:

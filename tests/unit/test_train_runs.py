@@ -396,6 +396,14 @@ def test_a_padded_vocabulary_is_nowhere_to_be_seen(run: BEGUN, alone: Run) -> No
         before = other
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_compiled_model_with_a_padded_vocabulary(run: BEGUN, alone: Run, strategy: str) -> None:
+    words = ("model.pad_to_multiple_of=128", "train.compile=true", f"train.strategy={strategy}")
+    other = run(2, *words).end()
+    assert other.losses() == pytest.approx(alone.losses(), rel=2e-5)
+    same_weights(other, alone.weights())
+
+
 def test_documents_apart_do_not_see_each_other(run: BEGUN, tmp_path: Path) -> None:
     """Two documents in a block: the second one's loss is what it is alone."""
     text = tmp_path / "two.txt"
