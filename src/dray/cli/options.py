@@ -26,7 +26,9 @@ Arguments = Annotated[
         help="A recipe file and settings that win over its own; or a command that runs on every rank in its place.",
     ),
 ]
-Launcher = Annotated[str, typer.Option(help="torchrun, accelerate, deepspeed or python, in place of the recipe's.")]
+Launcher = Annotated[
+    str, typer.Option(help="torchrun, accelerate, deepspeed, python or ray, in place of the recipe's.")
+]
 
 
 def found(path: Path) -> Path:

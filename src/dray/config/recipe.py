@@ -16,7 +16,7 @@ from dray.config.model import SecretError, Spec
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
 from dray.contract import secrets
 
-Launcher = Literal["torchrun", "accelerate", "deepspeed", "python"]
+Launcher = Literal["torchrun", "accelerate", "deepspeed", "python", "ray"]
 
 
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -250,7 +250,12 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
-    def _accelerate_configures_a_script(self) -> Recipe:
+    def _launcher_has_what_it_starts(self) -> Recipe:
+        if self.launcher == "ray" and (self.train or self.ranks_per_node):
+            key = "ranks_per_node" if self.ranks_per_node else "[train]"
+            raise ValueError(
+                f"launcher = ray starts your own program, [command], on the first node, and knows no {key}"
+            )
         if self.accelerate and self.launcher != "accelerate":
             raise ValueError(f"accelerate names a file for that launcher, and the launcher is {self.launcher}")
         if self.accelerate and self.train:

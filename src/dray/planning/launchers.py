@@ -7,6 +7,7 @@ launcher starts ranks again: the runners do, each time with a new secret, port a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,11 @@ def _python(job: Job) -> tuple[str, ...]:
     return (job.python, "-S", "-E", RANKS, str(len(job.hosts)), str(job.each), NODE_RANK, MASTER, PORT)
 
 
+def _ray(job: Job) -> tuple[str, ...]:
+    # One process a node, which is Ray's head or a worker; Ray starts all others.
+    return _python(dataclasses.replace(job, each=1))
+
+
 _BY_HANDLER = "the launcher joins it as its rendezvous, and its ranks as the launcher's own"
 _BY_VARIABLE = "ranks join it by TORCHELASTIC_USE_AGENT_STORE"
 LAUNCHERS = {
@@ -85,6 +91,7 @@ LAUNCHERS = {
         store=_BY_VARIABLE,
     ),
     "python": Launcher(argv=_python, store=_BY_VARIABLE),
+    "ray": Launcher(argv=_ray, store="dray's own processes say there where Ray's head is"),
 }
 
 

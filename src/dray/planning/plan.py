@@ -93,7 +93,7 @@ def plan(
         world=ranks,
         batch=shares,
         launcher=launcher.argv(job),
-        command=_command(recipe, python=python, folder=folder),
+        command=_command(recipe, facts, python=python, folder=folder),
         where=recipe.command.folder if recipe.command else str(folder),
         files=dict(launcher.files(job)),
         env=variables,
@@ -158,8 +158,11 @@ def _attention(recipe: Recipe) -> str:
     )
 
 
-def _command(recipe: Recipe, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:
+def _command(recipe: Recipe, facts: Facts, *, python: str, folder: PurePosixPath) -> tuple[str, ...]:
     if recipe.command is None:
         return (python, "-m", "dray.train", str(folder / names.PLAN))
     argv = recipe.command.argv
-    return (python, *argv) if argv[0].endswith(".py") else argv
+    argv = (python, *argv) if argv[0].endswith(".py") else argv
+    if recipe.launcher != "ray":
+        return argv
+    return (python, "-m", "dray.ray", str(folder), str(facts.gpus_per_node), *argv)

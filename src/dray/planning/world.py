@@ -107,6 +107,8 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
 
 
 def _ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
+    if recipe.launcher == "ray" and (facts.gpus_per_node or recipe.image == "cpu"):
+        return Choice(1, "launcher = ray: Ray starts its workers itself")
     if facts.gpus_per_node and facts.scheduler == "hosts":
         return Choice(facts.gpus_per_node, "the hostfile's slots")
     if facts.gpus_per_node:

@@ -30,7 +30,7 @@ class StoppedError(DrayError):
     """The first node has refused the launch, and recorded why."""
 
 
-def _secret(folder: str) -> bytes:
+def secret_of(folder: str) -> bytes:
     """The run's, which the host has written."""
     path = f"{folder}/{run_folder.SECRET}"
     try:
@@ -62,7 +62,7 @@ def meet(
     """
     world = plan["world"]
     several = len(world["nodes"]) > 1
-    key = start.key(_secret(plan["folder"])) if several else b""
+    key = start.key(secret_of(plan["folder"])) if several else b""
     own = introduction.introduction(plan, me, digest)
     if start.number:  # the ranks before have to end first
         world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
