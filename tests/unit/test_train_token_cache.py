@@ -6,7 +6,10 @@ import errno
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -87,6 +90,8 @@ def test_what_a_killed_process_left_goes_and_what_one_writes_stays(tmp_path: Pat
     for part in ("old", "new"):
         (tmp_path / f"{name}.part-{part}").mkdir()
     os.utime(tmp_path / f"{name}.part-old", (0, 0))
+    silent = time.time() - 61  # not so long ago that nobody writes there
+    os.utime(tmp_path / f"{name}.part-new", (silent, silent))
     made(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [name, f"{name}.part-new"]
 
@@ -146,11 +151,36 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, which: str, h
 
 def test_another_maker_may_be_ready_earlier(tmp_path: Path) -> None:
     def meanwhile(batch: list[str]) -> list[int]:
+        (part,) = tmp_path.glob("*.part-*")
+        for path in (part, *part.iterdir()):
+            os.utime(path, (time.time() - 61, time.time() - 61))
         made(tmp_path)
         return encode(batch)
 
     assert made(tmp_path, encode=meanwhile).ids[:4].tolist() == [97, 98, 99, 256]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_waits_for_another_that_makes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As jobs of an array do, whose tokens are the same."""
+    begun, may_end = Event(), Event()
+
+    def slow(batch: list[str]) -> list[int]:
+        begun.set()
+        assert may_end.wait(60)
+        return encode(batch)
+
+    def never(_: list[str]) -> list[int]:
+        raise AssertionError("made again")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(made, tmp_path, encode=slow)
+        assert begun.wait(60)
+        second = pool.submit(made, tmp_path, encode=never)
+        while "another run makes these tokens" not in capsys.readouterr().out:
+            assert not second.done()
+        may_end.set()
+        assert second.result(60).ids.tolist() == first.result(60).ids.tolist()
 
 
 RANKS = """
@@ -211,6 +241,7 @@ def test_two_nodes_may_share_a_cache_without_locks(tmp_path: Path) -> None:
     assert lines.count("[0, 0, 0, 0]") == 3
     assert lines.count("[97, 98, 99, 256]") == 12
     assert [path.name for path in tmp_path.glob("*/*")] == ["x"] * 3
+    assert lines.count("making") == 3, "rank 0 makes them for both"
 
 
 def test_what_the_maker_refuses_ends_all_ranks(tmp_path: Path) -> None:

@@ -5,38 +5,29 @@ The folder's name is the fingerprint of all that decides its content.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import secrets
-import shutil
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dray.contract import exit_codes, findings
-from dray.contract.files import open_to_others, write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding
-from dray.train.collectives import all_gather_json
-from dray.train.errors import say
+from dray.train.collectives import all_gather_json, barrier, broadcast_json
+from dray.train.data.token_writer import FILES, IDS, LABEL, LAST, MANIFEST, fill, private, sha256
 
-LABEL, LAST = 1 << 31, 1 << 30
-"""Marks beside a token: it is a label; a document ends with it."""
-IDS = LAST - 1
+__all__ = ["IDS", "LABEL", "LAST", "Tokens", "cached", "fingerprint"]
+
 
 _VERSION = 3
-_MANIFEST = "manifest.json"  # also `dray cache list` reads it; it was modified when the tokens were last used
-_FILES = ("ids", "starts")
-_BATCH = 1024
-_ABANDONED = 3600  # seconds without a write
 
 
 @dataclass(frozen=True)
@@ -88,29 +79,56 @@ def cached(
 
     `dataset` is for `dray cache list`.
 
-    The first rank of each node makes or checks them and the others wait, whether the disk has locks or not.
+    The first rank of each node makes or checks them and the others wait, whether the disk has locks or not. On a disk
+    that rank 0 has too, it makes them for all, and the others check them.
     """
-    folder, failed = cache / name, None
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            if not folder.is_dir():
-                _fill(folder, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
-            _check(folder)
-        except DrayError as error:
-            failed = error.finding._asdict()
-        except Exception as error:
-            traceback.print_exc()
-            problem = f"tokenizing failed: {type(error).__name__}: {error}"
-            failed = Finding(problem, where=str(cache), code=exit_codes.FAILED)._asdict()
-    for finding in filter(None, all_gather_json(failed)):
-        raise findings.error(finding)
+    folder = cache / name
+
+    def make() -> None:
+        if not folder.is_dir():
+            fill(folder, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
+        _check(folder)
+
+    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    waits = _has_rank_0s_disk(cache) and not folder.is_dir()
+    for turn in (False, True):
+        failed = _failed(cache, make) if leads and waits is turn else None
+        for finding in filter(None, all_gather_json(failed)):
+            raise findings.error(finding)
     _check_same(folder)
     return _open(folder)
 
 
+def _failed(cache: Path, make: Callable[[], None]) -> dict[str, Any] | None:
+    try:
+        make()
+    except DrayError as error:
+        return error.finding._asdict()
+    except Exception as error:
+        traceback.print_exc()
+        problem = f"tokenizing failed: {type(error).__name__}: {error}"
+        return Finding(problem, where=str(cache), code=exit_codes.FAILED)._asdict()
+    return None
+
+
+def _has_rank_0s_disk(cache: Path) -> bool:
+    """Whether this is another rank, and sees a file that rank 0 has made there now."""
+    first, probe = int(os.environ.get("RANK", "0")) == 0, cache / f".rank-0-{secrets.token_hex(8)}"
+    if first:
+        with suppress(OSError):  # what is wrong with the disk, making tokens says
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe.touch(exist_ok=False)
+    seen = (cache / broadcast_json(probe.name)).exists()
+    barrier()
+    if first:
+        with suppress(OSError):
+            probe.unlink()
+    return seen and not first
+
+
 def _check_same(folder: Path) -> None:
     """That all nodes have the same tokens, of which each may have made its own."""
-    each = all_gather_json(json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"])
+    each = all_gather_json(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
     if other := [rank for rank, sums in enumerate(each) if sums != each[0]]:
         raise ConfigError(
             "the nodes have made different tokens of the same rows",
@@ -122,119 +140,17 @@ def _check_same(folder: Path) -> None:
         )
 
 
-def _fill(
-    folder: Path,
-    dataset: str,
-    documents: Callable[[], Iterable[str]],
-    encode: Callable[[list[str]], list[int]],
-    *,
-    end: int,
-    vocabulary: int,
-    marked: bool,
-) -> None:
-    """Write into a folder of its own, then rename it. Another node or run may do the same, with the same bytes."""
-    cache = folder.parent
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _private(cache)
-    _remove_left_over(folder)
-    part = folder.with_name(f"{folder.name}.part-{secrets.token_hex(8)}")
-    try:
-        _make(part, dataset, documents(), encode, end=end, vocabulary=vocabulary, marked=marked)
-        part.rename(folder)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and folder.is_dir():
-            return  # another node's or run's are there now
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        shutil.rmtree(part, ignore_errors=True)
-        raise DrayError(
-            "the disk is full of tokens",
-            wanted=f"room in {cache}",
-            found=f"{shutil.disk_usage(cache).free / 1e6:.0f} MB left without what was made so far",
-            fix="set data.cache_dir to a place with more room",
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _remove_left_over(folder: Path) -> None:
-    """What a killed process left. One that is alive writes all the time."""
-    for part in folder.parent.glob(f"{folder.name}.part-*"):
-        with suppress(OSError):
-            if time.time() - max(path.stat().st_mtime for path in (part, *part.iterdir())) > _ABANDONED:
-                shutil.rmtree(part, ignore_errors=True)
-
-
-def _make(
-    part: Path,
-    dataset: str,
-    documents: Iterable[str],
-    encode: Callable[[list[str]], list[int]],
-    *,
-    end: int,
-    vocabulary: int,
-    marked: bool,
-) -> None:
-    part.mkdir(mode=0o700)
-    kind = np.uint16 if vocabulary <= 1 << 16 and not marked else np.uint32
-    total, began, shown = 0, time.monotonic(), time.monotonic()
-    with (part / "ids").open("wb") as file_of_ids, (part / "starts").open("wb") as starts:
-        starts.write(np.zeros(1, np.uint64).tobytes())
-        for batch in _batches(documents):
-            array = np.asarray(encode(batch), dtype=np.int64)
-            ids = array & IDS
-            if array.size and int(ids.max()) >= vocabulary:
-                raise ConfigError(
-                    "the tokenizer has a token that the model lacks",
-                    wanted=f"ids below {vocabulary}",
-                    found=str(int(ids.max())),
-                    fix="set model.tokenizer to the one that belongs to the model",
-                )
-            file_of_ids.write(array.astype(kind).tobytes())
-            starts.write(
-                (np.flatnonzero(array & LAST if marked else array == end) + total + 1).astype(np.uint64).tobytes()
-            )
-            total += len(array)
-            if time.monotonic() - shown > 10:
-                shown = time.monotonic()
-                say(f"{total:,} tokens made, {total / (shown - began):,.0f} a second")
-        for file in (file_of_ids, starts):
-            file.flush()
-            os.fsync(file.fileno())
-    sums = {name: _sha256(part / name) for name in _FILES}
-    write_atomic(
-        part / _MANIFEST, json.dumps({"kind": np.dtype(kind).name, "sha256": sums, "dataset": dataset}), mode=0o600
-    )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _private(folder: Path) -> None:
-    """Refuse a folder in which another user may write: who plants tokens decides what is learned."""
-    if trouble := open_to_others(folder, folder=True):
-        raise ConfigError(
-            "the token cache is open to other users",
-            where=folder,
-            wanted=f"a folder of user {os.geteuid()} in which no other may write",
-            found=trouble,
-            fix=f"chmod 700 '{folder}' where it is yours; else set data.cache_dir to a folder that is",
-        )
-
-
 def _check(folder: Path) -> None:
     """That these tokens are this user's, and every byte is as it was written."""
     for one in (folder.parent, folder):
-        _private(one)
+        private(one)
     wanted: object = "its manifest and two files"
     found: object
     try:
         with suppress(OSError):  # a disk that can only be read
-            os.utime(folder / _MANIFEST)
-        wanted = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
-        found = {name: _sha256(folder / name) for name in _FILES}
+            os.utime(folder / MANIFEST)
+        wanted = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        found = {name: sha256(folder / name) for name in FILES}
     except (OSError, ValueError, LookupError, TypeError) as error:
         found = f"{type(error).__name__}: {error}"
     if found != wanted:
@@ -243,14 +159,8 @@ def _check(folder: Path) -> None:
         )
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    iterator = iter(documents)
-    while batch := list(islice(iterator, _BATCH)):
-        yield batch
-
-
 def _open(folder: Path) -> Tokens:
-    kind = np.dtype(json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["kind"])
+    kind = np.dtype(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["kind"])
     starts = np.fromfile(folder / "starts", dtype=np.uint64)
     size = (folder / "ids").stat().st_size
     ids: NDArray[np.integer] = np.memmap(folder / "ids", dtype=kind, mode="r") if size else np.zeros(0, kind)
