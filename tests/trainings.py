@@ -38,13 +38,13 @@ class Forks:
     def hear(self) -> Any:
         return json.loads(self.process.stdout.readline())
 
-    def job(self, job: jobs.Job, folder: Path) -> tuple[int, str]:
+    def job(self, job: jobs.Job, folder: Path, **env: str) -> tuple[int, str]:
         """What a verb starts in the image, such as an export: its exit code, and all that it printed."""
         folder.mkdir(exist_ok=True)
         file, log = folder / "job.json", folder / "job.log"
         file.write_text(json.dumps(jobs.to_json(job)))
         log.unlink(missing_ok=True)
-        self.say({"kind": "job", "file": str(file), "ranks": [{"env": {}, "log": str(log)}]})
+        self.say({"kind": "job", "file": str(file), "ranks": [{"env": env, "log": str(log)}]})
         ended = self.hear()
         self.peak = ended["peak"]
         return ended["codes"][0], log.read_text()

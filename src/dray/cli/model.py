@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from dray.cli.options import Engine
+from dray.config.recipe import Recipe
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, write
@@ -17,6 +19,19 @@ app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the mode
 TrustRun = Annotated[
     bool, typer.Option("--trust-run", help="Of another user's run, take its env, pass_env and trust_remote_code, too.")
 ]
+DeviceMap = Annotated[
+    Literal["auto"] | None,
+    typer.Option(help="For a model larger than one device: auto places its layers on all GPUs, then in host memory."),
+]
+MaxMemory = Annotated[
+    list[str] | None,
+    typer.Option(metavar="DEVICE=SIZE", help="With --device-map: 0=20GB or cpu=60GB; may be repeated."),
+]
+OffloadFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="With --device-map: where layers go that no memory has room for; slow."),
+]
+_SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; its checkpoints/final is the model.")]
 
@@ -28,6 +43,9 @@ def evaluate(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win, such as evaluate.mine.dataset=some.txt."),
     ] = None,
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    offload_folder: OffloadFolder = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
@@ -41,9 +59,38 @@ def evaluate(
                 found=override,
                 fix="leave it out",
             )
+    placing = _placing(device_map, max_memory or [], offload_folder)
     recipe = write.over(plan.recipe, overrides or [])
-    job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"))
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("data", "evaluate"), by_gpu=True))
+    job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
+    seen = ("data", "evaluate", "checkpoint")
+    recipe = _writing(recipe, offload_folder)
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=seen, by_gpu=True))
+
+
+def _placing(device_map: str | None, max_memory: list[str], folder: Path | None) -> dict[str, Any] | None:
+    """What the job is told of a model on several devices."""
+    if device_map is None and (max_memory or folder):
+        raise ConfigError(
+            "--max-memory and --offload-folder are for a model on several devices",
+            wanted="--device-map auto beside them",
+            fix="--device-map auto",
+        )
+    sizes = {}
+    for one in max_memory:
+        match = _SIZE.fullmatch(one)
+        if not match or match[1] in sizes:
+            raise ConfigError(
+                "--max-memory has a wrong value", wanted="a GPU's number or cpu, once each, and a size",
+                found=one, fix="--max-memory 0=20GB --max-memory cpu=60GB",
+            )  # fmt: skip
+        sizes[match[1]] = match[2]
+    return {"max_memory": sizes, "offload_folder": str(folder.absolute()) if folder else ""} if device_map else None
+
+
+def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
+    """A container may write there, as a run does in its folder of checkpoints; nowhere else."""
+    held = recipe.checkpoint.model_copy(update={"folder": str(folder.absolute()) if folder else ""})
+    return recipe.model_copy(update={"checkpoint": held})
 
 
 @app.command()
@@ -53,6 +100,9 @@ def generate(
     tokens: Annotated[int | None, typer.Option(min=1, help="How many to generate; else 64, or what fits.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="For a temperature above 0.")] = 0,
+    device_map: DeviceMap = None,
+    max_memory: MaxMemory = None,
+    offload_folder: OffloadFolder = None,
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
@@ -67,8 +117,10 @@ def generate(
         temperature=temperature,
         seed=seed,
         trust_remote_code=recipe.model.trust_remote_code,
+        placing=_placing(device_map, max_memory or [], offload_folder),
     )
-    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, by_gpu=True))
+    recipe = _writing(recipe, offload_folder)
+    raise typer.Exit(desk.once(recipe, job, engine=engine, folder=final, sections=("checkpoint",), by_gpu=True))
 
 
 @app.command()

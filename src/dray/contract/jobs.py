@@ -10,10 +10,15 @@ class Evaluate(NamedTuple):
 
     model: str
     plan: dict[str, Any]
+    placing: dict[str, Any] | None = None
 
 
 class Generate(NamedTuple):
-    """What a saved model makes of a prompt; 0 tokens are as many as fit."""
+    """What a saved model makes of a prompt; 0 tokens are as many as fit.
+
+    `placing` is for a model on several devices: `max_memory` by device, and `offload_folder`, empty where nothing may
+    go to the disk.
+    """
 
     model: str
     objective: str
@@ -22,6 +27,7 @@ class Generate(NamedTuple):
     temperature: float
     seed: int
     trust_remote_code: bool
+    placing: dict[str, Any] | None = None
 
 
 class Export(NamedTuple):

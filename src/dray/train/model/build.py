@@ -30,8 +30,10 @@ from dray.train.kernels import head
 from dray.train.model import attention, lora
 
 
-def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> PreTrainedModel:
-    """The model; with its weights if `filled`."""
+def build(
+    config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool, placed: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """The model; with its weights if `filled`. `placed` says where `from_pretrained` puts those of several devices."""
     attention.look_for_documents(config.data.document_mask)
     # No row is padded. transformers looks for that, only to warn, by reading the device in every pass.
     PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -47,7 +49,7 @@ def build(config: Config, tokens: PreTrainedTokenizerFast, *, filled: bool) -> P
     try:
         if filled and folder and model.weights:
             network: PreTrainedModel = auto_model.from_pretrained(
-                folder, config=settings, use_safetensors=True, **options
+                folder, config=settings, use_safetensors=True, **options, **(placed or {})
             )
         elif filled:
             torch.manual_seed(config.train.seed)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dray.contract.jobs import Evaluate
 from dray.train import manifest, objectives, strategies
 from dray.train.collectives import init_distributed
-from dray.train.config import of_plan
+from dray.train.config import Config, of_plan
 from dray.train.data import datasets, tokenizer
 from dray.train.evaluate import Evaluator
 from dray.train.metrics import Metrics
 from dray.train.model import attention, build
+from dray.train.objectives.base import LossModule
+from dray.train.outputs import device_map
+from dray.train.strategies.base import Strategy
+from dray.train.strategies.ddp import Ddp
+
+
+class Placed(Ddp):
+    """One rank, whose model is where it is: on several devices, from which accelerate's hooks bring what is needed."""
+
+    def _distributed(self, module: LossModule) -> torch.nn.Module:
+        return module
 
 
 def run(job: Evaluate) -> None:
@@ -28,11 +41,27 @@ def run(job: Evaluate) -> None:
     )
     train = replace(config.train, strategy="ddp", compile=False)
     config = replace(config, model=saved, train=train, lora=None)
+    if job.placing:  # the head's weight may be on the disk: its own layer makes the logits
+        whole = replace(config.train, loss="full", master_weights=False)
+        config = replace(config, train=whole, model=replace(config.model, pad_to_multiple_of=0))
     device = init_distributed(config.variant)
     tokens = tokenizer.load(config)
-    network = build.build(config, tokens, filled=True).requires_grad_(False)  # the optimizer then holds nothing
-    attention.install(network, config, device)
-    strategy = strategies.make(network, config, device)
+    placing: Any = nullcontext({})
+    if job.placing:
+        shell = build.shell(config, tokens)
+        placing = device_map.placed(shell.to(shell.config.dtype or torch.float32), job.placing)
+    with placing as placed:
+        network = build.build(config, tokens, filled=True, placed=placed)
+        network.requires_grad_(False)  # the optimizer then holds nothing
+        attention.install(network, config, device)
+        if job.placing:
+            strategy: Strategy = Placed(LossModule(network), config, device_map.first(network))
+        else:
+            strategy = strategies.make(network, config, device)
+        _evaluate(config, tokens, strategy)
+
+
+def _evaluate(config: Config, tokens: Any, strategy: Strategy) -> None:  # noqa: ANN401  a tokenizer
     objective = objectives.named(config.train.objective)(config, tokens)
     evaluator = Evaluator(config, tokens, strategy, objective, Metrics(config, writes=False))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from dray.contract.findings import ConfigError
 from dray.contract.jobs import Generate
 from dray.train import manifest, objectives
+from dray.train.outputs import device_map
 
 _MANY = 64  # tokens, by default
 
@@ -28,7 +30,31 @@ def run(job: Generate) -> None:
             fix="train a causal one: train.objective = causal",
         )
     tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
-    network: Any = AutoModelForCausalLM.from_pretrained(job.model, trust_remote_code=job.trust_remote_code).eval()
+    placing: Any = nullcontext({})
+    if job.placing:
+        placing = device_map.placed(_shell(job), job.placing)
+    with placing as options:
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            job.model, trust_remote_code=job.trust_remote_code, **options
+        ).eval()
+        if job.placing:
+            device = device_map.first(network)
+        else:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            network.to(device)
+        print(_text(job, network, tokenizer, device, chat=chat), flush=True)
+
+
+def _shell(job: Generate) -> Any:  # noqa: ANN401  a transformers model
+    """The model without its weights and without room for them, in the type of its file."""
+    settings = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            settings, trust_remote_code=job.trust_remote_code, dtype=settings.dtype or torch.float32
+        )
+
+
+def _text(job: Generate, network: Any, tokenizer: Any, device: torch.device, *, chat: bool) -> str:  # noqa: ANN401
     if chat:
         messages = [{"role": "user", "content": job.prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -50,9 +76,8 @@ def run(job: Generate) -> None:
         {"do_sample": True, "temperature": job.temperature} if job.temperature else {"do_sample": False}
     )
     # In the type of its file, so that the likeliest tokens are the same ones on a CPU.
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prompt = prompt.to(device)
-    written = network.to(device).generate(
+    written = network.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,
@@ -60,4 +85,4 @@ def run(job: Generate) -> None:
         **chosen,
     )
     shown = written[0, prompt.shape[1] :] if chat else written[0]
-    print(tokenizer.decode(shown, skip_special_tokens=True), flush=True)
+    return str(tokenizer.decode(shown, skip_special_tokens=True))
