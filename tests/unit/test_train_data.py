@@ -279,6 +279,13 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch)
     assert "at byte 12 of" in told
 
 
+@pytest.mark.parametrize("content", ["one\r\ntwo\n", '{"text": "one"}\n{"text": "two"}'])
+def test_the_mark_that_windows_editors_write_is_no_text(tmp_path: Path, content: str) -> None:
+    path = tmp_path / ("a.jsonl" if content[0] == "{" else "a.txt")
+    path.write_bytes(content.encode("utf-8-sig"))
+    assert read(path) == ["one", "two"]
+
+
 @pytest.mark.parametrize("kind", COMPRESSED)
 def test_several_compressed_parts_are_one_file(tmp_path: Path, kind: str) -> None:
     """As `cat a.gz b.gz`, pbzip2, xz's blocks and pzstd write them."""

@@ -25,8 +25,8 @@ def opened(path: str) -> BinaryIO:
     return cast(BinaryIO, openers[kind](path)) if kind in openers else Path(path).open("rb")
 
 
-def read(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in that part of the file, each with the place where it begins; `end` is 0 for all of it."""
+def read(path: str, begin: int, end: int) -> Iterator[tuple[int, str]]:
+    """The lines that begin in that part of the file, each with the byte where it begins; `end` is 0 for all of it."""
     with opened(path) as file:
         place = begin
         if place:  # the line that is under way here began in the piece before
@@ -43,14 +43,14 @@ def read(path: str, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
                     found=f"a longer one at byte {place} of {path}",
                     fix="put line ends between documents, or write parquet",
                 )
-            _check_utf8(line, place, path)
-            yield place, line
+            text = _decoded(line, place, path)
+            yield place, text if place else text.removeprefix("\ufeff")  # the mark that some editors write
             place += len(line)
 
 
-def _check_utf8(line: bytes, place: int, path: str) -> None:
+def _decoded(line: bytes, place: int, path: str) -> str:
     try:
-        line.decode()
+        return line.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
             "the dataset is not UTF-8",

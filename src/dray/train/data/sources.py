@@ -163,7 +163,7 @@ def _rows(piece: Piece, column: str | None) -> Iterator[Any]:
     elif kind in (".json", ".jsonl", ".ndjson"):
         yield from _json_rows(piece, column)
     else:
-        lines = (line.decode().rstrip("\r\n") for _, line in read(piece.path, piece.begin, piece.end))
+        lines = (line.rstrip("\r\n") for _, line in read(piece.path, piece.begin, piece.end))
         yield from lines if column is not None else ({"text": line} for line in lines)
 
 
