@@ -140,7 +140,7 @@ def test_packing_is_told_with_what_it_drops_and_what_fills(tmp_path: Path, lines
     assert training["packing"] == held["packing"] == {"strategy": "bfd", **counts}
     assert (training["documents"], training["tokens"], training["samples"]) == (101, 841, 51)
     text = shown(found)
-    assert "\n  packing bfd: 200 tokens of padding (19.61%), 21 tokens dropped\n" in text
+    assert "\n  packing bfd: 200 tokens of padding (19.61%), 21 dropped (2.50%; bfd_split drops none)\n" in text
     assert "\n  -- attention ends here: another document\n  padding    '<|endoftext|><|endoftext|>" in text
     row = found["rows"][0]
     assert [part["kind"] for part in row["parts"]] == ["context", "predicted"] * 2 + ["padding"]

@@ -103,9 +103,10 @@ def _dataset(one: Table, length: int) -> Iterator[str]:
     )
     if packing := one.get("packing"):
         share = packing["padding"] / (one["samples"] * length)
+        dropped = packing["dropped_tokens"]
         yield (
             f"  packing {packing['strategy']}: {packing['padding']:,} tokens of padding ({share:.2%}), "
-            f"{packing['dropped_tokens']:,} tokens dropped"
+            f"{dropped:,} dropped" + f" ({dropped / one['tokens']:.2%}; bfd_split drops none)" * bool(dropped)
         )
     most = max(one["lengths"].values(), default=1)
     for above, count in one["lengths"].items():

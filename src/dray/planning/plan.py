@@ -130,7 +130,7 @@ def plan(
 
 def _training(recipe: Recipe, precision_why: str) -> str:
     """What decides most of how it goes, a file of DeepSpeed's read in."""
-    train, model = recipe.train, recipe.model
+    train, model, data = recipe.train, recipe.model, recipe.data
     assert train is not None
     length = counted(train.steps, "step") if train.steps else counted(train.epochs or 0, "epoch")
     offload = f", offload {train.offload}" if train.offload else ""
@@ -139,7 +139,9 @@ def _training(recipe: Recipe, precision_why: str) -> str:
     tf32 = " with TF32" if train.precision == "fp32" and train.tf32 and recipe.image != "cpu" else ""
     same = ", deterministic" if train.deterministic else ""
     kind = f"{train.precision}{precision_why}{tf32}{same}"
-    return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokens: {tokenizer}"
+    packing = "" if data.packing == "wrapped" else f", packing {data.packing}"
+    rows = "".join(f"; {key} {named.partition(chr(10))[0]}" for key, named in recipe.maps().items())
+    return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokens: {tokenizer}{packing}{rows}"
 
 
 def _attention(recipe: Recipe) -> str:

@@ -76,8 +76,11 @@ def told(counts: dict[str, int], total: int) -> str:
     """The counts as a line, of `total` tokens with those that fill."""
     found = f"{counts['padding'] / max(total, 1):.2%} of {total:,} tokens is padding"
     if longer := counts["longer_than_a_sample"]:
-        what = f", {counts['dropped_tokens']:,} tokens dropped" if counts["dropped_tokens"] else ", split"
-        found += f"; {counted(longer, 'document')} longer than a sample{what}"
+        what, dropped = "split", counts["dropped_tokens"]
+        if dropped:
+            share = dropped / (total - counts["padding"] + dropped)
+            what = f"{dropped:,} tokens dropped, {share:.2%} (bfd_split drops none)"
+        found += f"; {counted(longer, 'document')} longer than a sample, {what}"
     return found
 
 
