@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -40,8 +41,12 @@ def run(
     env: Mapping[str, str] | None = None,
     show: bool = False,
     check: bool = True,
+    seconds: float | None = None,
 ) -> Done:
-    """Run to the end. `env` is added to this process's; `show` passes the output on to the user as it comes."""
+    """Run to the end. `env` is added to this process's; `show` passes the output on to the user as it comes.
+
+    What has not ended after so many `seconds` is killed with all that it has started, and refused.
+    """
     command = [str(argument) for argument in argv]
     pipe = None if show else subprocess.PIPE
     try:
@@ -56,16 +61,23 @@ def run(
                 stderr=pipe,
                 text=True,
                 errors="replace",
+                start_new_session=seconds is not None,
             ) as running,
         ):
             try:
                 begun()
-                out, err = running.communicate()
+                out, err = running.communicate(timeout=seconds)
             except BaseException:
-                running.kill()
+                if seconds is None:
+                    running.kill()
+                else:  # it leads a group
+                    with suppress(ProcessLookupError):
+                        os.killpg(running.pid, signal.SIGKILL)
                 raise
     except FileNotFoundError as missing:
         raise UnfitError(f"{command[0]} is not installed", where=f"PATH={os.environ.get('PATH', '')}") from missing
+    except subprocess.TimeoutExpired as late:
+        raise no_answer(command, late.timeout) from late
     done = Done(argv=tuple(command), code=running.returncode, out=out or "", err=err or "")
     if check and done.code != 0:
         raise DrayError(
@@ -74,6 +86,15 @@ def run(
             found="\n".join((done.err or done.out).strip().splitlines()[-15:]) or None,
         )
     return done
+
+
+def no_answer(argv: Sequence[str], seconds: float) -> UnfitError:
+    """The refusal of a command that has not ended in time."""
+    return UnfitError(
+        f"{Path(argv[0]).name} gave no answer in {seconds:g} s",
+        where=shlex.join(argv),
+        fix="run it by hand; what hangs is often a network disk, a registry or a FUSE mount that does not answer",
+    )
 
 
 def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> int:

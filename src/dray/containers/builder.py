@@ -100,10 +100,20 @@ def engine() -> Iterator[DockerClient | None]:
         yield client
 
 
-def tool(argv: Sequence[str], *, binds: Mapping[Path, bool], env: Mapping[str, str] | None = None) -> Done:
-    """Run a program that looks into images, without a network. `binds` are the paths in argv, and whether it writes."""
+def tool(
+    argv: Sequence[str],
+    *,
+    binds: Mapping[Path, bool],
+    env: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    network: bool = False,
+) -> Done:
+    """Run a program that looks into images. `binds` are the paths in argv, and whether it writes.
+
+    Without `network` a container has none.
+    """
     if process.which(argv[0]):
-        return process.run(argv, env=env, check=False)
+        return process.run(argv, env=env, check=False, seconds=seconds)
     try:
         client = docker.client()
     except UnfitError as error:
@@ -115,10 +125,27 @@ def tool(argv: Sequence[str], *, binds: Mapping[Path, bool], env: Mapping[str, s
     with closing(client), docker.attempt(f"run {argv[0]} in a container"):
         tools = image(client, checkouts.root(), on_line=lambda _: None)
         mounts = [sandbox.bind(path, read_only=not writes) for path, writes in binds.items()]
-        # As the caller, root or not: unlike builds, none of these programs makes namespaces.
+        environment = dict(env or {})
+        if network:
+            mounts, environment = [*mounts, *_certificate(environment)], {**proxies(os.environ), **environment}
+        # As the caller, root or not: what is written is the caller's.
         user = f"{os.getuid()}:{os.getgid()}"
-        with sandbox.started(client, tools, list(argv), mounts=mounts, environment=env or {}, user=user) as running:
-            code = int(running.wait()["StatusCode"])
+        with sandbox.started(
+            client,
+            tools,
+            list(argv),
+            mounts=mounts,
+            environment=environment,
+            network=network,
+            user=user,
+            fuse=True,
+        ) as running:
+            try:
+                code = int(running.wait(timeout=seconds)["StatusCode"])
+            except OSError as late:  # requests' own, which Docker's SDK lets through
+                if seconds is None:
+                    raise
+                raise process.no_answer(argv, seconds) from late
             out, err = (running.logs(stdout=out, stderr=not out).decode(errors="replace") for out in (True, False))
     return Done(argv=tuple(argv), code=code, out=out, err=err)
 
@@ -138,14 +165,9 @@ def _in_container(
     for path, writes in binds.items():
         if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
             os.chown(path, *sandbox.caller())
-    certificate: list[Mount] = []
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
-    if network:
-        environment |= proxies(os.environ)
-        bundle = certificates()
-        if bundle:
-            certificate.append(sandbox.bind(bundle))
-            environment["SSL_CERT_FILE"] = str(bundle)
+    certificate = _certificate(environment) if network else []
+    environment |= proxies(os.environ) if network else {}
     build = checkout / "build"
     build.mkdir(exist_ok=True)
     with (
@@ -163,6 +185,15 @@ def _in_container(
         for line in sandbox.lines(running.logs(stream=True)):
             on_line(sandbox.named(line, inside))
         return int(running.wait()["StatusCode"])
+
+
+def _certificate(environment: dict[str, str]) -> list[Mount]:
+    """The mount of the host's CA bundle; the environment names it."""
+    bundle = certificates()
+    if not bundle:
+        return []
+    environment["SSL_CERT_FILE"] = str(bundle)
+    return [sandbox.bind(bundle)]
 
 
 def _mounts(inside: Mapping[Path, str], binds: Mapping[Path, bool], lent: Path) -> Iterator[Mount]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Apptainer makes user and mount namespaces of its own; it needs no capability for that.
 SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
+_FUSE = "/dev/fuse"
 
 
 @contextmanager
@@ -31,12 +32,14 @@ def started(
     environment: Mapping[str, str],
     network: bool = False,
     user: str | None = None,
+    fuse: bool = False,
 ) -> Iterator[Container]:
-    """Run a command in it. It is gone afterwards, whatever happens."""
+    """Run a command in it. It is gone afterwards, whatever happens. Without /dev/fuse, Apptainer unpacks an image."""
     host = client.api.create_host_config(
         mounts=mounts,
         network_mode="default" if network else "none",
         security_opt=list(SECURITY),
+        devices=[f"{_FUSE}:{_FUSE}:rwm"] if fuse and Path(_FUSE).exists() else [],
     )
     made = client.api.create_container(
         image,

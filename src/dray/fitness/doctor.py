@@ -16,12 +16,13 @@ from dray.config.model import load
 from dray.config.recipe import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
-from dray.contract.findings import DrayError, Finding, counted
+from dray.contract.findings import DrayError, Finding, UnfitError, counted
 from dray.fitness import host
 from dray.images import store
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "ch-run")
 _BY_VERB = {"enroot", "podman-hpc"}  # they have no --version
+_ANSWER_S = 30.0  # a program on a network disk that does not answer is a finding, not a wait
 # Slurm's plugins that start containers, by the option that each adds to srun.
 _PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image": "Pyxis"}
 
@@ -53,9 +54,14 @@ def _machine() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    installed = [name for name in _ENGINES if process.which(name)]
+    installed, hang = [name for name in _ENGINES if process.which(name)], set()
     for name in installed:
-        done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False)
+        try:
+            done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False, seconds=_ANSWER_S)
+        except UnfitError as error:
+            yield _unfit("engine", error.problem, error.finding.fix)
+            hang.add(name)
+            continue
         version = " ".join([name, *(done.out or done.err).strip().splitlines()[:1]])
         refused = _docker() if name == "docker" and not done.code else None
         if refused:  # another engine does without it
@@ -72,6 +78,22 @@ def _engines() -> Iterator[Finding]:
         yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
     if {"apptainer", "singularity", "ch-run"} & set(installed):
         yield from _unprivileged()
+    if {"apptainer", "singularity"} & {*installed} - hang:
+        yield from _instances()
+
+
+def _instances() -> Iterator[Finding]:
+    """Each holds its image's mount, and a process, until it is stopped."""
+    from dray.containers import singularity  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
+
+    try:
+        found = singularity.instances()
+    except DrayError as error:
+        yield _note("instances", f"{error.problem}\n{error.finding.found}".strip())
+        return
+    for one in found:
+        fix = f"if you no longer use it: {singularity.name()} instance stop {one['instance']}"
+        yield _note("instance", f"{one['instance']} of {one['img']} runs (process {one['pid']})", fix)
 
 
 def _docker() -> DrayError | None:

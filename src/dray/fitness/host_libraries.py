@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dray import process
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.config.site import Site
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.containers import singularity
+from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 
 
@@ -28,18 +28,19 @@ class Comparison(NamedTuple):
 
 def compare(site: Site, image: str) -> Comparison:
     """Start the image with the libraries bound, and compare their ELF headers, and its plugin's, with its libraries."""
-    engine, file = _engine(), _image(image)
-    missing, mounts, names = [], [], []
+    file = _image(image)
+    missing, mounts, names, sources = [], [], [], []
     for pattern in site.fabric.files:
         matches = sorted(Path("/").glob(pattern.lstrip("/")), key=_version)
         if not matches:
             missing.append(pattern)
             continue
         names.append(f"/host/{matches[-1].name}")
-        mounts.append(f'--mount=type=bind,"src={matches[-1].resolve()}","dst={names[-1]}",ro')
+        sources.append(matches[-1].resolve())
+        mounts.append(f'--mount=type=bind,"src={sources[-1]}","dst={names[-1]}",ro')
     names += filter(None, [site.fabric.image_plugin])
-    argv = [engine, "--quiet", "exec", "--cleanenv", "--no-mount=home,cwd", *mounts, str(file.absolute())]
-    done = process.run([*argv, "python3", "-m", "dray.checks.abi", *names], check=False)
+    argv = ["python3", "-m", "dray.checks.abi", *names]
+    done = singularity.execute(file.absolute(), argv, options=mounts, binds=dict.fromkeys(sources, False))
     try:
         return Comparison(json.loads(done.out), missing)
     except ValueError:
@@ -52,14 +53,6 @@ def _image(image: str) -> Path:
         fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
         raise ConfigError("the image does not exist", wanted=str(file), fix=fix)
     return file
-
-
-def _engine() -> str:
-    engine = next((one for one in ("apptainer", "singularity") if process.which(one)), None)
-    if engine is None:
-        fix = "run this on the cluster, best on a compute node"
-        raise UnfitError("neither apptainer nor singularity is on PATH", fix=fix)
-    return engine
 
 
 def _version(path: Path) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from dray import process
 from dray.config import checkout
-from dray.containers import apptainer, builder
+from dray.containers import apptainer, builder, singularity
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import format as sif_format
 from dray.images.sif import record, verify
@@ -27,6 +27,8 @@ _KEYS = {
     "apptainer": ("APPTAINER_KEYSDIR", ".apptainer/keys"),
     "singularity": ("SINGULARITY_SYPGPDIR", ".singularity/sypgp"),
 }
+# It hashes the whole image, which may have tens of gigabytes on a slow disk.
+_HASHED_S = 1800.0
 _FINGERPRINT = re.compile(r"^\s*(?:Fingerprint|F):\s+([0-9A-F]{40})\s*$", re.MULTILINE)
 
 
@@ -92,7 +94,7 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
     argv = ["sign", "--keyidx", str(_index(key))]
     with _copy(sif.path) as copy:
         if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
-            done = process.run([_tool(), *argv, copy], env=_environment(), show=True, check=False)
+            done = process.run([singularity.name(), *argv, copy], env=_environment(), show=True, check=False)
         else:
             done = _apptainer([*argv, str(copy)], sif=copy, writes=True)
         signers = sif_format.read(copy).signers() if done.code == 0 else []
@@ -114,7 +116,7 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
 def keyring() -> Path:
     """Where the keys are."""
     named = (os.environ.get(variable) for variable, _ in _KEYS.values())
-    return Path(next(filter(None, named), None) or checkout.home() / _KEYS[_tool()][1])
+    return Path(next(filter(None, named), None) or checkout.home() / _KEYS[singularity.name()][1])
 
 
 @contextmanager
@@ -158,16 +160,11 @@ def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
         binds[keyring()] = True  # Apptainer mends its mode where others may read it
-    return builder.tool([_tool(), *argv], binds=binds, env=_environment())
-
-
-def _tool() -> str:
-    """This machine's, or that of the container."""
-    return apptainer.program() or "apptainer"
+    return singularity.run(argv, binds=binds, env=_environment(), seconds=_HASHED_S)
 
 
 def _environment() -> dict[str, str]:
-    return {_KEYS[_tool()][0]: str(keyring())}
+    return {_KEYS[singularity.name()][0]: str(keyring())}
 
 
 def _command(command: str) -> str:

@@ -1,0 +1,182 @@
+"""Apptainer or SingularityCE on this machine by spython's client, which writes arguments and reads replies.
+
+Every program starts by our own door, with a deadline: spython's would hang, exit or start `sudo` (docs/adr/0018).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import spython.utils
+
+from dray.containers import apptainer, builder
+from dray.contract.findings import ConfigError, DrayError
+from dray.process import Done
+
+ANSWER_S = 60.0
+"""What only looks at an image answers in seconds; a cold network disk takes longer."""
+FETCH_S = 4 * 3600.0
+"""An image of a registry may have tens of gigabytes."""
+_REGISTRIES = re.compile(r"(docker|oras|https|library|shub)://.+")
+_ARCHIVES = re.compile(r"(oci|oci-archive|docker-archive|docker-daemon):.+")
+
+
+@dataclass
+class _Call:
+    """What the door knows of the call that spython is asked to make."""
+
+    binds: Mapping[Path, bool]
+    env: Mapping[str, str]
+    seconds: float
+    network: bool
+    done: list[Done] = field(default_factory=list)
+
+
+_CALL: ContextVar[_Call] = ContextVar("call")
+
+
+def _door(cmd: Sequence[str], **_: object) -> dict[str, Any]:
+    """In the place of `spython.utils.run_command`; its message is standard output alone, never the other stream."""
+    call = _CALL.get()
+    done = builder.tool(cmd, binds=call.binds, env=call.env, seconds=call.seconds, network=call.network)
+    call.done.append(done)
+    return {"message": [done.out], "return_code": done.code}
+
+
+@cache
+def _spython() -> Any:  # noqa: ANN401  it has no types
+    """Its client, whose modules take these two functions when they are loaded, and start programs by no other."""
+    spython.utils.run_command = _door
+    spython.utils.check_install = lambda *_args, **_options: True  # it starts `singularity --version`, and ignores it
+    from spython.main import get_client  # noqa: PLC0415  only now
+
+    client = get_client(quiet=True)
+    client._init_command = _command
+    return client
+
+
+def name() -> str:
+    """This machine's, or that of the container."""
+    return apptainer.program() or builder.APPTAINER
+
+
+def _command(action: str | list[str], flags: Sequence[str] | None = None) -> list[str]:
+    return [name(), *(flags or []), *([action] if isinstance(action, str) else action)]
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    binds: Mapping[Path, bool] | None = None,
+    env: Mapping[str, str] | None = None,
+    seconds: float = ANSWER_S,
+) -> Done:
+    """A verb that spython has not, such as verify. `binds` are the paths in argv, and whether it writes."""
+    return builder.tool(_command([*argv]), binds=binds or {}, env=env, seconds=seconds)
+
+
+def inspect(image: Path) -> dict[str, Any]:
+    """What was written into the image when it was built: labels, definition, environment, scripts."""
+    with _call(binds={image: False}, what=f"inspect {image}") as call:
+        reply = _spython().inspect(str(image))
+        _require(call, image)
+        return dict(reply["attributes"])
+
+
+def execute(
+    image: Path,
+    command: Sequence[str],
+    *,
+    options: Sequence[str] = (),
+    binds: Mapping[Path, bool] | None = None,
+    seconds: float = ANSWER_S,
+) -> Done:
+    """A command in the image, which sees nothing else of this machine; `options` mount `binds`. Any exit code."""
+    for path in binds or {}:
+        if not path.exists():  # spython would end the process
+            raise ConfigError("what the image should see does not exist", found=path)
+    with _call(binds={image: False, **(binds or {})}, seconds=seconds, what=f"start {image}") as call:
+        plain = ["--cleanenv", "--no-eval", "--no-mount=home,cwd", *options]
+        _spython().execute(str(image), [*command], options=plain, singularity_options=["--quiet"], return_result=True)
+        return call.done[-1]
+
+
+def instances() -> list[dict[str, Any]]:
+    """This user's instances on this machine, as Apptainer lists them."""
+    with _call(binds={}, what="list the instances") as call:
+        found = _spython().instances(return_json=True, quiet=True)
+        _require(call, None)
+        return list(found)
+
+
+def fetch(source: str, out: Path, *, seconds: float = FETCH_S) -> None:
+    """Make a SIF of what a registry, an OCI folder or an archive has. `out` must not exist."""
+    archive = _archive(source)
+    with _call(
+        binds={out.parent: True, **archive}, seconds=seconds, network=not archive, what=f"fetch {source}"
+    ) as call:
+        if _REGISTRIES.fullmatch(source):
+            _spython().pull(source, name=str(out), quiet=True)
+        else:
+            _spython().build(source, str(out), sudo=False, quiet=True)
+        _require(call, source)
+
+
+def _archive(source: str) -> dict[Path, bool]:
+    """The file or folder that the source names, if it does."""
+    if _REGISTRIES.fullmatch(source):
+        return {}
+    if not _ARCHIVES.fullmatch(source):
+        raise ConfigError(
+            "not a source of an image",
+            wanted="docker://, oras://, library://, https://, oci:FOLDER, oci-archive:FILE or docker-archive:FILE",
+            found=source,
+        )
+    kind, _, rest = source.partition(":")
+    if kind == "docker-daemon":
+        return {}
+    path = Path(os.path.abspath(rest.partition(":")[0]))  # noqa: PTH100  without following links
+    if not path.exists():
+        raise ConfigError("the source of the image does not exist", where=source, found=path)
+    return {path: False}
+
+
+@contextmanager
+def _call(
+    *,
+    binds: Mapping[Path, bool],
+    what: str,
+    seconds: float = ANSWER_S,
+    network: bool = False,
+) -> Iterator[_Call]:
+    """One call of spython's, whose way to end is ours: no exit of the process, and none of its exceptions."""
+    env = {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"} if network else {}
+    call = _Call(binds=binds, env=env, seconds=seconds, network=network)
+    before = _CALL.set(call)
+    try:
+        yield call
+    except (SystemExit, LookupError, TypeError, ValueError, AttributeError) as wrong:
+        last = call.done[-1] if call.done else None
+        found = (last.err or last.out).strip() if last else ""
+        raise DrayError(f"{name()} gave no answer that can be read, to {what}", found=found or repr(wrong)) from wrong
+    finally:
+        _CALL.reset(before)
+
+
+def _require(call: _Call, where: object) -> None:
+    """The program's own words for what went wrong: spython drops them."""
+    done = call.done[-1]
+    if done.code:
+        raise DrayError(
+            f"{Path(done.argv[0]).name} {done.argv[1]} failed with exit code {done.code}",
+            where=where,
+            found="\n".join((done.err or done.out).strip().splitlines()[-5:]) or None,
+        )

@@ -1,0 +1,179 @@
+"""The client over spython's: each of its traps, and every verb with a real Apptainer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dray.containers import singularity
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.fitness import doctor
+
+PULLED = "docker://registry.example/team/image:1"
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Put a tool of this name on the machine, the only one; what it is called with."""
+
+    def put(does: str, *, name: str = "apptainer") -> Path:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        calls = tmp_path / "calls"
+        calls.touch()
+        script = folder / name
+        logged = "    print(os.path.basename(sys.argv[0]), *sys.argv[1:], file=file)"
+        script.write_text(
+            f"#!{sys.executable}\nimport sys, os, time, subprocess\n"
+            f"with open({str(calls)!r}, 'a') as file:\n{logged}\n{does}\n"
+        )
+        for forbidden in ("sudo", "docker"):
+            (folder / forbidden).write_text(f"#!/bin/sh\necho {forbidden} >>'{calls}'\nexit 9\n")
+        for path in folder.iterdir():
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder))
+        return calls
+
+    return put
+
+
+@pytest.fixture
+def image(tmp_path) -> Path:
+    path = tmp_path / "an image.sif"
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize("name", ["apptainer", "singularity"])
+def test_it_finds_the_program_by_both_names(tool, image, name):
+    calls = tool("print('hello')", name=name)
+    assert singularity.execute(image, ["echo", "a b"], options=["--nv"]).out == "hello\n"
+    assert calls.read_text().splitlines() == [
+        f"{name} --quiet exec --cleanenv --no-eval --no-mount=home,cwd --nv {image} echo a b"
+    ]
+
+
+def test_a_megabyte_of_errors_does_not_hang(tool, image):
+    tool("sys.stderr.write('x' * (1 << 20)); sys.stderr.flush(); print('done')")
+    done = singularity.execute(image, ["true"], seconds=20)
+    assert (done.out, len(done.err)) == ("done\n", 1 << 20)
+
+
+def test_the_two_streams_stay_apart(tool, image):
+    """spython hands out the errors as the output, where there is no output."""
+    tool("sys.stderr.write('only an error'); sys.exit(3)")
+    done = singularity.execute(image, ["true"])
+    assert (done.code, done.out, done.err) == (3, "", "only an error")
+
+
+def test_what_hangs_is_killed_with_all_that_it_started(tool, image, tmp_path):
+    child = f"import time, os; open({str(tmp_path / 'child')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    tool(f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+         f"while not os.path.exists({str(tmp_path / 'child')!r}): time.sleep(0.01)\ntime.sleep(600)")  # fmt: skip
+    began = time.monotonic()
+    with pytest.raises(UnfitError, match="apptainer gave no answer in 3 s") as late:
+        singularity.execute(image, ["true"], seconds=3)
+    assert time.monotonic() - began < 30
+    assert late.value.details["where"].startswith("apptainer --quiet exec ")
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("pass", "ValueError|JSONDecodeError|IndexError"),
+        ("print('{}')", "KeyError"),
+        ("print('[]')", "Error"),
+        ("print('{\"data\": 1}')", "Error"),
+        ("print('not json')", "not json"),
+        ("sys.stderr.write('{\"data\": {}}')", "data"),
+    ],
+)
+def test_inspect_of_no_answer(tool, image, answer, found):
+    tool(answer)
+    with pytest.raises(DrayError, match="apptainer gave no answer that can be read, to inspect"):
+        singularity.inspect(image)
+
+
+def test_inspect_of_what_the_program_refuses(tool, image):
+    tool("sys.stderr.write('FATAL:   no image\\n'); sys.exit(255)")
+    with pytest.raises(DrayError) as refused:
+        singularity.inspect(image)
+    assert (refused.value.problem, refused.value.details) == (
+        "apptainer inspect failed with exit code 255", {"where": str(image), "found": "FATAL:   no image"}
+    )  # fmt: skip
+
+
+def test_a_missing_bind_does_not_exit(tool, image, tmp_path):
+    calls = tool("pass")
+    with pytest.raises(ConfigError, match="what the image should see does not exist"):
+        singularity.execute(image, ["true"], binds={tmp_path / "none": False})
+    assert calls.read_text() == ""
+
+
+@pytest.mark.parametrize("source", ["", "ubuntu", "docker://", "ftp://x/y", "--help", "docker:x", "oci:"])
+def test_a_source_that_none_is_does_not_exit(tool, tmp_path, source):
+    calls = tool("pass")
+    with pytest.raises(ConfigError, match="not a source of an image"):
+        singularity.fetch(source, tmp_path / "out.sif")
+    assert calls.read_text() == ""
+
+
+def test_an_archive_that_is_not_there(tool, tmp_path):
+    tool("pass")
+    with pytest.raises(ConfigError, match="the source of the image does not exist"):
+        singularity.fetch(f"oci:{tmp_path}/none:latest", tmp_path / "out.sif")
+
+
+def test_a_pull_that_fails_is_an_error(tool, tmp_path):
+    """spython hands out the name of the file that is not there."""
+    calls = tool("sys.stderr.write('FATAL:   unauthorized\\n'); sys.exit(255)")
+    with pytest.raises(DrayError, match="apptainer pull failed with exit code 255") as refused:
+        singularity.fetch(PULLED, tmp_path / "out.sif")
+    assert refused.value.details == {"where": PULLED, "found": "FATAL:   unauthorized"}
+    assert calls.read_text() == f"apptainer pull --name {tmp_path}/out.sif {PULLED}\n"
+
+
+def test_a_build_asks_for_no_sudo(tool, tmp_path):
+    calls = tool("pass")
+    (tmp_path / "layout").mkdir()
+    singularity.fetch(f"oci:{tmp_path}/layout:1", tmp_path / "out.sif")
+    assert calls.read_text() == f"apptainer build {tmp_path}/out.sif oci:{tmp_path}/layout:1\n"
+
+
+def test_spython_starts_no_program_itself(tool, image, monkeypatch, tmp_path):
+    """Nor `singularity --version`, which it starts before each verb."""
+    calls = tool('print(\'{"instances": [], "data": {"attributes": {}}}\')')
+    from spython.utils import terminal
+
+    monkeypatch.delattr(terminal.subprocess, "Popen")
+    monkeypatch.setattr("dray.process.run", lambda argv, **_: subprocess_run(argv))
+    singularity.execute(image, ["true"])
+    assert singularity.instances() == []
+    assert singularity.inspect(image) == {"labels": {}}
+    singularity.fetch(PULLED, tmp_path / "out.sif")
+    assert len(calls.read_text().splitlines()) == 4
+
+
+def subprocess_run(argv):
+    """Without subprocess."""
+    from dray.process import Done
+
+    reader, writer = os.pipe()
+    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writer, 1)])
+    os.close(writer)
+    with os.fdopen(reader) as out:
+        text = out.read()
+    return Done(argv=tuple(argv), code=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), out=text, err="")
+
+
+def test_doctor_does_not_wait_for_a_program_that_hangs(tool, monkeypatch):
+    tool("time.sleep(600)")
+    monkeypatch.setattr(doctor, "_ANSWER_S", 1)
+    (found,) = [finding for finding in doctor._engines() if "apptainer" in finding.found]
+    assert (found.level, found.found) == ("error", "apptainer gave no answer in 1 s")

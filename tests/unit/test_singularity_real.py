@@ -1,0 +1,119 @@
+"""Every verb of the client over spython's with a real Apptainer, in a container, by a command of its name."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import oci
+from dray.containers import builder, docker, singularity
+from dray.contract.findings import DrayError
+from dray.fitness import doctor
+from helpers import ROOT
+
+pytestmark = pytest.mark.docker
+# A root file system with dash, of the container's own files.
+DASH = "cp -L --parents $(ldd /usr/bin/dash | grep -o '/[^ ]*') /usr/bin/dash . && ln -s dash usr/bin/sh"
+DASH += " && ln -s usr/bin bin && mkdir proc sys dev tmp etc && tar -cf ../layer.tar ."
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    """A folder with the command, and an OCI image."""
+    folder = tmp_path_factory.mktemp("real")
+    with closing(docker.client()) as client:
+        image = builder.image(client, ROOT, on_line=lambda _: None)
+    options = [f"--security-opt={one}=unconfined" for one in ("seccomp", "apparmor", "systempaths")]
+    options += ["--device=/dev/fuse"] if Path("/dev/fuse").exists() else []
+    argv = ["docker", "run", "--detach", "--network=host", *options, f"--volume={folder}:{folder}"]
+    made = subprocess.run([*argv, image, "sleep", "600"], capture_output=True, text=True, check=True)
+    container = made.stdout.strip()
+    try:
+        script = f"mkdir {folder}/root && cd {folder}/root && {DASH}"
+        subprocess.run(["docker", "exec", container, "sh", "-c", script], check=True)
+        oci.layout(folder / "layout", (folder / "layer.tar").read_bytes())
+        command = folder / "bin" / "apptainer"
+        command.parent.mkdir()
+        inside = f"exec --env=APPTAINER_NOHTTPS=1 {container} apptainer"
+        command.write_text(f'#!/bin/sh\nexec "{shutil.which("docker")}" {inside} "$@"\n')
+        command.chmod(0o755)
+        yield folder
+    finally:
+        subprocess.run(["docker", "rm", "--force", container], capture_output=True, check=True)
+
+
+@pytest.fixture
+def folder(machine, monkeypatch):
+    monkeypatch.setenv("PATH", f"{machine}/bin:/usr/bin:/bin")
+    return machine
+
+
+@pytest.fixture
+def fetched(folder) -> Path:
+    out = folder / "fetched.sif"
+    if not out.exists():
+        singularity.fetch(f"oci:{folder}/layout", out)
+    return out
+
+
+def test_an_oci_folder_becomes_a_sif_that_starts(fetched):
+    done = singularity.execute(fetched, ["sh", "-c", "echo $WHOSE; echo error >&2; exit 4"])
+    assert (done.code, done.out, done.err.splitlines()[-1]) == (4, "theirs\n", "error")
+
+
+def test_a_registry(folder):
+    with oci.registry(folder / "layout") as where:
+        singularity.fetch(f"docker://{where}/team/image:1", folder / "pulled.sif")
+    assert singularity.execute(folder / "pulled.sif", ["sh", "-c", "echo $WHOSE"]).out == "theirs\n"
+
+
+def test_a_registry_that_is_not_there(folder):
+    with pytest.raises(DrayError, match="apptainer pull failed with exit code 255") as refused:
+        singularity.fetch("docker://127.0.0.1:1/team/image:1", folder / "none.sif")
+    assert "connection refused" in refused.value.details["found"]
+    assert not (folder / "none.sif").exists()
+
+
+def test_inspect(fetched):
+    found = singularity.inspect(fetched)
+    assert found["labels"]["org.label-schema.usage.apptainer.version"].startswith("1.")
+    assert "WHOSE" in "".join(found["environment"].values())
+
+
+def test_inspect_of_no_image(folder):
+    (folder / "text").write_text("text")
+    with pytest.raises(DrayError, match="apptainer inspect failed with exit code 255"):
+        singularity.inspect(folder / "text")
+
+
+def test_verify_of_what_nobody_signed(fetched):
+    done = singularity.run(["verify", "--local", str(fetched)])
+    assert done.code
+    assert "signature" in done.err
+
+
+def test_doctor_names_an_instance_and_how_to_stop_it(fetched):
+    assert singularity.instances() == []
+    assert singularity.run(["instance", "start", str(fetched), "mine"]).code == 0
+    (one,) = singularity.instances()
+    assert (one["instance"], one["img"]) == ("mine", str(fetched))
+    (found,) = [finding for finding in doctor._engines() if finding.problem == "instance"]
+    assert found.found == f"mine of {fetched} runs (process {one['pid']})"
+    _, _, fix = found.fix.partition(": ")
+    assert singularity.run(fix.split()[1:]).code == 0
+    assert singularity.instances() == []
+
+
+def test_a_machine_with_docker_alone(fetched, monkeypatch, tmp_path):
+    """Apptainer then runs in a container, which sees the image and what it is given, and has no network."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "data").write_text("data\n")
+    mount = f"--mount=type=bind,src={tmp_path / 'data'},dst=/mnt,ro"
+    options = [mount, "--no-mount=tmp"]
+    script = "echo $WHOSE; while read line; do echo $line; done </mnt; ls -d /tmp/*; exit 3"
+    done = singularity.execute(fetched, ["sh", "-c", script], options=options, binds={tmp_path / "data": False})
+    assert (done.code, done.out) == (3, "theirs\ndata\n"), done.err
