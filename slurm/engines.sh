@@ -83,7 +83,12 @@ engine::mounts() { # sets `mounts`: options, as CSV, so that commas and quotes i
 
 engine::apptainer() { # COMMAND...
   local -a mounts
+  local python_path
   engine::mounts
+  if [[ -f "${image%.sif}/image.json" ]]; then # an adopted image
+    python_path="${image%.sif}$(sed -n 's/.*"pythonpath": *"\([^"][^"]*\)".*/:\1/p' "${image%.sif}/image.json")"
+    local -x APPTAINERENV_PYTHONPATH="$python_path" SINGULARITYENV_PYTHONPATH="$python_path"
+  fi
   APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \
     APPTAINERENV_DRAY_SITES="$own_sites" SINGULARITYENV_DRAY_SITES="$own_sites" \
     "$engine" --quiet exec --cleanenv --no-eval --no-mount=home,cwd "${mounts[@]}" --pwd "$where" "$image" "$@"

@@ -74,6 +74,7 @@ lib::inside() { # COMMAND...: run in the image, which sees the checkout, the rec
   local -a folders=("$DRAY_HOME")
   local folder
   [[ ! -f "$site" ]] || folders+=("$site")
+  [[ ! -f "${image%.sif}/image.json" ]] || folders+=("${image%.sif}") # dray, for an adopted image
   for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
     [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
   done
@@ -107,7 +108,9 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
         image="$(lib::guess "$@")" || exit
         ;;
       image=*)
-        lib::known image "${answer#*=}" cpu cuda cuda12 rocm
+        # Besides dray's own, an adopted one, which is a file here.
+        [[ "${answer#*=}" =~ ^[a-z0-9][a-z0-9_-]*$ && -d "$DRAY_HOME/build/dray-${answer#*=}" ]] ||
+          lib::known image "${answer#*=}" cpu cuda cuda12 rocm
         image="$(engine::image "${answer#*=}")" || exit
         ;;
       layer=*)

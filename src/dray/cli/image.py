@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli import image_layer, image_lock, image_look
+from dray.cli import image_adopt, image_layer, image_lock, image_look
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.containers import builder
@@ -145,6 +145,7 @@ def enter(variant: Variant) -> None:
 
 
 for verb in (
+    image_adopt.adopt,
     image_layer.layer,
     image_lock.lock,
     image_look.inspect,

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dray.config import checkout
-from dray.config.image import ACCELERATORS
 from dray.contract.findings import ConfigError
 from dray.images import store
-from dray.images.sif import contents
+from dray.images.sif import contents, record
 from dray.images.sif import diff as differences
 from dray.images.sif import format as sif_format
 from dray.images.sif import inspect as summary
@@ -28,7 +27,11 @@ Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a 
 
 def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """Show what an image is and what takes its space, without starting it."""
-    report = summary.report(sif_format.read(_file(image)))
+    file = _file(image)
+    if adopted := record.read(file) if store.beside(file) else None:
+        print(adopted.model_dump_json(indent=1) if as_json else _adopted(file, adopted))
+        return
+    report = summary.report(sif_format.read(file))
     if as_json:
         print(json.dumps(report, indent=1))
         return
@@ -104,9 +107,15 @@ def diff(
 
 
 def _file(image: str) -> Path:
-    if image in ACCELERATORS:
-        return store.sif(checkout.root(), image)
-    return Path(image)
+    return store.named(checkout.root(), image)
+
+
+def _adopted(file: Path, known: record.Record) -> str:
+    """As its record has it: what is in it is not dray's to describe."""
+    lines = {"image": f"{file}, adopted from {known.base}", "digest": f"sha256:{known.sif.sha256}"}
+    lines |= {"variant": known.variant, "dray": f"{known.dray}, beside it", **known.tools}
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
 def _table(packages: dict[str, int]) -> Table:

@@ -56,7 +56,7 @@ def submit(
     run = (runs or default_runs()).absolute() / new_id(recipe.name)
     plan = write.decide(recipe, facts, choice, RunPaths(run))
     plan.refuse()  # before the image, which may take long to build
-    variant = plan.recipe.image
+    variant = plan.recipe.image_name
     image = store.job_file(checkout.root(), variant, plan.engine)
     if not dry_run:
         store.required(checkout.root(), variant, recipe.image_digest, plan.engine)

@@ -13,6 +13,8 @@ Variant = Literal["cpu", "cuda", "cuda12", "rocm"]
 ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}
 # NCCL's and RCCL's plugin for libfabric, where containers/steps/56-fabric.sh puts it.
 PLUGIN = "/opt/dray/fabric/libnccl-net-ofi.so"
+# The name of an adopted image, which a variant's own must not be.
+ADOPTED = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9A-F]{40}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dray.config.analog import Analog
 from dray.config.data import Data
-from dray.config.image import Fingerprint, Variant
+from dray.config.image import ADOPTED, Fingerprint, Variant
 from dray.config.model import SecretError, Spec
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
 from dray.contract import secrets
@@ -97,6 +97,8 @@ class Recipe(Spec):
     """Settings of scale = tiny: any keys of a recipe."""
     image: Variant = "cpu"
     """The image's variant."""
+    adopted: Annotated[str, Field(pattern=ADOPTED)] | None = None
+    """An image that somebody else made, by the name that `dray image adopt` gave it; it must be of that variant."""
     image_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """The SHA-256 that the SIF must have, as `dray image build` prints it."""
     image_signers: tuple[Fingerprint, ...] = ()
@@ -136,6 +138,11 @@ class Recipe(Spec):
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     analog: Analog | None = None
+
+    @property
+    def image_name(self) -> str:
+        """What the image's file is called: dray-NAME.sif."""
+        return self.adopted or self.image
 
     def all_places(self) -> dict[str, str]:
         """Those, and the folders where something is kept."""

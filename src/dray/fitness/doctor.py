@@ -192,7 +192,10 @@ def _images() -> Iterator[Finding]:
     for variant, file in files.items():
         yield _ok("image", f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
         yield from _driver(variant, load(Image, root / "containers" / variant / "image.toml").driver)
-    if not files:
+    adopted = [file for file in sorted((root / "build").glob("dray-*.sif")) if store.beside(file)]
+    for file in adopted:
+        yield _ok("image", f"{file.stem.removeprefix('dray-')}, adopted as {store.variant(file)}: {file}")
+    if not files and not adopted:
         yield _note(
             "image", f"none in {root / 'build'}", "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"
         )

@@ -40,6 +40,10 @@ def compare(site: Site, image: str) -> Comparison:
         mounts.append(f'--mount=type=bind,"src={sources[-1]}","dst={names[-1]}",ro')
     names += filter(None, [site.fabric.image_plugin])
     argv = ["python3", "-m", "dray.checks.abi", *names]
+    if adopted := store.beside(file):
+        sources.append(Path(adopted["adopted"]))
+        mounts.append(f'--mount=type=bind,"src={sources[-1]}","dst={sources[-1]}",ro')
+        argv = ["env", f"PYTHONPATH={adopted['adopted_path']}", *argv]
     done = singularity.execute(file.absolute(), argv, options=mounts, binds=dict.fromkeys(sources, False))
     try:
         return Comparison(json.loads(done.out), missing)
@@ -48,7 +52,7 @@ def compare(site: Site, image: str) -> Comparison:
 
 
 def _image(image: str) -> Path:
-    file = store.sif(checkout.root(), image) if image in ACCELERATORS else Path(image)
+    file = store.named(checkout.root(), image)
     if not file.exists():
         fix = f"make image-{image}" if image in ACCELERATORS else f"name a file, or one of {', '.join(ACCELERATORS)}"
         raise ConfigError("the image does not exist", wanted=str(file), fix=fix)

@@ -56,6 +56,10 @@ class Setting(NamedTuple):
     source: str
 
 
+# How an adopted image finds dray: a folder of packages for that image's own Python.
+_ADOPTED = ("PYTHONPATH", "dray")
+
+
 def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> list[Finding]:
     """Errors, warnings and notes on the environment of this plan's ranks, and on the shell's variables outside it."""
     settings = [Setting(name, value, "image") for name, value in image.items()]
@@ -64,7 +68,8 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
     inside = {setting.name: setting for setting in settings}  # the last one wins
     found: list[Finding] = []
     for setting in inside.values():
-        found += _by_rules(plan, inside.keys(), setting)
+        if (setting.name, setting.source) != _ADOPTED:
+            found += _by_rules(plan, inside.keys(), setting)
         found += _typo(setting, "error")
     for variable in plan.env:
         found += _overridden(variable, shell)

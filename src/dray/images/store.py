@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from importlib.metadata import distribution
@@ -12,11 +13,14 @@ from pathlib import Path
 
 from dray import engines
 from dray.config.checkout import root
+from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import record, verify
 from dray.images.sif.format import MAGIC
 
 _SIF = "sif"
+# In an image of ours below sys.prefix; for an adopted one in the folder beside it.
+_DESCRIBED = "image.json"
 
 
 def docker_tag(variant: str) -> str:
@@ -67,6 +71,12 @@ def layer(checkout: Path, variant: str, name: str) -> Path:
     return Path(name) if name.endswith(".sif") else checkout / "build" / f"dray-{variant}-{name}.sif"
 
 
+def named(checkout: Path, image: str) -> Path:
+    """The file that a user names: by its path, as a variant, or as an adopted image."""
+    own = sif(checkout, image) if re.fullmatch(ADOPTED, image) else Path(image)
+    return own if image in ACCELERATORS or (not Path(image).exists() and own.exists()) else Path(image)
+
+
 def failed(checkout: Path, variant: str) -> Path:
     """The sandbox of the last build that failed."""
     return checkout / "build" / "failed" / variant
@@ -84,6 +94,8 @@ def absent(image: Path, variant: str, engine: str) -> str:
     """How to make the image, where it is not there; what an engine has in a store, the nodes say."""
     if engines.get(engine).image == "store" or image.exists():
         return ""
+    if variant not in ACCELERATORS:
+        return f"dray image adopt SOURCE --name {variant}"
     return f"make image-{variant}" if _SIF in _formats(engine) else "make one of dray's image (docs/engines.md)"
 
 
@@ -96,11 +108,30 @@ def _formats(engine: str) -> tuple[str, ...]:
     return engines.get(engine).formats
 
 
+def beside(image: Path) -> dict[str, str]:
+    """What a plan must know of an adopted image: the folder with dray beside it, and PYTHONPATH; nothing of others."""
+    folder = image.absolute().with_suffix("")
+    try:
+        theirs = json.loads((folder / _DESCRIBED).read_text(encoding="utf-8"))["pythonpath"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"adopted": str(folder), "adopted_path": ":".join(filter(None, [str(folder), theirs]))}
+
+
+def within() -> dict[str, str]:
+    """What a planner in an image knows of it: its variant; of an adopted one the rest, which the job has set."""
+    folder = Path(__file__).resolve().parents[2]
+    adopted = beside(folder.with_name(f"{folder.name}.sif")) if (folder / _DESCRIBED).is_file() else {}
+    return {"image_variant": variant(), **adopted}
+
+
 def variant(image: Path | None = None) -> str:
     """Of the image that this program runs in, or of that file; empty where it is none, or has no record."""
     if image is None:
+        beside_image = Path(__file__).resolve().parents[2] / _DESCRIBED
+        own = beside_image if beside_image.is_file() else Path(sys.prefix) / _DESCRIBED
         try:
-            found = json.loads((Path(sys.prefix) / "image.json").read_text(encoding="utf-8"))
+            found = json.loads(own.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return ""  # what is damaged, the image's own checks say
         return str(found.get("variant", ""))

@@ -39,7 +39,11 @@ def resolve(
     What pass_env names has the job's value, and is not decided here.
     """
     chosen: dict[str, Variable] = {}
-    for layer in (_ours(recipe, site, facts, run_folder, scratch), _sites(site, facts, fabric), _recipes(recipe)):
+    for layer in (
+        _ours(recipe, site, facts, run_folder, scratch),
+        _sites(site, facts, fabric),
+        _recipes(recipe, facts),
+    ):
         for variable in layer:
             beaten = chosen.get(variable.name)
             if beaten is not None:
@@ -68,6 +72,8 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     yield ours("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk")
     yield ours("TRITON_CACHE_AUTOTUNING", "1", "tuning is kept with the compiled kernels for the next attempt")
     yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
+    if facts.adopted_path:
+        yield ours("PYTHONPATH", facts.adopted_path, "dray is beside the adopted image, not in it")
     if recipe.command:
         yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")
     if facts.hf_home:
@@ -101,6 +107,8 @@ def _names(recipe: Recipe, site: Site) -> set[str]:
     return {*recipe.env, *recipe.pass_env, *(setting.name for setting in site.env)}
 
 
-def _recipes(recipe: Recipe) -> Iterator[Variable]:
+def _recipes(recipe: Recipe, facts: Facts) -> Iterator[Variable]:
     for name, value in recipe.env.items():
-        yield Variable(name=name, value=value, source="recipe")
+        # Without its folder an adopted image has no dray.
+        behind = f":{facts.adopted_path}" if name == "PYTHONPATH" and facts.adopted_path else ""
+        yield Variable(name=name, value=value + behind, source="recipe")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 from dray.config.image import ACCELERATORS
 from dray.config.model import validate
 from dray.config.recipe import Recipe
@@ -19,6 +21,11 @@ def variant(recipe: Recipe, site: Site, facts: Facts) -> Choice[str]:
     if site.image and facts.scheduler == "slurm":
         return Choice(site.image, f"for the GPUs of site {site.name}, since the recipe names none")
     return Choice(recipe.image, "the default, since the recipe names none")
+
+
+def adopted(facts: Facts) -> str | None:
+    """The name of the adopted image that the run starts, if it is one: dray-NAME is beside dray-NAME.sif."""
+    return PurePosixPath(facts.adopted).name.removeprefix("dray-") if facts.adopted else None
 
 
 def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[Recipe]:

@@ -14,6 +14,8 @@ def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
     if site.engine and site.engine != facts.engine:
         return f"engine={site.engine}"
     variant = image.variant(recipe, site, facts).value
+    if not facts.image_given and recipe.adopted != image.adopted(facts):
+        return f"image={recipe.adopted or variant}"
     if facts.image_variant not in ("", variant) and not facts.image_given:
         return f"image={variant}"
     if recipe.image_digest and not facts.image_digest and engines.get(facts.engine).image == "file":

@@ -12,14 +12,14 @@ from dray.contract.findings import Finding
 from dray.contract.values import control_characters
 from dray.engines.base import Engine
 from dray.facts import Facts
-from dray.planning import precision, signatures
+from dray.planning import image, precision, signatures
 from dray.planning.schema import Plan
 
 
 def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[Finding]:
     """Every refusal that needs no estimate."""
     yield from _account(site, facts)
-    yield from _variant(recipe, site, facts)
+    yield from _variant(recipe, site, facts, engine)
     yield from _digest(recipe, facts, engine)
     yield from signatures.refusals(recipe, site, engine)
     yield from _checkpoints(recipe, facts)
@@ -63,7 +63,7 @@ def _account(site: Site, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _variant(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
+def _variant(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[Finding]:
     accelerator, given = ACCELERATORS[recipe.image], ACCELERATORS[site.image or recipe.image]
     if accelerator not in ("cpu", given):
         yield _refusal(
@@ -72,6 +72,21 @@ def _variant(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
             wanted=f"image={site.image}",
             found=f"image={recipe.image}",
             fix=f"set image={site.image}, or name another site",
+        )
+    if recipe.adopted and (engine.image != "file" or "sif" not in engine.formats):
+        yield _refusal(
+            f"{engine.name} does not start an adopted image, which is a SIF",
+            wanted="apptainer or singularity",
+            found=f"adopted={recipe.adopted}",
+            fix="sbatch, dray submit, or leave it out: adopted=",
+        )
+    elif recipe.adopted and facts.image and recipe.adopted != image.adopted(facts):
+        yield _refusal(
+            "the image is not the adopted one that the recipe names",
+            where=facts.image,
+            wanted=f"adopted={recipe.adopted}",
+            found=f"adopted={image.adopted(facts)}" if facts.adopted else "an image that was not adopted",
+            fix=f"unset DRAY_IMAGE; dray image adopt SOURCE --name {recipe.adopted}",
         )
     if facts.image_variant not in ("", recipe.image):
         yield _refusal(

@@ -37,6 +37,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         gpus_per_node=gpus_per_node,
         engine=engine,
         image=image,
+        **store.beside(Path(image)),
         site=site,
         home=os.environ.get("HOME", ""),
         hf_home=hf_home(),
@@ -50,7 +51,7 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     """What this engine starts here for the recipe: an image, or for bare a Python that has the training stack."""
     kind = engines.get(engine).image
     if kind == "file":
-        return str(store.required(checkout.root(), recipe.image, recipe.image_digest, engine).absolute())
+        return str(store.required(checkout.root(), recipe.image_name, recipe.image_digest, engine).absolute())
     return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
 
 

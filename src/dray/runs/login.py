@@ -51,11 +51,12 @@ def facts(
     seen, choice = write.at_site(seen)
     variant = image.variant(recipe, choice.site, seen).value
     engine = choice.site.engine or "apptainer"
-    file = store.job_file(checkout.root(), variant, engine)
+    file = store.job_file(checkout.root(), recipe.adopted or variant, engine)
     given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
     found = {
         "image": str(file),
         "image_variant": store.variant(file),
+        **store.beside(file),
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),

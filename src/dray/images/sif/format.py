@@ -30,6 +30,8 @@ KINDS = {
     0x4006: "metadata",
     0x4007: "other",
     0x4008: "message",
+    0x4009: "OCI index",
+    0x400A: "OCI blob",
 }
 _NUMBERS = {kind: number for number, kind in KINDS.items()}
 # launch, magic, version, architecture, id, created, modified, free, total, and offset and size of descriptors and data
@@ -179,6 +181,9 @@ def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: 
     """The root filesystem, or a layer's files, which must be a squashfs of the header's architecture."""
     roles = [struct.pack("<i", role) for role in (_PRIMARY, DATA)]
     systems = [part for part in parts if part.kind == "partition" and part.extra[4:8] in roles]
+    if any(part.kind == "OCI index" for part in parts):
+        found = "an OCI-SIF of SingularityCE 4, which Apptainer does not start"
+        raise _refused(path, found, wanted="a SIF with one root filesystem: singularity pull --no-oci makes one")
     if len(systems) != 1:
         raise _refused(path, f"{len(systems)} root filesystems", wanted="a SIF with one root filesystem")
     filesystem, _, its = _PARTITION.unpack(systems[0].extra[: _PARTITION.size])

@@ -1,0 +1,59 @@
+"""What an image of others has, as JSON. Its own Python runs this text, which may be an old one; nothing imports it."""
+
+import json
+import os
+import platform
+import sys
+
+
+def main() -> None:
+    """One line on standard output, whatever packages print while they are imported."""
+    out = os.dup(1)
+    os.dup2(2, 1)
+    found: dict[str, object] = {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "machine": platform.machine(),
+        "libc": _libc(),
+        "pythonpath": os.environ.get("PYTHONPATH", ""),
+        "packages": _packages(),
+        "torch": _torch(),
+    }
+    os.write(out, json.dumps(found).encode() + b"\n")
+
+
+def _libc() -> str:
+    try:
+        return str(os.confstr("CS_GNU_LIBC_VERSION") or "")
+    except (ValueError, OSError):
+        return ""
+
+
+def _packages() -> dict[str, str]:
+    try:
+        from importlib import metadata  # noqa: PLC0415  not before 3.8
+    except ImportError:
+        return {}
+    # The first of a name is the one that is imported.
+    return {
+        str(one.metadata["Name"]).lower().replace("_", "-"): one.version
+        for one in reversed(list(metadata.distributions()))
+    }
+
+
+def _torch() -> dict[str, str]:
+    try:
+        import torch  # noqa: PLC0415
+    except BaseException as wrong:
+        return {"error": str(wrong) or repr(wrong)}
+    found = {"version": str(torch.__version__), "cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
+    if found["cuda"] or found["hip"]:
+        try:
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        except BaseException as wrong:
+            found["nccl"] = "unknown: " + str(wrong)
+    return found
+
+
+if __name__ == "__main__":
+    main()

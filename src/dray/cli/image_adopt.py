@@ -1,0 +1,51 @@
+"""`dray image adopt`: make an image usable that somebody else made."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dray.config import checkout
+from dray.contract.findings import DrayError
+from dray.fitness import host, host_libraries
+from dray.images import adopt as adopting
+
+
+def adopt(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A SIF, or docker://..., oras://..., oci:FOLDER, oci-archive:FILE.")
+    ],
+    name: Annotated[str, typer.Option(help="What a recipe names it by; else the source's own name.")] = "",
+    force: Annotated[bool, typer.Option(help="Replace an adopted image of this name.")] = False,
+) -> None:
+    """Start an image of others once to see what it has, put dray beside it, and record both."""
+    root = checkout.root(build=True)
+    made = adopting.adopt(root, source, name=name, force=force, say=lambda line: print(line, file=sys.stderr))
+    width = max(map(len, (*made.versions, "digest")))
+    print(f"{made.file}\n{'digest':<{width}}  {made.digest}")
+    for key, version in made.versions.items():
+        print(f"{key:<{width}}  {version}")
+    if made.brought:
+        print(f"beside it, since it lacks them: {', '.join(made.brought)}")
+    for lack in made.lacks:
+        print(f"dray: note: dray's own trainer wants {lack}", file=sys.stderr)
+    _compare(str(made.file))
+    print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.stem.removeprefix("dray-")}"')
+
+
+def _compare(image: str) -> None:
+    """With the libraries that this machine's site binds, where it binds any."""
+    site = host.site("").site
+    if site.fabric.strategy != "host":
+        return
+    try:
+        found = host_libraries.compare(site, image)
+    except DrayError as error:
+        print(f"dray: warning: {error}", file=sys.stderr)
+        return
+    verdict = (
+        "fit" if found.fits else f"do not fit, or are not on this machine: dray site show {site.name} --image {image}"
+    )
+    print(f"the libraries that site {site.name} binds {verdict}")

@@ -1,0 +1,296 @@
+"""Images of others: what running one tells, what is refused and leaves nothing, and what a plan does with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+from contextlib import closing
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from dray.config.site import Site
+from dray.containers import builder, docker
+from dray.contract.findings import DrayError
+from dray.facts import Facts
+from dray.images import adopt, store
+from dray.images.sif import format as sif_format
+from dray.images.sif import record
+from dray.planning import questions
+from dray.planning.plan import plan
+from dray.runs.write import read_recipe
+from helpers import ROOT
+
+FOUND = {
+    "python": "3.12.3", "executable": "/opt/env/bin/python3", "machine": "x86_64", "libc": "glibc 2.39",
+    "pythonpath": "", "packages": {}, "torch": {"version": "2.9.0", "cuda": "", "hip": ""},
+}  # fmt: skip
+SAYS = 'while read -r line; do echo "$line"; done </told'
+REFUSED = {
+    "an old Python": ({"python": "3.10.12"}, "the image's Python is too old for dray", "3.10.12"),
+    "an old glibc": ({"libc": "glibc 2.17"}, "the image's glibc is too old", "glibc 2.17"),
+    "musl": (
+        {"libc": ""},
+        "the image has no glibc, for which torch's wheels are made",
+        "another C library, such as musl",
+    ),
+    "no torch": (
+        {"torch": {"error": "No module named 'torch'"}},
+        "the image has no torch that can be imported",
+        "No module named 'torch'",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> Path:
+    """dray's own, made once."""
+    return tmp_path_factory.mktemp("wheels")
+
+
+@pytest.fixture
+def checkout(tmp_path, wheels, monkeypatch) -> Path:
+    """One with a build folder of its own."""
+    root = tmp_path / "checkout"
+    (root / "build").mkdir(parents=True)
+    (root / "build" / "wheels").symlink_to(wheels)
+    for name in ("containers", "src", "pyproject.toml", "hatch_build.py", "README.md", ".gitignore", "recipes", "slurm",
+                 "LICENSE", "Makefile"):  # fmt: skip
+        (root / name).symlink_to(ROOT / name)
+    monkeypatch.setattr(adopt, "_START_S", 60)
+    return root
+
+
+def whole(checkout: Path) -> list[str]:
+    """What is left in build/, but for what any build keeps there."""
+    return sorted(path.name for path in (checkout / "build").iterdir() if path.name not in (".fetch", "wheels"))
+
+
+def refusal(checkout: Path, source: object, name: str = "mine") -> DrayError:
+    with pytest.raises(DrayError) as refused:
+        adopt.adopt(checkout, str(source), name=name, say=lambda _: None)
+    assert whole(checkout) == []
+    return refused.value
+
+
+class TestFiles:
+    """What never starts."""
+
+    def sif(self, folder: Path) -> Path:
+        (folder / "squashfs").write_bytes(b"hsqs" + bytes(200))
+        sif_format.write(folder / "squashfs", folder / "x.sif", epoch=1, definition=b"a\n")
+        return folder / "x.sif"
+
+    @pytest.mark.parametrize("name", ["cpu", "Mine", "a b", "../x", "a.b", "-x", "x" * 64])
+    def test_a_name(self, checkout, tmp_path, name):
+        assert refusal(checkout, self.sif(tmp_path), name).problem == "not a name for an adopted image"
+
+    def test_no_file(self, checkout, tmp_path):
+        assert refusal(checkout, tmp_path / "none.sif").problem == "the image does not exist"
+
+    @pytest.mark.parametrize("content", [b"", b"text", b"\x7fELF" + bytes(100)])
+    def test_no_image(self, checkout, tmp_path, content):
+        (tmp_path / "x.sif").write_bytes(content)
+        assert refusal(checkout, tmp_path / "x.sif").problem == "not a usable image"
+
+    def test_a_file_that_was_cut_short(self, checkout, tmp_path):
+        sif = self.sif(tmp_path)
+        sif.write_bytes(sif.read_bytes()[:-100])
+        assert "cut short" in refusal(checkout, sif).details["wanted"]
+
+    def test_another_architecture(self, checkout, tmp_path):
+        sif = self.sif(tmp_path)
+        sif.write_bytes(sif.read_bytes().replace(b"\x0002\0", b"\x0004\0").replace(b"02\0", b"04\0"))
+        refused = refusal(checkout, sif)
+        assert (refused.problem, refused.details["found"]) == ("the image is for another architecture", "arm64")
+
+    def test_an_oci_sif_of_singularity(self, checkout, tmp_path):
+        """Its table has blobs and an index in the place of a root file system."""
+        sif = self.sif(tmp_path)
+        row = 4096 + 585
+        whole = bytearray(sif.read_bytes())
+        whole[row : row + 4] = struct.pack("<i", 0x4009)
+        sif.write_bytes(whole)
+        refused = refusal(checkout, sif)
+        assert refused.details["found"] == "an OCI-SIF of SingularityCE 4, which Apptainer does not start"
+        assert "singularity pull --no-oci" in refused.details["wanted"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A file system with dash and env, of the builder's own files."""
+    folder = tmp_path_factory.mktemp("foreign")
+    with closing(docker.client()) as client:
+        builder.image(client, ROOT, on_line=lambda _: None)
+    copies = "for f in dash env; do cp -L --parents $(ldd /usr/bin/$f | grep -o '/[^ ]*') /usr/bin/$f .; done"
+    script = f"mkdir {folder}/root && cd {folder}/root && {copies} && ln -s dash usr/bin/sh && ln -s usr/bin bin"
+    done = builder.tool(["sh", "-c", f"{script} && mkdir -p proc sys dev tmp etc root"], binds={folder: True})
+    assert done.code == 0, done.err
+    return folder / "root"
+
+
+@pytest.mark.docker
+class TestStarted:
+    """A real Apptainer starts them. In the place of Python, a script says what an image of others would."""
+
+    @pytest.fixture
+    def image(self, root, tmp_path):
+        """With this as its python3."""
+
+        def make(script: str | None, **told: object) -> Path:
+            (root / "told").write_text(json.dumps({**FOUND, **told}) + "\n")
+            python = root / "usr" / "bin" / "python3"
+            python.unlink(missing_ok=True)
+            if script is not None:
+                python.write_text(f"#!/bin/sh\n{script}\n")
+                python.chmod(0o755)
+            argv = ["mksquashfs", str(root), str(tmp_path / "fs"), "-noappend", "-quiet", "-no-progress", "-all-root"]
+            done = builder.tool(argv, binds={root: False, tmp_path: True})
+            assert done.code == 0, done.err
+            sif_format.write(tmp_path / "fs", tmp_path / "x.sif", epoch=1, definition=b"theirs\n")
+            return tmp_path / "x.sif"
+
+        return make
+
+    def test_no_python(self, checkout, image):
+        refused = refusal(checkout, image(None))
+        assert (refused.problem, refused.details["wanted"]) == (
+            "the image has no Python", "python3 on the image's PATH"
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "script", ["exit 1", "echo text", "echo 5", "echo '{}'", "kill -9 $$", "echo ImportError >&2; exit 2"]
+    )
+    def test_a_python_that_says_nothing(self, checkout, image, script):
+        assert refusal(checkout, image(script)).problem == "the image does not start"
+
+    @pytest.mark.parametrize(("change", "problem", "found"), REFUSED.values(), ids=REFUSED)
+    def test_what_dray_cannot_run_on(self, checkout, image, change, problem, found):
+        refused = refusal(checkout, image(SAYS, **change))
+        assert (refused.problem, refused.details["found"]) == (problem, found)
+
+    def test_a_damaged_file_system(self, checkout, image):
+        sif = image(SAYS)
+        part = sif_format.read(sif).system
+        with sif.open("r+b") as file:
+            file.seek(part.offset + 96)
+            file.write(b"\xff" * (part.size - 200))
+        assert refusal(checkout, sif).problem in ("the image does not start", "the image has no Python")
+
+    def test_what_dray_does_not_start_in_leaves_nothing(self, checkout, image):
+        """It says that it has all that dray needs, and then fails."""
+        packages = {"pydantic": "9", "pyyaml": "9", "rich": "99", "typer": "9"}
+        fails = '[ "$1" != -B ] || { echo "no module" >&2; exit 1; }\n'
+        refused = refusal(checkout, image(fails + SAYS, packages=packages))
+        assert (refused.problem, refused.details["found"]) == ("dray does not start in the image", "no module")
+
+    def test_a_python_without_wheels(self, checkout, image):
+        refused = refusal(checkout, image(SAYS, python="3.99.1"))
+        assert refused.problem == "the image lacks packages that dray needs, and pip cannot fetch them"
+        assert refused.details["wanted"].startswith("wheels for Python 3.99: pydantic 2.")
+
+    @pytest.mark.parametrize(
+        ("torch", "variant"),
+        [
+            ({"cuda": "13.0", "nccl": "2.29.7"}, "cuda"),
+            ({"cuda": "12.8"}, "cuda12"),
+            ({"hip": "6.4.2", "nccl": "2.22.3"}, "rocm"),
+            ({}, "cpu"),
+        ],
+    )
+    def test_an_image_becomes_usable(self, checkout, image, torch, variant):
+        """With what it has, and with dray and what it lacks beside it."""
+        has = {"rich": "15.0.0", "transformers": "4.57.1"}
+        sif = image(SAYS, packages=has, pythonpath="/theirs", torch={**FOUND["torch"], **torch})
+        made = adopt.adopt(checkout, str(sif), name="mine", say=lambda _: None)
+        assert whole(checkout) == ["dray-mine", "dray-mine.sif", "dray-mine.sif.json"]
+        assert made.variant == variant
+        assert {name.split()[0] for name in made.brought} >= {"pydantic", "pydantic-core", "typer", "pyyaml"}
+        assert "rich" not in {name.split()[0] for name in made.brought}
+        assert "transformers 5 or newer: it has 4.57.1" in made.lacks
+        folder = made.file.with_suffix("")
+        assert (folder / "dray" / "runner" / "__main__.py").is_file()
+        assert not (folder / "rich").exists()
+        assert store.beside(made.file) == {"adopted": str(folder), "adopted_path": f"{folder}:/theirs"}
+        known = record.read(made.file)
+        assert known is not None
+        assert (known.variant, f"sha256:{known.sif.sha256}") == (variant, made.digest)
+        assert known.tools.get("RCCL" if variant == "rocm" else "NCCL") == torch.get("nccl")
+        with pytest.raises(DrayError, match="there is an image of this name"):
+            adopt.adopt(checkout, str(made.file), name="mine", say=lambda _: None)
+
+
+class TestPlans:
+    @pytest.fixture
+    def seen(self) -> Facts:
+        return Facts(
+            scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/c/build/dray-mine.sif",
+            image_variant="cpu", adopted="/c/build/dray-mine", adopted_path="/c/build/dray-mine:/theirs",
+        )  # fmt: skip
+
+    def made(self, seen: Facts, *settings: str):
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
+        site = Site(name="s", about="")
+        return plan(recipe, site, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
+
+    def test_ranks_find_dray_beside_the_image(self, seen):
+        planned = self.made(seen, "adopted=mine")
+        assert [one for one in planned.findings if one.code] == []
+        (bind,) = [one for one in planned.binds if one.path == "/c/build/dray-mine"]
+        assert (bind.write, bind.source) == (False, "dray image adopt")
+        env = {one.name: (one.value, one.source) for one in planned.env}
+        assert env["PYTHONPATH"] == ("/c/build/dray-mine:/theirs", "dray")
+
+    def test_a_recipe_s_own_path_comes_first(self, seen):
+        env = {one.name: one.value for one in self.made(seen, "adopted=mine", "env.PYTHONPATH=/mine").env}
+        assert env["PYTHONPATH"] == "/mine:/c/build/dray-mine:/theirs"
+
+    @pytest.mark.parametrize(
+        ("settings", "facts", "problem"),
+        [
+            (("adopted=other",), {}, "the image is not the adopted one that the recipe names"),
+            (
+                ("adopted=mine",),
+                {"adopted": "", "adopted_path": ""},
+                "the image is not the adopted one that the recipe names",
+            ),
+            (("adopted=mine",), {"image_variant": "cuda"}, "the image is of another variant than the recipe's"),
+            (("adopted=mine",), {"engine": "pyxis"}, "pyxis does not start an adopted image, which is a SIF"),
+            (("adopted=mine",), {"engine": "docker"}, "docker does not start an adopted image, which is a SIF"),
+        ],
+    )
+    def test_another_image_is_refused(self, seen, settings, facts, problem):
+        planned = self.made(seen.model_copy(update=facts), *settings)
+        assert [one.problem for one in planned.findings if one.code] == [problem]
+
+    @pytest.mark.parametrize(
+        ("settings", "facts", "answer"),
+        [
+            (("adopted=mine",), {}, ""),
+            (("adopted=mine",), {"adopted": "", "adopted_path": ""}, "image=mine"),
+            (("adopted=other",), {}, "image=other"),
+            ((), {}, "image=cpu"),
+            ((), {"image_given": True}, ""),
+        ],
+    )
+    def test_the_batch_script_is_told_which_image(self, seen, settings, facts, answer):
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
+        assert questions.ask(recipe, Site(name="s", about=""), seen.model_copy(update=facts)) == answer
+
+    @pytest.mark.parametrize("name", ["a b", "../x", "", "A"])
+    def test_a_name_that_none_can_have(self, name):
+        with pytest.raises(DrayError, match="1 error"):
+            read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f'adopted="{name}"'])
+
+
+def test_probe_runs_in_any_python_of_this_machine():
+    """As an image's own: the text alone, by -c."""
+    for name in ("python3", "/usr/bin/python3"):
+        if shutil.which(name):
+            code = (ROOT / "src" / "dray" / "checks" / "adopted.py").read_text()
+            done = subprocess.run([name, "-c", code], capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout)
+            assert found["libc"].startswith("glibc 2.")
+            assert found["torch"].keys() & {"version", "error"}
