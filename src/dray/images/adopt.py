@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dray import __version__, checks, process
+import dray
+from dray import __version__, process
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.containers import singularity
 from dray.contract.findings import ConfigError, UnfitError
@@ -25,7 +26,7 @@ from dray.images.sources import inputs
 # dray runs on it; its trainer is written for these, and others are said.
 _PYTHON, _LIBC, _TRAINER = (3, 11), (2, 28), {"torch": (2, 8), "transformers": (5,)}
 _START_S = 600.0  # a first start may unpack gigabytes, and import torch from a network disk
-_PROBE = Path(checks.__file__).with_name("adopted.py")
+_PROBE = Path(dray.__file__).parent / "checks" / "adopted.py"
 
 
 @dataclass(frozen=True, kw_only=True)
