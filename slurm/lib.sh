@@ -144,7 +144,7 @@ lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
     lib::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
-      "found:  exit code $code" "fix:    build it with dray (make image-cpu), or point DRAY_IMAGE at such an image"
+      "found:  exit code $code" "fix:    dray image adopt IMAGE puts dray beside it; or build one with dray (make image-cpu)"
   fi
   return "$code"
 }

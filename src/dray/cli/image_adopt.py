@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.options import Site
 from dray.config import checkout
 from dray.contract.findings import DrayError
 from dray.fitness import host, host_libraries
@@ -18,6 +19,7 @@ def adopt(
         str, typer.Argument(metavar="SOURCE", help="A SIF, or docker://..., oras://..., oci:FOLDER, oci-archive:FILE.")
     ],
     name: Annotated[str, typer.Option(help="What a recipe names it by; else the source's own name.")] = "",
+    site: Site = "",
     force: Annotated[bool, typer.Option(help="Replace an adopted image of this name.")] = False,
 ) -> None:
     """Start an image of others once to see what it has, put dray beside it, and record both."""
@@ -31,13 +33,13 @@ def adopt(
         print(f"beside it, since it lacks them: {', '.join(made.brought)}")
     for lack in made.lacks:
         print(f"dray: note: dray's own trainer wants {lack}", file=sys.stderr)
-    _compare(str(made.file))
+    _compare(str(made.file), site)
     print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.stem.removeprefix("dray-")}"')
 
 
-def _compare(image: str) -> None:
-    """With the libraries that this machine's site binds, where it binds any."""
-    site = host.site("").site
+def _compare(image: str, named: str) -> None:
+    """With the libraries that the site binds, where it binds any."""
+    site = host.site(named).site
     if site.fabric.strategy != "host":
         return
     try:

@@ -85,7 +85,9 @@ def _variant(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterat
             "the image is not the adopted one that the recipe names",
             where=facts.image,
             wanted=f"adopted={recipe.adopted}",
-            found=f"adopted={image.adopted(facts)}" if facts.adopted else "an image that was not adopted",
+            found=f"adopted={image.adopted(facts)}"
+            if facts.adopted
+            else "no folder with dray beside it: it was not adopted, or is not there",
             fix=f"unset DRAY_IMAGE; dray image adopt SOURCE --name {recipe.adopted}",
         )
     if facts.image_variant not in ("", recipe.image):
