@@ -252,6 +252,8 @@ class Recipe(Spec):
     def _layer_has_a_name(self) -> Recipe:
         if self.layer_digest and not self.layer:
             raise ValueError("layer_digest pins a layer, and the recipe has none; set layer")
+        if self.layer and self.adopted:
+            raise ValueError("a layer is made for one of dray's own images, and the recipe has adopted; take one")
         if self.layer is not None and not _LAYER.fullmatch(self.layer):
             raise ValueError(f"layer = {self.layer!a}: expected a name such as rl, or a file that ends in .sif")
         return self
