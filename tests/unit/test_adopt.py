@@ -273,6 +273,8 @@ class TestPlans:
             (("adopted=other",), {}, "image=other"),
             ((), {}, "image=cpu"),
             ((), {"image_given": True}, ""),
+            (("adopted=mine",), {"engine": "pyxis", "adopted": ""}, ""),
+            (("adopted=mine",), {"engine": "podman-hpc", "adopted": ""}, ""),
         ],
     )
     def test_the_batch_script_is_told_which_image(self, seen, settings, facts, answer):

@@ -14,11 +14,13 @@ def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
     if site.engine and site.engine != facts.engine:
         return f"engine={site.engine}"
     variant = image.variant(recipe, site, facts).value
-    if not facts.image_given and recipe.adopted != image.adopted(facts):
+    engine = engines.get(facts.engine)
+    starts_sif = engine.image == "file" and "sif" in engine.formats  # else the plan refuses an adopted image
+    if starts_sif and not facts.image_given and recipe.adopted != image.adopted(facts):
         return f"image={recipe.adopted or variant}"
     if facts.image_variant not in ("", variant) and not facts.image_given:
         return f"image={variant}"
-    if recipe.image_digest and not facts.image_digest and engines.get(facts.engine).image == "file":
+    if recipe.image_digest and not facts.image_digest and engine.image == "file":
         return "image_digest="  # to be computed there
     unknown = [name for name in site.variables() if name in facts.shell and name not in facts.variables]
     return f"variables={' '.join(unknown)}" if unknown else ""
