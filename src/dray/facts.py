@@ -100,7 +100,7 @@ class Facts(BaseModel):
 
 
 class Counted(BaseModel):
-    """What a model's forward pass keeps for the backward pass, counted in the model itself: bytes for each row."""
+    """Of a model without memory behind it: its weights, and the bytes of a row that its forward pass keeps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -108,6 +108,12 @@ class Counted(BaseModel):
     """Of a step as it is."""
     checkpointed: int
     """With activation checkpointing."""
+    parameters: int
+    """Numbers in all weights; one that two layers share counts once."""
+    outside: int
+    """Those of them in no layer of the stack, such as the embedding's."""
+    trained: int
+    """Those that the optimizer moves: with LoRA the adapters' alone."""
 
 
 class Layer(BaseModel):

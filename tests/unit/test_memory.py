@@ -83,7 +83,7 @@ def gpu(*words: str, ranks: int = 8, model: dict[str, Any] = OPT) -> dict[str, f
 
 def test_who_parts_what_holds_less_of_it() -> None:
     """In bytes a parameter: 4 for a weight, 4 for a gradient, 8 for two averages; 2 and a master of 4 by DeepSpeed."""
-    count = 6_658_461_696
+    count = 6_658_473_984
     ddp, fsdp = gpu("train.strategy=ddp"), gpu("train.strategy=fsdp")
     assert [ddp[part] / count for part in ("weights", "their 16-bit copies", "gradients", "optimizer")] == [4, 2, 4, 8]
     assert [fsdp[part] / count for part in ("weights", "gradients", "optimizer")] == [0.5, 0.5, 1]
@@ -113,7 +113,7 @@ def test_fsdp_holds_all_that_is_in_no_layer_as_one_group() -> None:
 
 
 def test_fsdp_by_node_and_weights_that_stay() -> None:
-    count, whole = 6_658_461_696, gpu("train.strategy=fsdp")
+    count, whole = 6_658_473_984, gpu("train.strategy=fsdp")
     node = gpu("train.strategy=fsdp", "train.fsdp_shard=node")
     assert [node[part] for part in ("weights", "gradients", "optimizer")] == [count, count, 2 * count]
     assert node["gathered layers"] == whole["gathered layers"]
@@ -171,9 +171,11 @@ class TestCounted:
         pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
         ended = dray("plan", "--exact", *self.WORDS)
         assert (ended.returncode, ended.stderr) == (0, "")
-        assert "parameters, activations counted in the model itself\n" in ended.stdout
+        assert "1,040,896 parameters, both they and activations counted in the model itself\n" in ended.stdout
         plain = dray("plan", *self.WORDS).stdout
         assert "counted in the model" not in plain
+        adapters = dray("plan", "--exact", *self.WORDS, "lora.rank=4").stdout
+        assert "1,040,896 parameters, 40,960 of them trained, both they and " in adapters
         shown = [re.search(r"activations ([0-9.]+)", text) for text in (ended.stdout, plain)]
         counted, formula = (float(one[1]) for one in shown if one)
         assert formula == pytest.approx(counted, rel=0.15)
@@ -229,7 +231,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     assert ended.returncode == 78
     refusal = ended.stderr[ended.stderr.index("dray: the model does not fit") :].splitlines()
     assert refusal[:3] == [
-        "dray: the model does not fit: 6,658,461,696 parameters",
+        "dray: the model does not fit: 6,658,473,984 parameters",
         "  wanted: at most 16 GB on each GPU (site iris)",
         "  found:  123.1 GB on each GPU: weights 26.63, their 16-bit copies 13.32, gradients 26.63, optimizer 53.27, "
         "activations 1.73, the rest 1.50",
@@ -243,7 +245,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(home: Path) -> None:
     # What the fix says does fit.
     good = dray(*plain, "train.strategy=zero3", "train.offload=all", "batch.per_device=2", HF_HOME=str(home))
     assert good.returncode == 0
-    assert "memory: an estimate for 6,658,461,696 parameters, on GPUs of 16 GB\n  3.7 GB on each GPU: " in good.stdout
+    assert "memory: an estimate for 6,658,473,984 parameters, on GPUs of 16 GB\n  3.7 GB on each GPU: " in good.stdout
     assert "GB on each node's host: weights 6.66, gradients 13.32, optimizer 39.95" in good.stdout
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from dray.config.training import Lora
 from dray.planning import activations, memory
+from dray.runs.write import read_recipe
+from helpers import ROOT
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")]
@@ -44,6 +47,7 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
     eager = bool(more.get("attention"))
     found = main(Question(configuration=raw, length=length, autocast=autocast, weights=weights,
                           masked=raw["model_type"] == "bert", **more))  # fmt: skip
+    found = {name: found[name] for name in ("kept", "checkpointed")}
     shape = memory.shape(raw)
     assert shape
     formula = {
@@ -63,6 +67,66 @@ def test_the_formula_is_what_the_model_keeps(kind: str, way: str) -> None:
     for length in (128, 1024):
         counted, formula = both(configuration(kind), length, way)
         assert formula == pytest.approx(counted, rel=0.15), (kind, way, length)
+
+
+def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:
+    from dray.train.activations import Question, main
+
+    masked = raw["model_type"] == "bert"
+    found = main(Question(configuration=raw, length=16, masked=masked, **more))
+    return {name: found[name] for name in ("parameters", "outside", "trained")}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tied", [None, True, False])
+def test_the_formula_has_the_model_s_parameters(kind: str, tied: bool | None) -> None:
+    """To the last one, norms and biases too. A tied one counts once."""
+    raw = configuration(kind) | ({} if tied is None else {"tie_word_embeddings": tied})
+    counted, shape = parameters(raw), memory.shape(raw)
+    assert shape
+    assert (shape.parameters, shape.outside) == (counted["parameters"], counted["outside"])
+    assert counted["trained"] == counted["parameters"]
+    if tied is not None:
+        other = parameters(raw | {"tie_word_embeddings": not tied})
+        bias = 1000 if kind == "bert" else 0
+        assert abs(other["parameters"] - counted["parameters"]) == 1000 * 256 + bias
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_formula_has_lora_s_parameters(kind: str) -> None:
+    raw, lora = configuration(kind), Lora(rank=4)
+    counted, shape = parameters(raw, lora=lora.model_dump()), memory.shape(raw)
+    assert shape
+    assert counted["parameters"] == parameters(raw)["parameters"]
+    head = 2 * 256 if kind == "bert" else 0  # a linear layer before its head, which the formula leaves out
+    assert lora.rank * (shape.linear * shape.layers + head) == counted["trained"]
+    some = parameters(raw, lora=Lora(rank=8, target_modules=(_linear(kind),)).model_dump())
+    assert 0 < some["trained"] < 2 * counted["trained"]
+
+
+def _linear(kind: str) -> str:
+    return {"gpt2": "c_attn", "bert": "query"}.get(kind, "q_proj")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("multiple", [1, 128, 384])
+def test_the_formula_has_the_rows_of_a_padded_vocabulary(kind: str, multiple: int) -> None:
+    """The head multiplies with a copy that has more rows; no parameter is added."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    from dray.train.kernels.head import Head
+
+    raw, words = configuration(kind), [f"model.pad_to_multiple_of={multiple}"]
+    with torch.device("meta"):
+        auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+        network = auto.from_config(AutoConfig.for_model(**raw))
+        weight, bias = Head(network, multiple=multiple)._padded()
+    shape = memory.shape(raw)
+    assert shape
+    recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=9", *words])
+    assert [*weight.shape] == [memory.padded(recipe, shape), shape.hidden]
+    assert len(bias) == memory.padded(recipe, shape)
+    assert sum(one.numel() for one in network.parameters()) == parameters(raw)["parameters"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])

@@ -54,7 +54,7 @@ def plan(
     verbose: Verbose = False,
     gpu_memory: GpuMemory = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Count activations in the model itself, which needs torch here.")
+        bool, typer.Option("--exact", help="Count parameters and activations in the model itself; needs torch here.")
     ] = False,
     site: Site = "",
     sbatch: Sbatch = None,

@@ -1,7 +1,7 @@
 """What a training run will hold in memory, from the model's configuration and the recipe: an estimate beforehand.
 
-Weights, gradients and optimizer are counted. Activations are a formula's, or counted in the model itself where torch is
-at hand (`dray plan --exact`, and every plan made in an image). The logits come on top, which small models forget.
+Parameters and activations are a formula's, or counted in the model itself where torch is at hand (where nothing is
+compiled; `dray plan --exact`, and every plan made in an image). The logits come on top, which small models forget.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Shape:
     """Parameters that are in no block, such as the embedding: FSDP gathers them once, as one group."""
     block: activations.Block
     counted: Counted | None = None
-    """What the model itself keeps."""
+    """What the model itself has and keeps."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,22 @@ def shape(raw: Mapping[str, Any]) -> Shape | None:
     width, shared = heads * each, one("num_key_value_heads", other=heads) * each
     experts = max(1, one("num_local_experts", "num_experts", "n_routed_experts"))
     of_one = ("moe_intermediate_size",) if experts > 1 else ()
-    inner = one(*of_one, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
+    own = ("ffn_dim",) if kind == "opt" else ()
+    inner = one(*of_one, *own, "intermediate_size", "n_inner", "ffn_dim", other=4 * hidden)
     gated = "rms_norm_eps" in known
     block = 2 * hidden * (width + shared) + (3 if gated else 2) * hidden * inner * experts
     block += 2 * hidden if gated else 4 * hidden + (hidden if kind == "gpt_neo" else 4 * hidden) + inner + hidden
+    # Biases of queries, keys and values; and a norm for each of a head's queries and keys.
+    block += {"qwen2": width + 2 * shared, "qwen3": 2 * each}.get(kind, 0)
     positions = one("max_position_embeddings", "n_positions", other=_LEARNED.get(kind, 0)) if kind in _LEARNED else 0
+    positions += 2 if kind == "opt" else 0  # its first two are for padding
     tables = 1 if known.get("tie_word_embeddings", not gated) else 2
-    total = known["vocab_size"] * hidden * tables + positions * hidden + layers * block + hidden
+    total = known["vocab_size"] * hidden * tables + positions * hidden + layers * block
+    total += hidden if gated else 2 * hidden
+    if kind == "bert":  # types of tokens, and the head's layer and norm; the other norm is the embeddings'
+        total += known.get("type_vocab_size", 2) * hidden + hidden * hidden + 3 * hidden + known["vocab_size"] * tables
     linear = 4 * hidden + 2 * (width + shared) + (3 if gated else 2) * (hidden + inner)
+    linear -= 2 * hidden if kind == "gpt2" else 0  # queries, keys and values are one layer
     sizes = activations.block(known, hidden=hidden, width=width, shared=shared, heads=heads, inner=inner)
     return Shape(total, hidden, layers, known["vocab_size"], linear, total - layers * block, sizes)
 
@@ -111,6 +119,7 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     assert recipe.batch is not None
     lora = recipe.lora if recipe.lora and recipe.lora.enabled else None
     moved = lora.rank * model.linear * model.layers if lora else model.parameters
+    moved = model.counted.trained if model.counted else moved
     half = 2 if train.precision != "fp32" else 4
     kept = 2 if recipe.model.dtype == "bf16" else 4
     stage, zero = STRATEGIES[train.strategy][:2]
@@ -203,11 +212,13 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
     if model is None:
         unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
         return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
-    model = replace(model, counted=files.counted)
+    if counted := files.counted:
+        model = replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
     found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
     on = f", on GPUs of {limit:g} GB" if limit and found.gpu else ""
-    counted = ", activations counted in the model itself" if files.counted and not recipe.train.compile else ""
-    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{on}{counted}", *found.lines()])
+    trained = f", {counted.trained:,} of them trained" if counted and counted.trained < counted.parameters else ""
+    how = ", both they and activations counted in the model itself" if counted else ""
+    reason = "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *found.lines()])
     if not limit or found.on_gpu <= limit * _GB:
         return reason, ()
     refusal = Finding(

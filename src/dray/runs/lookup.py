@@ -77,6 +77,7 @@ def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> C
         "weights": "fp32" if use.residual == 4 else "fp16" if recipe.train.precision == "fp16" else "bf16",
         "attention": "eager" if use.eager else "auto",
         "documents": use.masked,
+        "lora": recipe.lora.model_dump() if recipe.lora and recipe.lora.enabled else None,
     }
     argv = [sys.executable, "-m", "dray.train.activations", json.dumps(question)]
     done = process.run(argv, env={"PYTHONDONTWRITEBYTECODE": "1"}, check=False)

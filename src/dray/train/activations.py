@@ -1,4 +1,4 @@
-"""`python -m dray.train.activations`: what a model's forward pass keeps for the backward pass, counted on any machine.
+"""`python -m dray.train.activations`: a model's parameters, and what its forward pass keeps for the backward pass.
 
 The model is built on the meta device, where tensors have shapes and no memory, and its forward pass runs under hooks
 that see each tensor which is kept. CUDA's rules of autocast, its dropout and its flash attention are emulated, since
@@ -8,6 +8,7 @@ they decide it. The argument is the question as JSON (`Question`); the answer is
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from dray.train.model import lora
+from dray.train.recipe import Lora
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # torch/csrc and aten/src/ATen/autocast_mode.h: what CUDA's autocast computes in 16 bits, in 32 and in the widest type.
@@ -113,20 +117,36 @@ class Question:
     attention: str = "auto"
     documents: bool = False
     """Whether a mask keeps documents of one row apart."""
+    lora: dict[str, Any] | None = None
+    """The recipe's [lora], where it is on."""
 
 
 def main(question: Question) -> dict[str, int]:
-    """Bytes that a row keeps, as it is and with activation checkpointing, whose backward pass has one layer's more."""
+    """Bytes that a row keeps, as it is and with activation checkpointing, whose backward pass has one layer's more; and
+    the model's parameters."""
     settings = AutoConfig.for_model(**question.configuration)
     options = {} if question.attention != "eager" else {"attn_implementation": "eager"}
     with torch.device("meta"):
         network = (AutoModelForMaskedLM if question.masked else AutoModelForCausalLM).from_config(settings, **options)
+    network.tie_weights()
     network.to(_TYPES[question.weights])
     kept = count(network, length=question.length, autocast=question.autocast, documents=question.documents)
     network.gradient_checkpointing_enable({"use_reentrant": False})
     between = count(network, length=question.length, autocast=question.autocast, documents=question.documents)
     layer = (kept - between) // settings.get_text_config().num_hidden_layers
-    return {"kept": kept, "checkpointed": between + layer}
+    return {"kept": kept, "checkpointed": between + layer, **parameters(network, question)}
+
+
+def parameters(network: PreTrainedModel, question: Question) -> dict[str, int]:
+    """How many numbers its weights have, and how many of them are in no layer; with LoRA how many are trained."""
+    sizes = {name: weight.numel() for name, weight in network.named_parameters()}  # one that is tied is named once
+    layers = re.compile(r"\D*\.\d+\.")  # as in transformer.h.0.
+    total, outside = sum(sizes.values()), sum(size for name, size in sizes.items() if not layers.match(name))
+    trained = total
+    if question.lora:
+        lora.add(network, Lora(**question.lora))
+        trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
+    return {"parameters": total, "outside": outside, "trained": trained}
 
 
 def count(network: PreTrainedModel, *, length: int, autocast: str, documents: bool = False) -> int:

@@ -70,7 +70,8 @@ def build(
 
         analog.convert(network, config.analog, folder)
     if config.lora:
-        lora.add(network, config)
+        torch.manual_seed(config.train.seed)
+        lora.add(network, config.lora, task=objectives.named(config.train.objective).peft_task)
     if config.data.document_mask:
         _check_document_mask(config, network, filled=filled)
     if filled:

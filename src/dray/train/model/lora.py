@@ -11,18 +11,17 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from dray.contract.findings import ConfigError
-from dray.train import manifest, objectives
-from dray.train.config import Config
+from dray.train import manifest
+from dray.train.recipe import Lora
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
-def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers model
-    """In place. All else of the model is frozen."""
+def add(network: Any, settings: Lora, *, task: str | None = None) -> None:  # noqa: ANN401  a transformers model
+    """In place. All else of the model is frozen. `task` is what peft calls the objective."""
     from peft import LoraConfig  # noqa: PLC0415  seconds, and only here
 
-    assert config.lora
-    settings, targets = config.lora, config.lora.target_modules
+    targets = settings.target_modules
     head = network.get_output_embeddings()
     linear = [
         name
@@ -39,7 +38,6 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
             found=", ".join(unknown) or type(network).__name__,
             fix="correct lora.target_modules, or leave it out: all linear layers but the head",
         )
-    torch.manual_seed(config.train.seed)
     network.add_adapter(
         LoraConfig(
             r=settings.rank,
@@ -47,7 +45,7 @@ def add(network: Any, config: Config) -> None:  # noqa: ANN401  a transformers m
             lora_dropout=settings.dropout,
             target_modules=[name for name in linear if not targets or any(_ends(name, end) for end in targets)],
             fan_in_fan_out=isinstance(network.get_submodule(linear[0]), Conv1D),
-            task_type=objectives.named(config.train.objective).peft_task,
+            task_type=task,
         )
     )
     for weight in network.parameters():
