@@ -186,7 +186,7 @@ def cluster():
     client.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sif() -> Path:
     """The CPU image as a SIF."""
     return ROOT / "build" / "dray-cpu.sif"

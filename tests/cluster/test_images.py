@@ -115,7 +115,7 @@ def apptainer(client) -> Callable[..., tuple[int, str]]:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sif() -> Path:
     return ROOT / "build" / f"dray-{VARIANT}.sif"
 
@@ -167,7 +167,7 @@ def test_what_an_image_holds(seen, sif):
         "own certificates": [],
         "more certificates": 0,
         "environment": {
-            "PATH": "/opt/dray/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": "/opt/dray/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/opt/layer/bin",
             "PYTHONNOUSERSITE": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",

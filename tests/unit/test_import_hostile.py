@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +31,16 @@ from trainings import GPT  # noqa: E402
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints of others")]
 
 
+class Member:
+    """A member of an enumeration of DeepSpeed's, as Python 3.11.2 pickles it; or anything's attribute."""
+
+    def __init__(self, of: object) -> None:
+        self.of = of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, "member")
+
+
 class Planted:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -43,7 +55,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").unlink(missing_ok=True)
     return {name: one.clone() for name, one in network().state_dict().items()}
 
 
@@ -95,6 +107,23 @@ def test_a_planted_pickle_runs_only_where_it_is_trusted(source: Path, name: str)
     if name == "pytorch_model.bin":
         take(source, trust=True)
         assert mark.exists()
+
+
+def test_a_member_of_an_enumeration_is_taken_and_no_other_attribute(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = type("Stages", (), {"__module__": "deepspeed.stages", "member": 1})
+    with monkeypatch.context() as there:
+        for name in ("deepspeed", "deepspeed.stages"):
+            there.setitem(sys.modules, name, ModuleType(name))
+        there.setattr(sys.modules["deepspeed.stages"], "Stages", stages, raising=False)
+        torch.save(weights(source) | {"stage": Member(stages)}, source / "pytorch_model.bin")
+    take(source)
+    shutil.rmtree(source.parent / "model")
+    torch.save(weights(source) | {"stage": Member(torch.Tensor)}, source / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="the file is a pickle that would run code") as refused:
+        take(source)
+    assert refused.value.details["found"] == "the global builtins.getattr"
 
 
 def far(folder: Path) -> None:

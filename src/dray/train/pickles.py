@@ -28,6 +28,7 @@ _RECORDS = {
 }  # fmt: skip
 _REFUSED = re.compile(r"\bGLOBAL (\w+(?:\.\w+)+)")  # how torch names what it does not load
 _INERT = "deepspeed."  # its loss scaler, its enumerations and its addresses, which stand beside the tensors
+_GETATTR = "builtins.getattr"
 
 
 class _Record:
@@ -46,7 +47,7 @@ class _Record:
 
 def load(path: Path, *, trust: bool = False) -> Any:  # noqa: ANN401  what the file holds
     """What torch.save wrote. Its tensors are mapped and not read; a file of an old torch is read whole."""
-    inert: dict[str, type] = {}
+    inert: dict[str, Any] = {_GETATTR: _member}
     while True:
         try:
             with safe_globals([(record, name) for name, record in inert.items()]):
@@ -110,10 +111,10 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def _member(of: object, _: str) -> _Record:
-    """A member of an enumeration, as some versions of Python have it in a pickle."""
-    if of is not _Record:
-        raise pickle.UnpicklingError(f"{INDEX} names builtins.getattr, which no checkpoint needs")
-    return _Record()
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 have it in a pickle."""
+    if not (isinstance(of, type) and issubclass(of, _Record)):
+        raise pickle.UnpicklingError(f"GLOBAL {_GETATTR} of what is no record")
+    return of()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -122,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
             return _Record
         if (module, name) == ("torch", "Size"):
             return tuple
-        if (module, name) == ("builtins", "getattr"):
+        if f"{module}.{name}" == _GETATTR:
             return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
