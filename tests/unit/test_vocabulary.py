@@ -33,7 +33,7 @@ def recipe(**tables: Any) -> Recipe:
         ({"image": "rocm"}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"train": {"strategy": "fsdp"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"image": "cpu"}, GPT, 1, "not padded: it makes nothing faster on a CPU"),
-        ({"train": {"strategy": "zero3"}}, GPT, 1, "not padded: not tried with DeepSpeed"),
+        ({"train": {"strategy": "zero3"}}, None, 128, f"padded in the head to a multiple of 128: {SLOW}"),
         ({"train": {"loss": "triton"}}, GPT, 1, "not padded: Triton's kernels take any size"),
         ({"analog": {"enabled": True}}, GPT, 1, "not padded: the head may be analog"),
         ({"model": {"pad_to_multiple_of": 0}}, GPT, 0, "not padded: the recipe says so"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dray.config.recipe import Recipe
-from dray.config.training import STRATEGIES
 from dray.facts import Files
 from dray.planning import memory
 from dray.planning.choice import Choice
@@ -36,6 +35,4 @@ def _decided(recipe: Recipe) -> tuple[int, str]:
         return 1, "the head may be analog"
     if recipe.train.loss == "triton":
         return 1, "Triton's kernels take any size"
-    if STRATEGIES[recipe.train.strategy].deepspeed:
-        return 1, "not tried with DeepSpeed"
     return _MULTIPLE, "GPUs are slow at products of other sizes"
