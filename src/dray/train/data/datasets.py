@@ -148,7 +148,8 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
         encoding, reading = LAST_WORD if one.last_word else PLAIN, Reading(config.data.column)
     function = Map(one.map) if one.map else None
     reading = replace(reading, column=one.column or reading.column, map=function)
-    found = tokenized(sources.files(one.dataset, "test"), reading, tokenizer, cache=_cache(config), encoding=encoding)
+    files, cache = sources.files(one.dataset, "test"), _cache(config)
+    found = tokenized(files, reading, tokenizer, encoding, cache=cache, scratch=config.scratch)
     if one.max_samples and one.last_word:
         found = found.part(0, min(one.max_samples, len(found.starts) - 1))
     elif one.stride:  # its windows overlap, and read over the ends of documents
@@ -167,7 +168,8 @@ def _read(
 ) -> Tokens:
     encoding, reading = _of_objective(config)
     reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
-    return tokenized(sources.files(name, split), reading, tokenizer, cache=_cache(config), encoding=encoding)
+    files, cache = sources.files(name, split), _cache(config)
+    return tokenized(files, reading, tokenizer, encoding, cache=cache, scratch=config.scratch)
 
 
 def _of_objective(config: Config) -> tuple[Encoding, Reading]:
@@ -186,9 +188,10 @@ def tokenized(
     files: tuple[str, ...],
     reading: Reading,
     tokenizer: PreTrainedTokenizerFast,
+    encoding: Encoding = PLAIN,
     *,
     cache: Path,
-    encoding: Encoding = PLAIN,
+    scratch: str = "",
 ) -> Tokens:
     """Those files as tokens on this node's disk, made now if they are not in the cache."""
 
@@ -224,6 +227,7 @@ def tokenized(
         vocabulary=len(tokenizer),
         marked=not plain,
         dataset=f"{files[0]}{f' and {len(files) - 1} more' * (len(files) > 1)}" if files else "",
+        scratch=scratch,
     )
 
 

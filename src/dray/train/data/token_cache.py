@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dray.contract import exit_codes, findings
+from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.train.collectives import all_gather_json, barrier, broadcast_json
+from dray.train.data.staged import stage
 from dray.train.data.token_writer import FILES, IDS, LABEL, LAST, MANIFEST, fill, private, sha256
 
 __all__ = ["IDS", "LABEL", "LAST", "Tokens", "cached", "fingerprint"]
@@ -74,20 +76,27 @@ def cached(
     vocabulary: int,
     marked: bool = False,
     dataset: str = "",
+    scratch: str = "",
 ) -> Tokens:
     """The tokens of that fingerprint, made now if they are not there; `marked` ones end where LAST is.
 
     `dataset` is for `dray cache list`.
 
     The first rank of each node makes or checks them and the others wait, whether the disk has locks or not. On a disk
-    that rank 0 has too, it makes them for all, and the others check them.
+    that rank 0 has too, it makes them for all, and the others check them. `scratch` is the
+    attempt's folder on the node.
     """
     folder = cache / name
+    near = Path(scratch, "tokens", name) if _own(scratch) else folder
 
     def make() -> None:
         if not folder.is_dir():
             fill(folder, dataset, documents, encode, end=end, vocabulary=vocabulary, marked=marked)
         _check(folder)
+        if near != folder:
+            stage(folder, near)
+            if near.exists():
+                _check(near)
 
     leads = os.environ.get("LOCAL_RANK", "0") == "0"
     waits = _has_rank_0s_disk(cache) and not folder.is_dir()
@@ -96,7 +105,15 @@ def cached(
         for finding in filter(None, all_gather_json(failed)):
             raise findings.error(finding)
     _check_same(folder)
-    return _open(folder)
+    return _open(near if near.exists() else folder)
+
+
+def _own(scratch: str) -> bool:
+    """Whether the attempt goes on: after it, anybody may make a folder of that name."""
+    try:
+        return bool(scratch) and not open_to_others(scratch, folder=True)
+    except FileNotFoundError:
+        return False
 
 
 def _failed(cache: Path, make: Callable[[], None]) -> dict[str, Any] | None:
