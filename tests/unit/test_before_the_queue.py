@@ -316,7 +316,7 @@ def test_a_plan_is_ten_lines() -> None:
     lines = summary(decide(recipe, *at_site(facts(site="generic")), RunPaths(Path("/runs/r")))).splitlines()
     names = ["recipe", "site", "image", "nodes", "ranks", "batch", "training", "memory", "launcher", "folder"]
     assert [line.split()[0] for line in lines] == names
-    assert lines[7].startswith("memory    an estimate for 1,040,768 parameters; 0.1 GB on each node's host: weights")
+    assert lines[7].startswith("memory    an estimate for 1,040,896 parameters; 0.1 GB on each node's host: weights")
     shown = summary(planned("sh", "-c", "a b", site="generic"))
     assert f"command   sh -c 'a b' in {Path.cwd()}\n" in shown
     assert "\nnote    the job gets one hour, the default of the batch script\n" in shown

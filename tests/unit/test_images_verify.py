@@ -56,7 +56,8 @@ def test_a_record_lies_beside_its_image(sif):
     assert (sif.parent / "dray-cpu.sif.json").read_text() == (
         '{\n "variant": "cpu",\n "dray": "0.1.0",\n "base": "debian@sha256:0",\n'
         f' "inputs": "{ZERO}",\n "epoch": 1,\n "tools": {{\n  "apptainer": "1.4.5"\n }},\n'
-        f' "sif": {{\n  "sha256": "{ONE}",\n  "size": 7\n }},\n "signed": null\n}}\n'
+        f' "sif": {{\n  "sha256": "{ONE}",\n  "size": 7\n }},\n'
+        ' "python": "",\n "needs": {},\n "packages": {},\n "signed": null\n}\n'
     )
     assert record.read(sif) == KNOWN
     assert sorted(path.name for path in sif.parent.iterdir()) == ["dray-cpu.sif", "dray-cpu.sif.json"]

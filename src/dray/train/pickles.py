@@ -113,7 +113,7 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 def _member(of: object, _: str) -> _Record:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 have it in a pickle."""
     if not (isinstance(of, type) and issubclass(of, _Record)):
-        raise pickle.UnpicklingError(f"GLOBAL {_GETATTR} of what is no record")
+        raise pickle.UnpicklingError(f"names GLOBAL {_GETATTR} of what is no record")
     return of()
 
 
@@ -128,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{INDEX} names {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint needs")
 
 
 class Distributed:
@@ -136,7 +136,10 @@ class Distributed:
 
     def __init__(self, folder: Path, names: Collection[str]) -> None:
         self._folder, self._names = folder, names
-        index = _Unpickler(io.BytesIO(files.read(folder / INDEX, limit=_LARGEST))).load()
+        try:
+            index = _Unpickler(io.BytesIO(files.read(folder / INDEX, limit=_LARGEST))).load()
+        except pickle.UnpicklingError as error:
+            raise pickle.UnpicklingError(f"{INDEX} {error}") from error
         self._places = {
             (key.fqn, tuple(getattr(key, "offset", None) or ())): place for key, place in index.storage_data.items()
         }

@@ -126,7 +126,7 @@ def _rows(config: Config, feed: Feed, objective: Objective, count: int) -> Itera
     if not samples:
         return
     found = feed.rows(samples)
-    batch, padding = objective.batch(found, samples), ((found & PADDING) != 0).sum(1).tolist()
+    batch, padding = objective.batch(found, samples), np.not_equal(found & PADDING, 0).sum(1).tolist()
     positions = None if batch.position_ids is None else batch.position_ids.tolist()
     names = [*config.data.mix]
     for sample, ids, labels, fill in zip(
