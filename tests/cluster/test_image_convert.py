@@ -25,6 +25,7 @@ set -e
 mkdir {{0}}/root && cd {{0}}/root
 cp -L --parents $(ldd {PROGRAMS} | grep -o '/[^ ]*\\.so[^ ]*' | sort -u) {PROGRAMS} .
 ln -s dash usr/bin/sh && ln -s usr/bin bin && mkdir proc sys dev tmp etc root
+echo root:x:0:0:root:/root:/bin/sh >etc/passwd
 tar -cf ../layer.tar .
 """
 # What is in an image: each file with its mode and content, and what it sets.
@@ -48,7 +49,8 @@ RUN echo "$PWD" >/made/where; false || echo "it's on" >/made/second
 WORKDIR /opt/app
 COPY app .
 COPY one.txt two.txt /srv/some/
-RUN echo "$PWD" >/made/third
+RUN echo "$PWD $WHOSE $HOME" >/made/third
+COPY app /srv/app/
 RUN ["sh", "-c", "echo a  b >'/made/a-b'"]
 ENV LATER=$WHO:$GREETING
 ENTRYPOINT ["sh", "-c", "echo $PWD; echo \\"$@\\"; echo $LATER", "x y"]
@@ -78,7 +80,7 @@ From: {where}/base:1
     cd /made
     MARK=bootstrap:
     if true; then
-        echo "$PWD $MARK" >first
+        echo "$PWD $MARK $WHOSE $HOME $GREETING" >first
     fi
     cat >second <<END
       USER $MARK
@@ -185,7 +187,7 @@ def test_a_definition_becomes_a_dockerfile(machine: Machine) -> None:
     made = convert.convert(machine.folder / "X.def")
     by_docker, by_apptainer = both(machine, made.text, given)
     assert by_docker == by_apptainer
-    assert "/made bootstrap:\n" in by_docker[0]
+    assert "/made bootstrap: theirs /root \n" in by_docker[0]
     assert by_docker[2] == "/: and hello world\n[a  b]\n[$c]\n"
     template = "{{json .Config.Labels}}"
     assert machine.docker("inspect", f"--format={template}", "TAG") == '{"USER":"USER1","org.x.title":"A title"}\n'

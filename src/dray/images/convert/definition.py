@@ -94,6 +94,7 @@ class _Reader:
             self._refusals.add(number, line.strip(), "a value that the build is given", "write the value out")
         elif re.match(r"\s*bootstrap\s*:", line, re.IGNORECASE) and self._bootstrap:
             self._refusals.add(number, line.strip(), "a second stage", "build one stage alone")
+            self._section = "-"
         elif section:
             self._begin(number, line.strip(), section[1].lower(), section[2].strip())
         elif self._section in ("post", "runscript"):
@@ -124,8 +125,8 @@ class _Reader:
             if value.lower() != "docker":
                 fix = "push the image to a registry, and name it: Bootstrap: docker"
                 self._refusals.add(number, line, "a Dockerfile begins with an image of a registry", fix)
-        elif key == "from":
-            self.made.base = value.removeprefix("//")
+        elif key == "from" and not self.made.base:
+            self.made.base = lines.image(value.removeprefix("//"))
         elif key != "stage":
             self._refusals.add(
                 number, line, "nothing that a Dockerfile has", "name the whole image: From: HOST/NAME:TAG"
@@ -172,10 +173,9 @@ class _Reader:
 
     def _labels(self, _number: int, line: str) -> None:
         name, _, value = line.partition(" ")
-        text = value.strip()
-        if not text or re.search(r"[\"'\\$`=]", name) or re.search(r"[\"\\$`]", text):
-            raise ValueError("a label without a value, or with a mark that Docker replaces")
-        self.made.labels[name] = text
+        if re.search(r"[\"\\$`]", value):
+            raise ValueError("a mark that Docker replaces")
+        self.made.labels[name] = lines.label(name, value)
 
     def _files(self, number: int, line: str) -> None:
         name, *place = shlex.split(line)

@@ -26,7 +26,7 @@ _SIMPLE = re.compile(r"[\w./:=@%+,-]+( [\w./:=@%+,-]+)*", re.ASCII)
 # They change the shell itself, and every RUN has a shell of its own.
 _STATEFUL = re.compile(
     r"(\.|:|alias|break|cd|continue|eval|exec|exit|export|read|readonly|return|set|shift|source|times|trap|ulimit|umask|"
-    r"unalias|unset|USER\S*|\w+=.*)( |$)"
+    r"unalias|unset|USER\S*|%\S*|(?i:bootstrap):\S*|\w+=.*)( |$)"
 )
 
 
@@ -109,6 +109,8 @@ class _Reader:
                 self._refusals.add(number, line, "a here-document", "write the lines with && and \\, or COPY a file")
             elif flag and keyword in ("FROM", "RUN", "COPY", "ADD"):
                 self._refusals.add(number, line, f"the option {flag[0].partition('=')[0]}", _without(flag[0]))
+            elif "{{" in line:
+                self._refusals.add(number, line, "two braces, which a definition replaces", "write it without")
             elif not rest:
                 self._refusals.add(number, line, "nothing after it")
             else:
@@ -128,7 +130,7 @@ class _Reader:
             return
         if name and (len(name) != 2 or name[0].upper() != "AS"):
             raise ValueError("more than an image")
-        self.made.base = lines.expanded(image, self._global)
+        self.made.base = lines.image(lines.expanded(image, self._global))
         self.made.normal.append(f"FROM {self.made.base}")
 
     def _arg(self, number: int, line: str, rest: str) -> None:
@@ -179,9 +181,7 @@ class _Reader:
             pairs = [(name, "=", " ".join(lines.words(value)))]
         for name, given, value in pairs:
             text = lines.expanded(value, self._known)
-            if not given or not name or re.search(r"\s", name) or not text.strip():
-                raise ValueError("a label without a name or a value")
-            self.made.labels[name] = text.strip()
+            self.made.labels[name] = lines.label(name if given else "", text)
             self.made.normal.append(f"LABEL {name} {text.strip()}")
 
     def _maintainer(self, number: int, line: str, rest: str) -> None:

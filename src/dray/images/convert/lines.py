@@ -90,7 +90,23 @@ def as_list(text: str) -> list[str] | None:
         return None
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
         raise ValueError("a list that is not one of texts")
+    if any(re.search(r"(?i)\n\s*(%|bootstrap:)", one) for one in value):
+        raise ValueError("a line that begins as a section of a definition")
     return value
+
+
+def image(name: str) -> str:
+    """The name of an image, as a registry has it."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", name, re.ASCII):
+        raise ValueError("no name of an image")
+    return name
+
+
+def label(name: str, text: str) -> str:
+    """The text of a label; ValueError where one of the two cannot be said in the other language."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w./-]*", name, re.ASCII) or not text.strip():
+        raise ValueError("a label without a name of letters, or without a text")
+    return text.strip()
 
 
 def source(context: Path, name: str) -> Path:
