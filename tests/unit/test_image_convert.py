@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -137,6 +138,15 @@ def test_a_whole_definition(folder: Path) -> None:
     assert made.notes == ("%files app /opt/app: taken as /opt/app not being in the base image",)
 
 
+def test_the_page_s_example(folder: Path) -> None:
+    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    dockerfile, made = (
+        re.search(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[1] for kind in ("dockerfile", "singularity")
+    )
+    (folder / "main.py").touch()
+    assert converted(folder, dockerfile).text == made
+
+
 def test_there_and_back(folder: Path) -> None:
     """What dray has written it can read, both ways."""
     back = converted(folder, DEFINITION, "X.def").text
@@ -182,6 +192,11 @@ def test_what_starts(folder: Path, lines: str, runscript: str | None) -> None:
 )
 def test_each_run_has_a_shell_of_its_own(folder: Path, run: str, line: str) -> None:
     assert converted(folder, f"FROM a\nRUN {run}\n").text.partition("%post\n")[2] == f"umask 022\n{line}\n"
+
+
+@pytest.mark.parametrize("name", ["a\nRUN id", "{{ a }}", "a b", "é"])
+def test_a_name_that_a_comment_would_end_at(folder: Path, name: str) -> None:
+    assert converted(folder, "FROM a\n", name).text == "# dray image convert FILE\nBootstrap: docker\nFrom: a\n"
 
 
 def test_what_spython_writes_is_read_again(folder: Path, monkeypatch) -> None:

@@ -26,7 +26,7 @@ class Converted(NamedTuple):
 def convert(path: Path, context: Path | None = None) -> Converted:
     """The definition of a Dockerfile, or the Dockerfile of a definition; ConfigError names each other line."""
     text, folder = _read(path, context)
-    head = f"# dray image convert {path.name}\n".encode("ascii", "replace").decode()
+    head = f"# dray image convert {_name(path)}\n"
     if definition.is_one(text):
         given, refused = definition.read(text, path, folder)
         refused.refuse()
@@ -53,7 +53,7 @@ def packages(path: Path, variant: str, checkout: Path, context: Path | None = No
     if not found and not refused.found:
         refused.add(1, "", "it installs no package with pip", "dray image convert FILE, for the whole image")
     refused.refuse()
-    head = f"# dray image convert {path.name} --variant {variant}".encode("ascii", "replace").decode()
+    head = f"# dray image convert {_name(path)} --variant {variant}"
     note = f"the base {given.base} is not carried: these come beside the packages of the image {variant}"
     return Converted("\n".join([head, *found]) + "\n", (note,))
 
@@ -63,16 +63,21 @@ def buildkit(path: Path, context: Path | None = None) -> Converted:
     text, folder = _read(path, context)
     if definition.is_one(text):
         raise ConfigError("buildkit builds Dockerfiles", found=path, fix=f"dray image convert {path}")
-    said = singularity.run(["--version"]).out.strip()
-    version = re.search(r"apptainer version (\d+)\.(\d+)", said)
+    version_text = singularity.run(["--version"]).out.strip()
+    version = re.search(r"apptainer version (\d+)\.(\d+)", version_text)
     if not version or (int(version[1]), int(version[2])) < _BUILDKIT:
         raise ConfigError(
-            "Bootstrap: buildkit needs a newer Apptainer", wanted="Apptainer 1.5 or newer", found=said,
+            "Bootstrap: buildkit needs a newer Apptainer", wanted="Apptainer 1.5 or newer", found=version_text,
             fix=f"dray image convert {path}",
         )  # fmt: skip
     if path.name != "Dockerfile" or path.parent.absolute() != folder:
         raise ConfigError("Bootstrap: buildkit names a folder with a Dockerfile", found=path, fix="name it Dockerfile")
     return Converted(f"Bootstrap: buildkit\nFrom: {folder}\n", ("buildkitd must run, and BUILDKIT_HOST name it",))
+
+
+def _name(path: Path) -> str:
+    """For a comment, which a line break would end."""
+    return path.name if re.fullmatch(r"[\w.+-]+", path.name, re.ASCII) else "FILE"
 
 
 def _read(path: Path, context: Path | None) -> tuple[str, Path]:

@@ -163,7 +163,7 @@ class _Reader:
         found = _EXPORT.fullmatch(line)
         if not found:
             raise ValueError("no export NAME=VALUE")
-        for word in lines.words(found[1]):
+        for word in lines.tokens(found[1]):
             name, given, value = word.partition("=")
             if not given or not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError("no export NAME=VALUE")

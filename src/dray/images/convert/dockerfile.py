@@ -134,7 +134,7 @@ class _Reader:
         self.made.normal.append(f"FROM {self.made.base}")
 
     def _arg(self, number: int, line: str, rest: str) -> None:
-        for word in lines.words(rest):
+        for word in lines.tokens(rest):
             name, given, value = word.partition("=")
             if not given and name in self._global and self.made.base:
                 value = self._global[name]
@@ -149,10 +149,10 @@ class _Reader:
                 self._set("ARG", name, self._known[name])
 
     def _env(self, _number: int, _line: str, rest: str) -> None:
-        pairs = [word.partition("=") for word in lines.words(rest)]
+        pairs = [word.partition("=") for word in lines.tokens(rest)]
         if not pairs[0][1]:  # the old form: ENV NAME VALUE
             name, given, value = rest.partition(" ")
-            pairs = [(name, given, " ".join(lines.words(value)))]
+            pairs = [(name, given, " ".join(lines.tokens(value)))]
         if odd := [name for name, given, _ in pairs if not given or not re.fullmatch(r"[A-Za-z_]\w*", name)]:
             raise ValueError(f"{odd[0]} is no NAME=VALUE")
         here: set[str] = set()
@@ -175,10 +175,10 @@ class _Reader:
         self.made.post.append(f"export {lines.assignment(name, value)}")
 
     def _label(self, _number: int, _line: str, rest: str) -> None:
-        pairs = [word.partition("=") for word in lines.words(rest)]
+        pairs = [word.partition("=") for word in lines.tokens(rest)]
         if not pairs[0][1]:
             name, _, value = rest.partition(" ")
-            pairs = [(name, "=", " ".join(lines.words(value)))]
+            pairs = [(name, "=", " ".join(lines.tokens(value)))]
         for name, given, value in pairs:
             text = lines.expanded(value, self._known)
             self.made.labels[name] = lines.label(name if given else "", text)
@@ -232,7 +232,7 @@ class _Reader:
         self._copy(number, line, rest)
 
     def _workdir(self, _number: int, _line: str, rest: str) -> None:
-        (folder,) = lines.words(rest) if len(lines.words(rest)) == 1 else [""]
+        (folder,) = lines.tokens(rest) if len(lines.tokens(rest)) == 1 else [""]
         if not folder or not re.fullmatch(r"[\w./$@+,-]+|\$\{\w+\}[\w./-]*", folder):
             raise ValueError("a folder's name with a space or another mark")
         self.made.workdir = posixpath.normpath(posixpath.join(self._where(folder), lines.expanded(folder, self._known)))

@@ -45,7 +45,7 @@ class Refusals:
         )
 
 
-def words(text: str) -> list[str]:
+def tokens(text: str) -> list[str]:
     """The words of a line whose quotes mean the same to Docker and to a shell; ValueError says why they do not."""
     if "\\" in text:
         raise ValueError("a backslash, which means other things in the two")

@@ -58,11 +58,11 @@ def _packages(command: str, listed: Callable[[str], list[str]], has: set[str]) -
     if re.search(r"[;|<>&`$]|\|\|", re.sub(r"'[^']*'|\"[^\"$`]*\"", "", command)):
         raise ValueError("more than a plain pip install or apt-get install")
     if _PIP.match(command):
-        words = iter(shlex.split(_PIP.sub("", command, count=1)))
-        for word in words:
+        argv = iter(shlex.split(_PIP.sub("", command, count=1)))
+        for word in argv:
             name, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
             if name in ("-r", "--requirement"):
-                yield from listed(value or next(words, ""))
+                yield from listed(value or next(argv, ""))
             elif word not in _IDLE and word not in _INSTALLERS:
                 yield _requirement(word)
     elif _APT.match(command) and not _CLEAN.fullmatch(command):

@@ -91,9 +91,9 @@ def entrypoint(given: Definition) -> list[str] | None:
     return [*shell, "-c", "\n".join(script), "runscript"]
 
 
-def _listed(words: list[str]) -> str:
+def _listed(argv: list[str]) -> str:
     """Docker's JSON form."""
-    return json.dumps(words, ensure_ascii=False)
+    return json.dumps(argv, ensure_ascii=False)
 
 
 def _hidden(lines: Any) -> list[str]:  # noqa: ANN401  any lines
