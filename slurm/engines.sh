@@ -3,6 +3,7 @@
 # are started by node.sh, which the planner writes. lib.sh has set `engine`, `image`, `folders`, `where` and what the job was given.
 # shellcheck disable=SC2154
 
+readonly engine__pull="push dray's image to a registry; shifterimg pull docker:NAME:TAG; export DRAY_IMAGE=docker:NAME:TAG"
 readonly engine__srun=(srun --export=ALL --nodes=1 --ntasks=1)
 
 engine::found() { # what is on this node; the planner says so where the site has another
@@ -15,9 +16,10 @@ engine::found() { # what is on this node; the planner says so where the site has
   [[ "$help" != *--environment* ]] || { echo edf; return; }
   [[ "$help" != *--container-image* ]] || { echo pyxis; return; }
   ! command -v podman-hpc >/dev/null || { echo podman-hpc; return; }
+  ! command -v shifter >/dev/null || { echo shifter; return; }
   ! command -v ch-run >/dev/null || { echo charliecloud; return; }
   lib::die 69 "no container engine is on node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
-    "wanted: apptainer, singularity, podman-hpc or ch-run, or an srun with --environment or --container-image" \
+    "wanted: apptainer, singularity, podman-hpc, shifter or ch-run, or an srun with --environment or --container-image" \
     "fix:    load the site's module before sbatch, or add it to your shell's start-up"
 }
 
@@ -27,7 +29,7 @@ engine::traits() { # sets `formats`, the kinds of image it starts, `suffix` of t
     pyxis) formats=squashfs never=',:' ;;
     edf) formats=squashfs never=',:$' ;;
     charliecloud) formats='squashfs folder' never=: ;;
-    podman-hpc) formats='' never='' ;; # a name in its store
+    podman-hpc | shifter) formats='' never='' ;; # a name in its store
     *) formats='sif squashfs' never='' suffix=sif ;;
   esac
 }
@@ -44,6 +46,12 @@ engine::kind() { # FILE
 engine::image() { # VARIANT: its file for this engine, or the one that the user named
   local formats suffix never kind fix="make image-$1, or set DRAY_IMAGE to an image that dray has built"
   engine::traits
+  if [[ "$engine" == shifter ]]; then # it drops other characters, and looks for what is left
+    [[ "$given_image" =~ ^(docker|custom|id):[A-Za-z0-9_.:+@/-]+$ ]] || lib::die 78 "shifter starts images of its gateway" \
+      "wanted: DRAY_IMAGE=docker:NAME:TAG, or custom: or id:" "found:  DRAY_IMAGE=$given_image" "fix:    $engine__pull"
+    echo "$given_image"
+    return
+  fi
   [[ -n "$formats" ]] || { echo "${given_image:-localhost/dray:$1}"; return; }
   [[ "$suffix" == sif ]] || fix="make one of dray's image (docs/engines.md), or set DRAY_IMAGE to an image that dray has built"
   local -r image="${given_image:-$DRAY_HOME/build/dray-$1.$suffix}"
@@ -68,6 +76,7 @@ engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands i
     edf) engine::edf "$@" ;;
     charliecloud) engine::charliecloud "$@" ;;
     podman-hpc) engine::podman_hpc "$@" ;;
+    shifter) engine::shifter "$@" ;;
     *) engine::apptainer "$@" ;;
   esac
 }
@@ -138,6 +147,11 @@ engine::podman_hpc() { # COMMAND...
   ((UID == 0)) || words+=(--userns=keep-id)
   podman-hpc run "${words[@]}" --env=DRAY_HOME="$DRAY_HOME" --env=DRAY_SITES="$own_sites" "${mounts[@]}" \
     --workdir="$where" "$image" "$@"
+}
+
+engine::shifter() { # COMMAND...: as in src/dray/engines/shifter.py
+  shifter --image="$image" --module=none --clearenv --env=DRAY_HOME="$DRAY_HOME" --env=DRAY_SITES="$own_sites" \
+    --workdir="$where" -- /bin/sh -c "$(<"$DRAY_HOME/src/dray/engines/visible.sh")" sh "${folders[@]}" -- "$@"
 }
 
 engine::text() { # TEXT: as a string of TOML

@@ -104,7 +104,7 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
         ;;
       engine=*)
         engine="${answer#*=}"
-        lib::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc
+        lib::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc shifter
         image="$(lib::guess "$@")" || exit
         ;;
       image=*)

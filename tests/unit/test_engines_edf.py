@@ -156,7 +156,7 @@ def test_a_path_that_it_would_take_apart_is_refused(name: str) -> None:
         ('engine = "edf"\nannotations = {"com.x" = "1", "com.x.y" = "2"}', "annotations.com.x cannot have a value"),
         ('engine = "edf"\nannotations = {com.x = "hf_abcdefghijklmnopqrstuvwxyz"}', "looks like a secret"),
         ('engine = "edf"\nstage = "/tmp"', "stage: with edf"),
-        ('engine = "pyxis"\nannotations = {com.x = "1"}', 'annotations need engine = "edf"'),
+        ('engine = "pyxis"\nannotations = {com.x = "1"}', 'annotations need engine = "edf" or "shifter"'),
     ],
 )
 def test_a_site_file_that_is_wrong(tmp_path: Path, line: str, found: str) -> None:

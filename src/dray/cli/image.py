@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dray.cli import image_adopt, image_layer, image_lock, image_look
+from dray.cli import image_adopt, image_convert, image_layer, image_lock, image_look
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.containers import builder
@@ -146,6 +146,7 @@ def enter(variant: Variant) -> None:
 
 for verb in (
     image_adopt.adopt,
+    image_convert.convert,
     image_layer.layer,
     image_lock.lock,
     image_look.inspect,

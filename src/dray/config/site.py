@@ -155,11 +155,11 @@ class Site(Spec):
     """Variables that ranks need."""
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
     """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
-    engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc"] = ""
+    engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc", "shifter"] = ""
     """What starts containers, if it is not apptainer or singularity (docs/engines.md)."""
     annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
-    """With `edf`: what the Container Engine's hooks are told, such as com.hooks.netstack.source = "artifact"; each
-    beats dray's own."""
+    """With `edf`: what the Container Engine's hooks are told, such as com.hooks.netstack.source = "artifact"; with
+    `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". Each beats dray's own."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
     cores: tuple[Cores, ...] = ()
@@ -199,7 +199,7 @@ class Site(Spec):
         if self.stage and not engine.script_mounts:
             raise ValueError(f"stage: with {self.engine} Slurm starts the image before a node could copy it")
         if self.annotations and not engine.takes_annotations:
-            raise ValueError('annotations need engine = "edf"')
+            raise ValueError('annotations need engine = "edf" or "shifter"')
         for name in self.annotations:
             if any(other.startswith(f"{name}.") for other in self.annotations):
                 raise ValueError(f"annotations.{name} cannot have a value and names below it")

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import spython.utils
 
@@ -25,6 +25,8 @@ ANSWER_S = 60.0
 """What only looks at an image answers in seconds; a cold network disk takes longer."""
 FETCH_S = 4 * 3600.0
 """An image of a registry may have tens of gigabytes."""
+_SILENT = -5
+"""Less than its warnings, which print what dray has refused already."""
 _REGISTRIES = re.compile(r"(docker|oras|https|library|shub)://.+")
 _ARCHIVES = re.compile(r"(oci|oci-archive|docker-archive|docker-daemon):.+")
 
@@ -61,6 +63,36 @@ def _spython() -> Any:  # noqa: ANN401  it has no types
     client = get_client(quiet=True)
     client._init_command = _command
     return client
+
+
+def recipe(kind: Literal["docker", "singularity"], lines: Sequence[str]) -> Any:  # noqa: ANN401  it has no types
+    """What its parser reads in a Dockerfile or a definition: of one stage, in lines without a trap."""
+    _spython()
+    from spython.main.parse.parsers import get_parser  # noqa: PLC0415  only now
+    from spython.main.parse.writers.base import bot  # noqa: PLC0415
+
+    bot.level = _SILENT
+    parser = get_parser(kind)(None, load=False)
+    parser.lines = [f"{line}\n" for line in lines]
+    with _answered("read the lines"):
+        (stage,) = parser.parse().values()
+    return stage
+
+
+def written(kind: Literal["docker", "singularity"], stage: Any, *, runscript: str = "") -> str:  # noqa: ANN401
+    """What its writer makes of it."""
+    from spython.main.parse.writers import get_writer  # noqa: PLC0415
+
+    with _answered("write the lines"):
+        return str(get_writer(kind)({"stage": stage}).convert(runscript=runscript, force=bool(runscript)))
+
+
+@contextmanager
+def _answered(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (SystemExit, NotImplementedError, LookupError, TypeError, ValueError, AttributeError) as wrong:
+        raise DrayError(f"spython cannot {what}", found=repr(wrong)) from wrong
 
 
 def name() -> str:

@@ -11,6 +11,7 @@ from dray.engines.docker import Docker, Podman
 from dray.engines.edf import Edf
 from dray.engines.podman_hpc import PodmanHpc
 from dray.engines.pyxis import Pyxis
+from dray.engines.shifter import Shifter
 
 _ALL: tuple[Engine, ...] = (
     Bare(),
@@ -22,6 +23,7 @@ _ALL: tuple[Engine, ...] = (
     Edf(),
     Charliecloud(),
     PodmanHpc(),
+    Shifter(),
 )
 _BY_NAME = {engine.name: engine for engine in _ALL}
 

@@ -66,6 +66,8 @@ class Engine:
     """The kinds of image that it starts from a file, the usual one first; `folder` is a file system's tree."""
     store_prefix: ClassVar[str] = ""
     """What the store adds in front of a name that no registry has."""
+    reference: ClassVar[str] = ""
+    """What the name of an image must match, where the store has those of registries alone, and so no usual one."""
     schedulers: ClassVar[frozenset[str]] = frozenset({"slurm", "hosts", "local"})
     """Who starts the nodes that it can be used on."""
     isolates_env: ClassVar[bool] = True

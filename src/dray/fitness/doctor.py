@@ -20,8 +20,9 @@ from dray.contract.findings import DrayError, Finding, UnfitError, counted
 from dray.fitness import host
 from dray.images import store
 
-_ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "ch-run")
+_ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "shifter", "ch-run")
 _BY_VERB = {"enroot", "podman-hpc"}  # they have no --version
+_SILENT = {"shifter"}  # nothing of it tells its version
 _ANSWER_S = 30.0  # a program on a network disk that does not answer is a finding, not a wait
 # Slurm's plugins that start containers, by the option that each adds to srun.
 _PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image": "Pyxis"}
@@ -56,6 +57,9 @@ def _machine() -> Iterator[Finding]:
 def _engines() -> Iterator[Finding]:
     installed, hang = [name for name in _ENGINES if process.which(name)], set()
     for name in installed:
+        if name in _SILENT:
+            yield _ok("engine", name)
+            continue
         try:
             done = process.run([name, "version" if name in _BY_VERB else "--version"], check=False, seconds=_ANSWER_S)
         except UnfitError as error:

@@ -145,6 +145,14 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
     if fix := absent(file, variant, engine):
         fix += ", or set DRAY_IMAGE to an image that dray has built"
         raise ConfigError("the image does not exist", wanted=f"{file} (the recipe's image is {variant})", fix=fix)
+    reference = engines.get(engine).reference
+    if reference and not re.fullmatch(reference, str(file)):
+        raise ConfigError(
+            f"{engine} starts images of its gateway",
+            wanted="DRAY_IMAGE=docker:NAME:TAG, or custom: or id:",
+            found=f"DRAY_IMAGE={os.environ.get('DRAY_IMAGE', '')}",
+            fix="push dray's image to a registry; shifterimg pull docker:NAME:TAG; export DRAY_IMAGE=docker:NAME:TAG",
+        )
     if not formats:
         return file
     head = b"" if file.is_dir() else _head(file)
