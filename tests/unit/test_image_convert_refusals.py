@@ -49,7 +49,7 @@ BAD = [
     ("COPY none.txt /x", "none.txt is not in "),
     ("COPY ../x /x", "../x is not in "),
     ("COPY linked /x", "linked/a is a link"),
-    ('COPY ["a b", "/x"]', "a space, a quote or a backslash in a path"),
+    ('COPY ["a b", "/x"]', "a space, a quote, a % or a backslash in a path"),
     ("ENV A=$HOME", "$HOME is the base's, and would be the host's in Apptainer"),
     ("ENV A=1 B=$A", "$A is set in the same line"),
     ("ENV A=${B:-c}", "a reference other than $NAME or ${NAME}"),
@@ -79,6 +79,23 @@ def test_a_line_that_a_definition_cannot_say(folder: Path, line: str, why: str) 
     assert refused.value.details["fix"].startswith("line 3: ")
 
 
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("ENV HF_TOKEN=abc123", "ENV HF_TOKEN=[secret]"),
+        ("ARG API_KEY='abc 123'", "ARG API_KEY=[secret]"),
+        ("ENV A=hf_abcdefghijklmnopqrstuvwxyz0123456789", "ENV A=[secret]"),
+        ("RUN login hf_abcdefghijklmnopqrstuvwxyz0123456789", "RUN login [secret]"),
+        ("USER --password abc123", "USER --password [secret]"),
+    ],
+)
+def test_a_secret_is_refused_and_not_shown(folder: Path, line: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        converted(folder, f"FROM a\n{line}\n")
+    assert refused.value.details["found"].startswith(f"line 2: {shown}")
+    assert "abc" not in str(refused.value)
+
+
 def test_all_lines_at_once(folder: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         converted(folder, "FROM a\nUSER me\nRUN a\nEXPOSE 80\nARG X\n")
@@ -99,7 +116,7 @@ def test_all_lines_at_once(folder: Path) -> None:
         ("RUN a\n", "line 1: RUN a: before FROM"),
         (
             "FROM a\nRUN mkdir /srv/x\nCOPY req.txt /srv/x/\n",
-            "line 3: COPY req.txt /srv/x/: a RUN before it names /srv/x",
+            "line 3: COPY req.txt /srv/x/: the RUN of line 2 names /srv/x",
         ),
         ("\n\n", "line 1: : no FROM with an image"),
         ("FROM a;b\n", "line 1: FROM a;b: no name of an image"),

@@ -36,8 +36,10 @@ def convert(path: Path, context: Path | None = None) -> Converted:
     notes = [*read.notes]
     if read.cmd and not read.entrypoint:
         notes.append("an ENTRYPOINT of the base image is not carried: CMD alone is what starts")
-    if read.workdir:
+    if read.workdir and (read.cmd or read.entrypoint):
         notes.append(f"WORKDIR {read.workdir} holds for apptainer run; apptainer exec starts where you stand")
+    elif read.workdir:
+        notes.append(f"WORKDIR {read.workdir} holds for the build: without a CMD the base's own start stands elsewhere")
     return Converted(write.to_definition(read, head=head, context=folder), tuple(notes))
 
 

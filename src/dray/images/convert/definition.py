@@ -167,6 +167,7 @@ class _Reader:
             name, given, value = word.partition("=")
             if not given or not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise ValueError("no export NAME=VALUE")
+            lines.public(name, value)
             if unknown := lines.referred(value) - set(dict(self.made.env)) - {lines.INHERITED}:
                 raise ValueError(f"${min(unknown)} is the host's, or the base's")
             self.made.env.append((name, value))

@@ -136,6 +136,7 @@ class _Reader:
     def _arg(self, number: int, line: str, rest: str) -> None:
         for word in lines.tokens(rest):
             name, given, value = word.partition("=")
+            lines.public(name, value)
             if not given and name in self._global and self.made.base:
                 value = self._global[name]
             elif not given:
@@ -157,6 +158,7 @@ class _Reader:
             raise ValueError(f"{odd[0]} is no NAME=VALUE")
         here: set[str] = set()
         for name, _, value in pairs:
+            lines.public(name, value)
             refers = lines.referred(value)
             if refers & here:
                 raise ValueError(f"${min(refers & here)} is set in the same line: Docker takes the value before it")
@@ -190,6 +192,7 @@ class _Reader:
     def _run(self, number: int, _line: str, rest: str) -> None:
         listed = lines.as_list(rest)
         command = shlex.join(listed) if listed else rest
+        lines.public("", command)
         self.made.runs.append((number, command))
         # In %post a && b goes on where a fails, and cd, set and export stay for the next RUN.
         plain = _SIMPLE.fullmatch(rest) and not _STATEFUL.match(rest)
@@ -202,8 +205,8 @@ class _Reader:
         if not sources:
             raise ValueError("a source without a place")
         for name in [*sources, place]:
-            if re.search(r"[\s\"'\\]", name):
-                raise ValueError("a space, a quote or a backslash in a path")
+            if re.search(r"[\s\"'\\%]", name):
+                raise ValueError("a space, a quote, a % or a backslash in a path")
         place = lines.expanded(place, self._known)
         many = len(sources) > 1 or place.endswith("/") or posixpath.normpath(place) == "."
         target = posixpath.normpath(posixpath.join(self._where(place), place))
@@ -215,8 +218,8 @@ class _Reader:
                 pair = (f"{relative}/.", target)
             else:
                 pair = (relative, posixpath.join(target, path.name) if many else target)
-            if earlier := [text for _, text in self.made.runs if target != "/" and target in text]:
-                raise ValueError(f"a RUN before it names {target} ({earlier[0][:40]}): %files come before all of %post")
+            if earlier := [run for run, text in self.made.runs if target != "/" and target in text]:
+                raise ValueError(f"the RUN of line {earlier[0]} names {target}, and %files come before all of %post")
             self.made.files.append(pair)
             self.made.copies.append((number, pair))
             self.made.normal.append(f"COPY {pair[0]} {pair[1]}")

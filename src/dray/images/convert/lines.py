@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dray.contract import secrets
 from dray.contract.findings import ConfigError
 
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -28,7 +29,10 @@ class Refusals:
     found: list[tuple[int, str, str, str]] = field(default_factory=list)
 
     def add(self, number: int, line: str, why: str, fix: str = _DROPPED) -> None:
-        """A line of the file, why it is not carried, and the fix."""
+        """A line of the file, why it is not carried, and the fix; a log may have it, so that it shows no secret."""
+        line = secrets.redacted(line)
+        if found := next((name for name in re.finditer(r"[\w-]+(?=[= ])", line) if secrets.is_name(name[0])), None):
+            line = f"{line[: found.end() + 1]}[secret]"
         self.found.append((number, line if len(line) < 80 else f"{line[:76]} ...", why, fix))
 
     def refuse(self) -> None:
@@ -57,6 +61,12 @@ def tokens(text: str) -> list[str]:
     if any('"' in word or not word.isprintable() for word in found):
         raise ValueError("quotes within quotes, or a control character")
     return found
+
+
+def public(name: str, value: str) -> None:
+    """ValueError if the variable looks like a secret."""
+    if secrets.is_variable(name, value) and value:
+        raise ValueError("looks like a secret, which everybody who has the image could read")
 
 
 def assignment(name: str, value: str) -> str:
