@@ -70,6 +70,9 @@ image-%: known-% .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WH
 image-%-docker: known-% .venv/host ## Build the Docker image dray:% (likewise)
 	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
+image-%-cotainr: known-% .venv/cotainr ## Build build/dray-%.sif with cotainr, and accept Miniforge's licence (likewise)
+	@$(BIN)/dray image build $* --with cotainr --accept-licenses $(IMAGE_OPTIONS)
+
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
 	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker train.steps=50
 
@@ -126,7 +129,11 @@ TORCH := $(filter "torch==%,$(call listed,train))
 	@$(PIP) $(LOCKED) $(OURS) $(call listed,train)
 	@touch $@
 
-.venv/dev: .venv/installed
+.venv/cotainr: .venv/host
+	@$(PIP) $(LOCKED) $(call listed,cotainr)
+	@touch $@
+
+.venv/dev: .venv/installed .venv/cotainr
 	@$(PIP) $(LOCKED) $(call listed,dev)
 	@touch $@
 

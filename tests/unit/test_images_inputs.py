@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -158,18 +157,6 @@ def test_every_variant_is_described(root, variant):
     lock.require_fresh(root, image)
     torch = {pin.name: pin for pin in lock.read(folder / "requirements.lock")}["torch"]
     assert torch.version == {"cpu": "2.13.0", "cuda": "2.13.0", "cuda12": "2.9.1", "rocm": "2.8.0+rocm6.4"}[variant]
-
-
-@pytest.mark.parametrize("variant", ["cuda", "rocm"])
-def test_cotainr_gets_the_locked_versions(root, variant):
-    folder = root / "containers" / variant
-    said = re.findall(r"^      - ([a-z-]+)==(\S+)$", (folder / "cotainr.yml").read_text(), re.MULTILINE)
-    locked = {pin.name: pin.version for pin in lock.read(folder / "requirements.lock")}
-    pinned = re.findall(r"^([a-z-]+)==", (folder.parent / "requirements-common.in").read_text(), re.MULTILINE)
-    assert {"torch", *pinned} <= dict(said).keys()
-    assert dict(said) == {name: locked[name] for name, _ in said}
-    indexes = {vendor.index for vendor in inputs.image(root, variant).vendor}
-    assert set(re.findall(r"--extra-index-url (\S+)", (folder / "cotainr.yml").read_text())) == indexes
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,22 @@ _MACHINES = {b"\x3e\x00": "amd64", b"\xb7\x00": "arm64"}
 
 def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str, rootfs: Path) -> list[str]:
     """Apptainer's command; the definition takes its base from the argument."""
-    for path in binds:
-        if set(",:") & set(str(path)):
-            raise ConfigError(
-                "Apptainer cannot bind a path with , or : in it", found=path, fix="move the checkout to another folder"
-            )
+    require_bindable(*binds)
     return [
         *(tool, "build", "--sandbox", "--no-cleanup"),
         *(word for path, target in binds.items() for word in ("--bind", f"{path}:{target}")),
         *("--build-arg", f"BASE={base}"),
         *(str(rootfs), str(definition)),
     ]
+
+
+def require_bindable(*paths: Path) -> None:
+    """Refuse paths that its syntax has no way to write."""
+    for path in paths:
+        if set(",:") & set(str(path)):
+            raise ConfigError(
+                "Apptainer cannot bind a path with , or : in it", found=path, fix="move the checkout to another folder"
+            )
 
 
 def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
