@@ -1,0 +1,109 @@
+"""Rows of a file by a builder of `datasets`: what it does beside reading is kept out.
+
+It runs no code of a dataset's, asks no hub, keeps nothing in a cache, and loses no row in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError, DrayError
+from dray.train.data import lines, remote, table
+
+_PACKAGES = {"lance": "pylance", "vortex": "vortex-data"}  # where it is imported by another name
+_TAR_ENDS = 1024  # bytes of zeros
+
+
+def rows(builder: str, path: str, column: str | None, options: str) -> Iterator[Any]:
+    """The column's cells, or whole rows; `options` are load_dataset's own for that builder, as JSON."""
+    place, number = f"{builder}:{path}", 0
+    if builder == "webdataset":
+        _require_whole_tar(path)
+    with TemporaryDirectory(prefix="dray-datasets-") as cache, _explained(place, lambda: number):
+        dataset = _library().load_dataset(
+            builder, split="train", streaming=True, cache_dir=cache, **_files(builder, path), **json.loads(options)
+        )
+        for row in dataset:
+            if column is not None and column not in row:
+                table.no_column(path, column, [*row])
+            yield row if column is None else row[column]
+            number += 1
+
+
+def slices(split: str, total: int) -> list[tuple[int, int]]:
+    """The first and last row of each slice, such as train[:1%], of so many rows."""
+    found = _library().ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: total})
+    return [(one.from_, one.to) for one in found]
+
+
+def _files(builder: str, path: str) -> dict[str, Any]:
+    if builder == "sql":
+        return {"con": f"sqlite:///{path}"}
+    if builder == "lance":  # a folder, whose files it knows by themselves
+        return {"data_files": {"train": sorted(str(file) for file in Path(path).rglob("*") if file.is_file())}}
+    return {"data_files": {"train": [path]}}
+
+
+def _library() -> Any:  # noqa: ANN401  it has no types
+    try:
+        import datasets  # noqa: PLC0415  a second, and its packages are of the images and the training stack alone
+    except ImportError as error:
+        raise ConfigError(
+            "datasets is not installed in this Python",
+            wanted="datasets, as dray's images have it",
+            found=str(error),
+            fix="run it in the image, or: pip install datasets==5.2.0",
+        ) from error
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each use of a builder is told to the hub
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1  # dray's own file systems have tried again
+    remote.register()
+    return datasets
+
+
+def _require_whole_tar(path: str) -> None:
+    """Python's tarfile takes an archive that ends between two files for a whole one."""
+    with remote.opened(path) if "://" in path else lines.opened(path) as file:
+        if path.lower().endswith(".tar"):
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAR_ENDS))
+            end = file.read()
+        else:
+            end = b""
+            while block := file.read(1 << 20):
+                end = (end + block)[-_TAR_ENDS:]
+    if end != bytes(_TAR_ENDS):
+        raise EOFError("the archive ends without the two empty blocks of a whole one")
+
+
+@contextmanager
+def _explained(place: str, number: Any) -> Iterator[None]:  # noqa: ANN401  a function that counts rows
+    """An error of a builder, of which there are many kinds, with the shard and the row."""
+    try:
+        yield
+    except (DrayError, OSError, EOFError, GeneratorExit):
+        raise
+    except ImportError as error:
+        package = _PACKAGES.get(error.name or "", error.name or place.partition(":")[0])
+        raise remote.missing_package(package.lower(), place.partition(":")[0] + ":", str(error)) from error
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error.__context__ or error
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        more = " ".join(f"; {type(cause).__name__}: {cause}".split()) if cause is not error else ""
+        raise ConfigError(
+            "a shard of the dataset cannot be read",
+            where=f"after row {number()} of {place}",
+            wanted=f"rows that datasets' builder {place.partition(':')[0]} reads",
+            found=(text + more)[:400],
+            fix="write that file again; or set data.config_kwargs for its builder",
+            code=exit_codes.CONFIG,
+        ) from error
