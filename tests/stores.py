@@ -87,8 +87,9 @@ class _Store(BaseHTTPRequestHandler):
             for key in keys
         )
         files += "".join(f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in folders)
-        said = f"<ListBucketResult><Name>{bucket}</Name><KeyCount>{len(keys) + len(folders)}</KeyCount><IsTruncated>false</IsTruncated>{files}</ListBucketResult>"
-        self._answer(200, said.encode(), {"Content-Type": "application/xml"}, body)
+        files += f"<KeyCount>{len(keys) + len(folders)}</KeyCount><IsTruncated>false</IsTruncated>"
+        said = f"<ListBucketResult><Name>{bucket}</Name>{files}</ListBucketResult>"
+        return self._answer(200, said.encode(), {"Content-Type": "application/xml"}, body)
 
     def _error(self, code: int, name: str, body: bool) -> None:
         said = f"<Error><Code>{name}</Code><Message>{name}</Message></Error>"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -11,6 +13,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -24,6 +27,9 @@ from dray.train import manifest
 # The hub's copy of each dataset as parquet, whatever its own format or code; what pins a dataset is a commit of it.
 _PARQUET = "refs/convert/parquet"
 T = TypeVar("T")
+# What it raises where no hub answers is of the library beneath, which had another name before.
+_HTTP = import_module("httpx2" if find_spec("httpx2") else "httpx")
+FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, _HTTP.HTTPError)
 _PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
 
 
@@ -79,7 +85,9 @@ def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str,
             f"dataset {owner}/{short} has no such split",
             wanted=", ".join(patterns[part] for part in missing),
             found=", ".join(has) or "none of its files",
-            fix=f"name a subset and a split that {page} has",
+            fix=f"name a subset and a split that {page} has"
+            if has
+            else f"name its own files: {_own(f'{owner}/{short}')}",
         )
     return [(one if "[" in one else "", tuple(files[part])) for one, part in zip(slices, splits, strict=True)]
 
@@ -90,6 +98,10 @@ def _listed(name: str, revision: str) -> tuple[str, list[str]]:
     return about.sha or revision, sorted(
         one.rfilename for one in about.siblings or () if one.rfilename.endswith(".parquet")
     )
+
+
+def _own(name: str) -> str:
+    return f"hf://datasets/{name}/FOLDER/*.jsonl (a script that loads them is never run)"
 
 
 def _splits(name: str, revision: str, folder: str) -> list[str]:
@@ -107,7 +119,7 @@ def fetched(what: str, fetch: Callable[[], T]) -> T:
     """What `fetch` returns; a failure is an error with its fix."""
     try:
         return fetch()
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (*FAILURES, OSError) as error:
         failed(what, error)
 
 
@@ -118,6 +130,8 @@ def failed(what: str, error: Exception, *, offline: str = _PREFETCH) -> NoReturn
         case GatedRepoError():
             fix = "accept the terms on its page, and export HF_TOKEN (a run that is online names it in pass_env)"
             _no(what, "its owner asks for consent first", fix)
+        case RevisionNotFoundError() if what.startswith("dataset "):
+            _no(what, f"no such revision, or no copy as parquet: {first}", f"name its own files: {_own(what[8:])}")
         case RepositoryNotFoundError() | RevisionNotFoundError():
             fix = "check its name and revision; a private one wants HF_TOKEN exported (in a run: in pass_env)"
             _no(what, first, fix)

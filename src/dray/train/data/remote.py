@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import io
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +16,6 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.spec import AbstractFileSystem
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
@@ -26,6 +27,7 @@ Seen = tuple[int, str]
 _TAGS = ("ETag", "etag", "blob_id", "sha256", "md5", "content_md5", "mtime", "LastModified", "last_modified", "updated")
 _MISSING = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "does not exist", "HTTP status 404")
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403")
+_COMMIT = re.compile("hf://datasets/[^/]+/[^/]+@([0-9a-f]{40})/")
 _BUFFER = 1 << 22
 _AT_ONCE = 32  # questions about files
 _SECRETS = {
@@ -62,7 +64,12 @@ def seen(urls: list[str]) -> list[Seen]:
 def _seen(url: str) -> Seen:
     with reading(url):
         system = _system(url)
-        about = system.tagged(url) if isinstance(system, S3) else system.info(url)  # a listing has no ETag
+        if isinstance(system, S3):  # whose listing has no ETag
+            about = system.tagged(url)
+        elif commit := _COMMIT.match(url):  # a file's own hash is told or not, by what was asked before
+            about = system.info(url) | {"ETag": commit[1]}
+        else:
+            about = system.info(url)
         tag = next((str(about[key]) for key in _TAGS if about.get(key)), "")
     if not tag:
         raise ConfigError(
@@ -89,8 +96,8 @@ def reading(url: str) -> Iterator[None]:
         if protocol == "hf":
             try:
                 yield
-            except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError) as error:
-                hub.failed(url, error)
+            except hub.FAILURES as error:
+                hub.failed(url, error, offline='env.HF_HUB_OFFLINE = "0", where the nodes reach the hub')
         else:
             yield
     except ImportError as error:
@@ -100,7 +107,11 @@ def reading(url: str) -> Iterator[None]:
         _no(url, "does not exist", str(error), "check the name of the bucket and of the file")
     except PermissionError as error:
         _denied(url, protocol, str(error))
+    except gzip.BadGzipFile:  # an OSError too, and what reads the file says it
+        raise
     except (OSError, http.client.HTTPException) as error:
+        if "data stream" in str(error) or "decompress" in str(error):  # bz2's and zstd's
+            raise
         _as_arrow_says(url, protocol, error)
     except ValueError as error:
         if "rotocol" not in str(error):
