@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ pytest.importorskip("datasets", reason="datasets: the training stack is not inst
 
 import stores
 from dray.train.data import corpus
+from helpers import PYTHON, ROOT
 from trainings import Forks, Run
 
 pytestmark = pytest.mark.torch
@@ -92,6 +95,25 @@ def test_an_object_that_was_replaced_is_not_resumed_and_makes_new_tokens(run: BE
     again.end(78, AWS_ENDPOINT_URL=store.address)
     other = run(1, "data.train=s3://b/own.txt", "train.steps=6").end(AWS_ENDPOINT_URL=store.address)
     assert other.losses() != kept.losses()
+
+
+def test_data_inspect_shows_what_is_elsewhere(store: stores.Store, tmp_path: Path) -> None:
+    """The whole command; a key goes by its name alone, and is in nothing that is written."""
+    words = ["data.train=s3://b/*.tar", "data.column=txt", f"data.cache_dir={tmp_path}/tokens", "train.steps=5"]
+    words += ['pass_env=["AWS_ENDPOINT_URL","AWS_ACCESS_KEY_ID","AWS_SECRET_ACCESS_KEY"]']
+    words += ["data.test=s3://b/x.txt:train[:50%]"]
+    env = {**PYTHON, "DRAY_HOME": str(ROOT), "HOME": str(tmp_path), "AWS_ENDPOINT_URL": store.address}
+    env |= {"AWS_ACCESS_KEY_ID": "AKIAMAYREAD", "AWS_SECRET_ACCESS_KEY": "hunter2hunter2"}
+    argv = [sys.executable, "-m", "dray", "data", "inspect", str(ROOT / "tests/tiny.toml"), "--json", *words]
+    ended = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    training, test = found["training"][0], found["evaluation"][1]
+    assert (training["dataset"], training["files"], test["documents"]) == ("s3://b/*.tar", 3, 30)
+    assert training["bytes"] == sum(len(said) for name, said in store.objects.items() if name.endswith(".tar"))
+    assert training["documents"] + found["evaluation"][0]["documents"] == 60
+    kept = ended.stdout + ended.stderr + "".join(one.read_text() for one in tmp_path.rglob("*.json"))
+    assert "hunter2" not in kept
 
 
 def test_what_is_missing_fails_on_all_ranks_alike(run: BEGUN, store: stores.Store) -> None:

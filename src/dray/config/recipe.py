@@ -210,18 +210,13 @@ class Recipe(Spec):
 
     @model_validator(mode="after")
     def _names_of_datasets_are_complete(self) -> Recipe:
-        kwargs, builders = self.data.config_kwargs, set()
         for key, name in self.datasets().items():
             if name.startswith("hub:") and not _HUB.fullmatch(name):
                 raise ValueError(f"{key} = {name}: expected hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]")
             if wrong := dataset.trouble(name):
                 raise (SecretError if dataset.shows_secret(name) else ValueError)(f"{key}: {wrong}")
-            named = dataset.parse(name)
-            builders |= {named.builder or dataset.ENDINGS.get(dataset.ending(named.files), "")}
-        if unused := sorted({*kwargs} - builders):
-            raise ValueError(f"data.config_kwargs.{unused[0]}: no dataset is read by it; name one, {unused[0]}:FILES")
-        if "sql" in builders and "sql" not in kwargs.get("sql", {}):
-            raise ValueError('sql: wants its query: data.config_kwargs.sql.sql = "SELECT text FROM documents"')
+        if wrong := dataset.kwargs_trouble(self.datasets().values(), self.data.config_kwargs):
+            raise ValueError(wrong)
         return self
 
     @model_validator(mode="after")

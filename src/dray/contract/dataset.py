@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -80,6 +81,17 @@ def trouble(name: str) -> str:
 def shows_secret(name: str) -> bool:
     """Whether no message may show the name."""
     return "://" in name and _SHOWN in _url_trouble(parse(name))
+
+
+def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, object]]) -> str:
+    """What is wrong with the builders' own arguments beside the datasets."""
+    named = [parse(name) for name in names]
+    builders = {one.builder or ENDINGS.get(ending(one.files), "") for one in named}
+    if unused := sorted({*kwargs} - builders):
+        return f"data.config_kwargs.{unused[0]}: no dataset is read by it; name one, {unused[0]}:FILES"
+    if "sql" in builders and "sql" not in kwargs.get("sql", {}):
+        return 'sql: wants its query: data.config_kwargs.sql.sql = "SELECT text FROM documents"'
+    return ""
 
 
 def _builder_trouble(named: Named) -> str:

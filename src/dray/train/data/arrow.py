@@ -58,7 +58,11 @@ def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
 
 def _file(path: str, *, mapped: bool = False) -> Any:  # noqa: ANN401  pyarrow has no types
     return (
-        pa.PythonFile(remote.opened(path, buffered=False)) if "://" in path else pa.memory_map(path) if mapped else path
+        pa.PythonFile(remote.opened(path, buffered=mapped))
+        if "://" in path
+        else pa.memory_map(path)
+        if mapped
+        else path
     )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError
 from dray.train.data import lines, remote, table
 
@@ -101,8 +100,9 @@ def _explained(place: str, number: Any) -> Iterator[None]:  # noqa: ANN401  a fu
     except (DrayError, OSError, EOFError, GeneratorExit):
         raise
     except ImportError as error:
-        package = _PACKAGES.get(error.name or "", error.name or place.partition(":")[0])
-        raise remote.missing_package(package.lower(), place.partition(":")[0] + ":", str(error)) from error
+        name = error.name or place.partition(":")[0]
+        package = _PACKAGES.get(name, name).lower()
+        raise remote.missing_package(package, f"{place.partition(':')[0]}:", str(error)) from error
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -117,5 +117,4 @@ def _explained(place: str, number: Any) -> Iterator[None]:  # noqa: ANN401  a fu
             wanted=f"rows that datasets' builder {place.partition(':')[0]} reads",
             found=(text + more)[:400],
             fix="write that file again; or set data.config_kwargs for its builder",
-            code=exit_codes.CONFIG,
         ) from error
