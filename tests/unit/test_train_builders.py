@@ -139,7 +139,7 @@ class TestDamage:
         assert "cannot be read" in refused(f"{tmp_path}/a.h5")
         (tmp_path / "a.db").write_bytes(b"no SQLite" * 100)
         assert "cannot be read" in refused(f"sql:{tmp_path}/a.db", sql={"sql": "SELECT text FROM documents"})
-        assert "unexpected keyword" in refused(f"csv:{tmp_path}/a.tar", csv={"seperator": ";"})
+        assert "unexpected keyword" in refused(f"csv:{tmp_path}/a.tar", csv={"between": ";"})
 
     def test_a_package_that_is_not_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, package in (("h5py", "h5py"), ("lance", "pylance"), ("sqlalchemy", "sqlalchemy")):
@@ -162,7 +162,7 @@ def test_nothing_is_left_and_no_hub_is_asked(tmp_path: Path) -> None:
     program = (
         "import sys, socket\n"
         "def refuse(*_): raise SystemExit('asked the network')\n"
-        "socket.socket.connect = refuse\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from dray.train.data import builders\n"
         "print(len([*builders.rows('webdataset', sys.argv[1], 'txt', '{}')]))\n"
     )
