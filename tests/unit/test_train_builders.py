@@ -195,3 +195,22 @@ def test_other_arguments_make_other_tokens(tmp_path: Path) -> None:
         return datasets.load(chosen, tokenizer.load(chosen)).total
 
     assert tokens(";") != tokens("|")
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [
+        ("train[:1%]", (0, 10)),
+        ("train[:0.1]", None),
+        ("train-clean.100[10%:-10%]", (100, 900)),
+        ("train[-5:]", (995, 1000)),
+        ("train[990:2000]", (990, 1000)),
+        ("train[33%:66%]", (330, 660)),
+    ],
+)
+def test_rows_of_a_slice(split: str, rows: tuple[int, int] | None) -> None:
+    if rows is None:
+        with pytest.raises(ValueError, match="Unrecognized"):  # a recipe with it is refused before
+            builders.slices(split, 1000)
+    else:
+        assert builders.slices(split, 1000) == [rows]

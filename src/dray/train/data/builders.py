@@ -36,7 +36,8 @@ def rows(builder: str, path: str, column: str | None, options: str) -> Iterator[
 
 def slices(split: str, total: int) -> list[tuple[int, int]]:
     """The first and last row of each slice, such as train[:1%], of so many rows."""
-    found = _library().ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: total})
+    rows = "train[" + split.partition("[")[2]  # a split of the hub may have a name that it does not take
+    found = _library().ReadInstruction.from_spec(rows).to_absolute({"train": total})
     return [(one.from_, one.to) for one in found]
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
@@ -25,6 +27,7 @@ from dray.train.data.remote import Seen
 __all__ = ["Piece", "Reading", "count", "documents", "files", "identity", "pieces"]
 
 _PIECE = 1 << 24  # bytes of a file of lines
+_AT_ONCE = 32  # footers
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ class Piece:
 def pieces(names: tuple[str, ...], seen: tuple[tuple[object, ...], ...] = ()) -> list[Piece]:
     """All of the files, in order. `seen` is their identity, where that is known."""
     found: list[Piece] = []
-    for name, (_, *one) in zip(names, seen or identity(names), strict=True):
+    seen = seen or identity(names)
+    _ask_for_footers(seen)
+    for name, (_, *one) in zip(names, seen, strict=True):
         kind, far = ending(name), cast(Seen, tuple(one)) if "://" in name else None
         if builder_of(name)[0] or name == BUILTIN:
             found.append(Piece(name, seen=far))
@@ -78,18 +83,37 @@ def pieces(names: tuple[str, ...], seen: tuple[tuple[object, ...], ...] = ()) ->
             size = int(cast(int, one[0]))
             found += [Piece(name, begin, min(begin + _PIECE, size), seen=far) for begin in range(0, size, _PIECE)]
         elif kind == ".parquet":
-            with readable(name):
-                found += [Piece(name, group, group + 1, seen=far) for group in range(len(_arrow().row_groups(name)))]
+            found += [Piece(name, group, group + 1, seen=far) for group in range(len(_row_groups(name, far)))]
         else:
             found.append(Piece(name, seen=far))
     return found
 
 
+def _ask_for_footers(seen: tuple[tuple[object, ...], ...]) -> None:
+    """Of parquet that is elsewhere, many at once: each answer takes its time."""
+    far = [(str(name), cast(Seen, tuple(one))) for name, *one in seen if "://" in str(name)]
+    far = [one for one in far if ending(one[0]) == ".parquet" and not builder_of(one[0])[0]]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        list(threads.map(lambda one: _row_groups(*one), far))
+
+
+def _row_groups(path: str, seen: Seen | None) -> tuple[int, ...]:
+    """How many rows each of its row groups has."""
+    with readable(path):
+        return _footer(path, seen) if seen else tuple(_arrow().row_groups(path))
+
+
+@lru_cache(maxsize=1 << 16)
+def _footer(path: str, seen: Seen) -> tuple[int, ...]:
+    del seen  # another file has another footer
+    return tuple(_arrow().row_groups(path))
+
+
 def count(piece: Piece, reading: Reading) -> int:
     """How many rows it has: by the footer of parquet, else by reading it."""
+    if not builder_of(piece.path)[0] and ending(piece.path) == ".parquet":
+        return _row_groups(piece.path, piece.seen)[piece.begin]
     with readable(piece.path):
-        if not builder_of(piece.path)[0] and ending(piece.path) == ".parquet":
-            return int(_arrow().row_groups(piece.path)[piece.begin])
         return sum(1 for _ in _rows(piece, None, reading))
 
 
