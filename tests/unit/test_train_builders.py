@@ -116,6 +116,22 @@ def test_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "a whole tar file at s3://all/2.tar" in refused("s3://all/*.tar", "txt")
 
 
+@pytest.mark.parametrize("builder", ["text", "json", "csv"])
+def test_a_builder_asks_a_server_for_blocks_and_not_for_bytes(monkeypatch: pytest.MonkeyPatch, builder: str) -> None:
+    """They read a block and then a line, which is a request for each of its bytes where nothing is kept between."""
+    from dray.train.data import filesystems
+
+    filesystems.S3.clear_instance_cache()
+    rows = [text * 200 for text in TEXTS]
+    lines = [json.dumps({"text": row}) for row in rows] if builder == "json" else rows
+    with stores.serving({"all/a": "\n".join([*["text"] * (builder == "csv"), *lines]).encode()}) as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.address)
+        for name in ("s3://all/a", f"{store.address}/all/a"):
+            store.asked.clear()
+            assert read(f"{builder}:{name}") == rows
+            assert len(store.asked) < 40
+
+
 class TestDamage:
     def test_an_archive_that_ends_between_two_files(self, tmp_path: Path) -> None:
         """Python's tarfile gives what there is, and no error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import time
 import urllib.error
@@ -14,11 +15,18 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dray.contract.findings import ConfigError
 
+_BUFFER = 1 << 20
 _TRIES = 5
 _TEMPORARY = {408, 429, 500, 502, 503, 504}
 
 
-class S3(ArrowFSWrapper):  # type: ignore[misc]  # it has no types
+class _Arrow(ArrowFSWrapper):  # type: ignore[misc]  # it has no types
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> io.BufferedReader:  # noqa: ANN401  fsspec's own
+        # Some builders of `datasets` ask for a line, which is a request for each byte of it without a buffer.
+        return io.BufferedReader(super()._open(path, mode, **options), _BUFFER)
+
+
+class S3(_Arrow):
     """By pyarrow, which every image has. s3fs wants another python-dateutil than the images."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  fsspec's own
@@ -50,7 +58,7 @@ class S3(ArrowFSWrapper):  # type: ignore[misc]  # it has no types
         return name if "://" in name else f"s3://{name}"
 
 
-class Gs(ArrowFSWrapper):  # type: ignore[misc]
+class Gs(_Arrow):
     """Google's, by pyarrow too."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401  fsspec's own
