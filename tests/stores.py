@@ -39,6 +39,14 @@ def serving(objects: Objects) -> Iterator[Store]:
         server.server_close()
 
 
+def forget() -> None:
+    """A process reads its variables once; a test has other ones."""
+    from dray.train.data import filesystems, remote
+
+    filesystems.S3.clear_instance_cache()
+    remote.own_system.cache_clear()
+
+
 class _Store(BaseHTTPRequestHandler):
     store: Store
     protocol_version = "HTTP/1.1"

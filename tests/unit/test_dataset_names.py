@@ -107,3 +107,21 @@ def test_wrong_config_kwargs_are_refused(tmp_path: Path, overrides: list[str], s
         recipe(tmp_path, *overrides)
     assert said in str(refused.value)
     assert "hunter2" not in str(refused.value)
+
+
+def test_the_page_s_recipes_are_recipes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    blocks = [block.partition("```")[0] for block in page.split("```toml\n")[1:]]
+    assert len(blocks) == 4
+    for number, block in enumerate(blocks):
+        file = tmp_path / f"{number}.toml"
+        file.write_text('name = "page"\n' + block + "\n[batch]\nglobal_size = 8\n[train]\nsteps = 9000\nlr = 1e-3\n")
+        read_recipe(file)
+    names = [
+        line.split("`")[1] for line in page.splitlines() if line.startswith("| `s3://") or line.startswith("| `hub:")
+    ]
+    assert names == ["s3://BUCKET/a/*.jsonl.zst", "hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]"]
+    for name in ("sql:/data/texts.db", "csv:/data/*.txt", "hub:me/texts:train[:1%]", "a.txt:train[:5%]+train[95%:]"):
+        assert name in page or name.partition(":")[2] in page
+        more = ["data.config_kwargs.sql.sql=SELECT text FROM documents ORDER BY id"] * name.startswith("sql")
+        recipe(tmp_path, f"data.train={name}", *more)

@@ -105,9 +105,7 @@ def test_every_builder_gives_the_same_documents(tmp_path: Path, builder: str) ->
 
 
 def test_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dray.train.data import filesystems
-
-    filesystems.S3.clear_instance_cache()
+    stores.forget()
     with stores.serving({"all/1.tar": tar(TEXTS[:50]), "all/2.tar": tar(TEXTS[50:])}) as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL", store.address)
         assert read("s3://all/*.tar", "txt") == TEXTS
@@ -119,9 +117,7 @@ def test_by_url(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("builder", ["text", "json", "csv"])
 def test_a_builder_asks_a_server_for_blocks_and_not_for_bytes(monkeypatch: pytest.MonkeyPatch, builder: str) -> None:
     """They read a block and then a line, which is a request for each of its bytes where nothing is kept between."""
-    from dray.train.data import filesystems
-
-    filesystems.S3.clear_instance_cache()
+    stores.forget()
     rows = [text * 200 for text in TEXTS]
     lines = [json.dumps({"text": row}) for row in rows] if builder == "json" else rows
     with stores.serving({"all/a": "\n".join([*["text"] * (builder == "csv"), *lines]).encode()}) as store:

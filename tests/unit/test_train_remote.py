@@ -64,7 +64,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Store]:
     objects = {f"all/{name}": content for name, content in FILES.items()}
     objects |= {"two/deep/1.jsonl": jsonl(TEXTS[:100]), "two/deep/2.jsonl": jsonl(TEXTS[100:]), "two/deep/x.log": b"x"}
     objects |= {"private/a.jsonl": jsonl(TEXTS), "nobody/a.jsonl": jsonl(TEXTS)}
-    filesystems.S3.clear_instance_cache()
+    stores.forget()
     with stores.serving(objects) as served:
         monkeypatch.setenv("AWS_ENDPOINT_URL", served.address)
         yield served
@@ -174,9 +174,9 @@ def test_what_cannot_be_read_is_said(store: stores.Store, name: str, said: str) 
 def test_a_secret_of_the_environment_is_used(store: stores.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAMAYREAD")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
-    filesystems.S3.clear_instance_cache()
+    stores.forget()
     assert read("s3://private/a.jsonl") == TEXTS
-    filesystems.S3.clear_instance_cache()
+    stores.forget()
 
 
 def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypatch: pytest.MonkeyPatch) -> None:

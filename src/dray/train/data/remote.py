@@ -27,6 +27,7 @@ Seen = tuple[int, str]
 _TAGS = ("ETag", "etag", "blob_id", "sha256", "md5", "content_md5", "mtime", "LastModified", "last_modified", "updated")
 _MISSING = ("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND", "does not exist", "HTTP status 404")
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403")
+_OURS = {"s3": S3, "gs": Gs, "http": Http, "https": Http}
 _COMMIT = re.compile("hf://datasets/[^/]+/[^/]+@([0-9a-f]{40})/")
 _BUFFER = 1 << 22
 _AT_ONCE = 32  # questions about files
@@ -57,6 +58,8 @@ def files(place: str, endings: tuple[str, ...]) -> list[str]:
 
 def seen(urls: list[str]) -> list[Seen]:
     """What tells each of these files from another."""
+    if len(urls) == 1:
+        return [_seen(urls[0])]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return [*threads.map(_seen, urls)]
 
@@ -162,14 +165,20 @@ def missing_package(package: str, what: str, found: str) -> ConfigError:
 
 
 def _system(url: str) -> AbstractFileSystem:
-    register()
-    return fsspec.core.url_to_fs(url)[0]
+    protocol = urlsplit(url).scheme
+    return own_system(protocol) if protocol in _OURS else fsspec.core.url_to_fs(url)[0]
+
+
+@cache
+def own_system(protocol: str) -> AbstractFileSystem:
+    """One for all threads, where fsspec makes one for each."""
+    return _OURS[protocol]()
 
 
 @cache
 def register() -> None:
     """Ours in the place of fsspec's, whose packages no image has; `datasets` opens files by these too."""
-    for name, system in {"s3": S3, "gs": Gs, "http": Http, "https": Http}.items():
+    for name, system in _OURS.items():
         fsspec.register_implementation(name, system, clobber=True)
 
 
