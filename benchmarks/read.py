@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/read.py [PYTHON [MEGABYTES [ROUNDS]]]
 
-PYTHON is one that has `datasets`, as the images have; this checkout's own has none. Each way takes each text once, in a
-process that has imported everything. `datasets` reads as a stream, row by row or 1,000 rows at a time; prepared, it
-writes an Arrow file of its own first, as it does without `streaming`. CPU seconds are those of all threads.
+PYTHON is another one that has `datasets`. Each way takes each text once, in a process that has imported everything.
+`datasets` reads as a stream, row by row or 1,000 rows at a time; prepared, it writes an Arrow file first, as it
+does without `streaming`. `by URL` is s3:// from a server on loopback; `datasets` opens it by dray's file system. CPU
+seconds are those of all threads, without the server's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import stores
+
 KINDS = {"txt": "text", "jsonl": "json", "parquet": "parquet", "arrow": "arrow"}
-WAYS = ("dray", "streamed", "streamed in batches", "prepared")
+WAYS = ("dray", "streamed", "streamed in batches", "prepared", "dray by URL", "streamed by URL")
 
 
 def write(folder: Path, megabytes: int) -> None:
@@ -46,18 +52,23 @@ def write(folder: Path, megabytes: int) -> None:
 
 def texts(way: str, path: Path, kind: str, cache: str) -> Iterator[str]:
     """Every text of the file."""
-    if way == "dray":
+    file = f"s3://{path.parent.name}/{path.name}" if way.endswith("by URL") else str(path)
+    if way.startswith("dray"):
         from dray.train.data import sources  # noqa: PLC0415  each process has one of the two
 
         reading = sources.Reading("text")
-        for piece in sources.pieces((str(path),)):
+        for piece in sources.pieces((file,)):
             yield from sources.documents(piece, reading)
         return
     from datasets import load_dataset  # noqa: PLC0415
 
-    given = {"data_files": str(path), "split": "train", "cache_dir": cache}
+    if way.endswith("by URL"):
+        from dray.train.data import remote  # noqa: PLC0415  the others have none of dray
+
+        remote.register()
+    given = {"data_files": file, "split": "train", "cache_dir": cache}
     found = load_dataset(KINDS[kind], streaming=way != "prepared", **given).select_columns("text")
-    if way == "streamed":
+    if way.startswith("streamed") and "batches" not in way:
         yield from (row["text"] for row in found)
     else:
         for batch in found.iter(1000):
@@ -80,14 +91,19 @@ def measure(way: str, folder: Path) -> None:
 
 def main(python: str = sys.executable, megabytes: str = "100", rounds: str = "3") -> None:
     """Tables of wall and CPU seconds, and each way's ratio to dray's in the same round."""
-    with tempfile.TemporaryDirectory(prefix="dray-read-") as name:
+    with tempfile.TemporaryDirectory(prefix="dray-read-") as name, ExitStack() as stack:
         folder = Path(name)
         write(folder, int(megabytes))
         write(folder / "few", 0)
         found: dict[tuple[str, str], list[list[float]]] = {}
+        files = (*folder.glob("rows.*"), *folder.glob("few/rows.*"))
+        served = stack.enter_context(
+            stores.serving({f"{one.parent.name}/{one.name}": one.read_bytes() for one in files})
+        )
+        os.environ["AWS_ENDPOINT_URL"] = served.address
         for _ in range(int(rounds)):
             for way in WAYS:
-                argv = [sys.executable if way == "dray" else python, __file__, "--measure", way, name]
+                argv = [sys.executable if "dray" in way or "URL" in way else python, __file__, "--measure", way, name]
                 ended = subprocess.run(argv, check=True, capture_output=True, text=True)  # noqa: S603  this file
                 for kind, one in json.loads(ended.stdout).items():
                     found.setdefault((kind, way), []).append(one)

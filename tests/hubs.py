@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from urllib.parse import parse_qs
 
 Repositories = dict[str, dict[str, bytes]]  # by models/OWNER/NAME and datasets/OWNER/NAME: files by path
 
@@ -42,14 +43,25 @@ class _Hub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Who may write makes repositories, and puts files into them."""
         said = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if "/paths-info/" in self.path:
+            return self._sent(200, self._about(self.path, parse_qs(said)["paths"]))
         code, answer = 401, {"error": "Invalid username or password."}
         if self.headers.get("Authorization") == "Bearer hf_may_write":
             code, answer = 200, self._written(self.path, [json.loads(line) for line in said.splitlines()])
+        return self._sent(code, answer)
+
+    def _sent(self, code: int, answer: object) -> None:
         body = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _about(self, path: str, paths: list[str]) -> list[dict]:
+        files = self.repositories[path.removeprefix("/api/").partition("/paths-info/")[0]]
+        return [
+            {"type": "file", "path": one, "size": len(files[one]), "oid": "b" * 40} for one in paths if one in files
+        ]
 
     def _written(self, path: str, said: list[dict]) -> dict:
         if path == "/api/repos/create":
@@ -87,10 +99,7 @@ class _Hub(BaseHTTPRequestHandler):
         if files is None:
             return 404, b"", {"X-Error-Code": "RepoNotFound"}
         if verb == "tree":
-            listed = [
-                {"type": "file", "path": path, "size": len(said), "oid": "b" * 40} for path, said in files.items()
-            ]
-            return 200, json.dumps(listed).encode(), {}
+            return self._tree(files, "/".join(repository.split("/")[5:]))
         about = {
             "id": f"{owner}/{name}",
             "sha": "a" * 40,
@@ -98,6 +107,22 @@ class _Hub(BaseHTTPRequestHandler):
             "siblings": [{"rfilename": path} for path in files],
         }
         return 200, json.dumps(about).encode(), {}
+
+    def _tree(self, files: dict[str, bytes], folder: str) -> tuple[int, bytes, dict[str, str]]:
+        """What is in a folder; with `recursive` also in those below it."""
+        within = f"{folder}/" if folder else ""
+        listed = [
+            {"type": "file", "path": path, "size": len(said), "oid": f"{hash(said) & (1 << 160) - 1:040x}"}
+            for path, said in files.items()
+            if path.startswith(within)
+        ]
+        if folder and not listed:
+            return 404, b"", {"X-Error-Code": "EntryNotFound"}
+        if "recursive=true" not in self.path.lower():
+            below = {within + one["path"].removeprefix(within).partition("/")[0] for one in listed} - {*files}
+            listed = [one for one in listed if "/" not in one["path"].removeprefix(within)]
+            listed += [{"type": "directory", "path": path, "oid": "c" * 40} for path in sorted(below)]
+        return 200, json.dumps(listed).encode(), {}
 
     def log_message(self, *_: object) -> None:
         pass

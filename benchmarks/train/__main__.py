@@ -240,12 +240,12 @@ TOKENS = """
 import json, shutil, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from dray.train.data import datasets, sources
+from dray.train.data import datasets, resolve, sources
 folder = Path(sys.argv[1])
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 shutil.rmtree(folder / "cold", ignore_errors=True)
 names = (str(folder / "text.txt"),)
-made = datasets.tokenized(names, sources.Reading("text"), tokenizer, cache=folder / "cold")
+made = datasets.tokenized(resolve.of_files(names), sources.Reading("text"), tokenizer, cache=folder / "cold")
 print(json.dumps({"tokens": len(made.ids)}))
 """
 
@@ -284,7 +284,7 @@ from dray.train.data import datasets, sources
 from dray.train.data.stream import Stream
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
-pieces = sources.pieces(sources.files(str(folder / "parts"), "train"))
+pieces = sources.pieces(sources.files(str(folder / "parts")))
 feed = Stream(pieces, sources.Reading("text"), encode, shards=32, length=length, seed=1)
 feed.rows(range(32))
 began = time.perf_counter()

@@ -81,6 +81,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     (note,) = notes(name="gpt2-wikitext-ddp")
     assert note.found == "HF_HOME is not set: openai-community/gpt2, Salesforce/wikitext"
     assert notes("env.HF_HUB_OFFLINE=0", name="gpt2-wikitext-ddp") == []
+    streamed = "data.train=hf://datasets/me/texts/*.jsonl"
+    assert [note.problem for note in notes(streamed)] == ["data.train is read from the hub, and the job is offline"]
+    assert notes(streamed, "env.HF_HUB_OFFLINE=0") == []
     assert problems("data.train=/no/such.txt") == ["data.train = /no/such.txt does not exist on this machine"]
     assert problems("data.train=/no/such-*.txt") == ["data.train = /no/such-*.txt does not exist on this machine"]
 

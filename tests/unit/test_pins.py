@@ -35,6 +35,8 @@ def of(root: Path, *overrides: str) -> str | None:
         (["data.train=hub:me/texts"], "data.train"),
         (["data.train=hub:me/texts@main/default:train"], "data.train"),
         (["data.train=hub:me/texts", f"data.test=hub:me/texts@{COMMIT}"], "data.train"),
+        (["data.train=hf://datasets/me/texts/*.jsonl", f"data.test=hf://datasets/me/it@{COMMIT}/a.txt"], "data.train"),
+        (["data.train=json:hf://datasets/me/texts@main/a.any"], "data.train"),
         (["model.name=gpt2"], "model.revision"),
         (["model.name=gpt2", f"model.revision={COMMIT}", "model.tokenizer=me/it"], "model.tokenizer_revision"),
         (["model.name=gpt2", f"model.revision={COMMIT[:12]}", "model.tokenizer=gpt2"], "model.revision"),

@@ -111,9 +111,9 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "d.parquet").write_text("")
-    names = [Path(name).name for name in sources.files(str(tmp_path), "train")]
+    names = [Path(name).name for name in sources.files(str(tmp_path))]
     assert names == ["a.jsonl", "b.txt", "c.csv", "d.parquet"]
-    assert sources.files(f"{tmp_path}/*.txt", "train") == (str(tmp_path / "b.txt"),)
+    assert sources.files(f"{tmp_path}/*.txt") == (str(tmp_path / "b.txt"),)
 
 
 def test_the_corpus_has_the_same_bytes_everywhere() -> None:

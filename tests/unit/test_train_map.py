@@ -334,7 +334,7 @@ def test_a_plan_runs_nothing_of_it_and_inspect_does(tmp_path: Path) -> None:
 
 
 def test_the_page_s_example_does_what_it_says() -> None:
-    page = (ROOT / "docs/train.md").read_text()
+    page = (ROOT / "docs/data.md").read_text()
     source = page[page.index("# prep.py\n") :].split("```")[0]
     function = Map(f"prep.py:ask\n{source}")
     row = {"question": "2+2?", "answers": ["4", "four"], "score": 3}

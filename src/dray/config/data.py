@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dray.config.model import Spec
-from dray.contract import mix
+from dray.contract import dataset, mix
 
+# What decides where bytes come from and go, who asks for them, or whether a dataset's own code runs.
+_TAKEN = {
+    "path", "name", "split", "streaming", "data_files", "data_dir", "cache_dir", "con", "revision", "token",
+    "trust_remote_code", "storage_options", "download_config", "download_mode", "num_proc", "keep_in_memory",
+}  # fmt: skip
 _MAP = re.compile(r"[^\0]+\.py:[^\W\d]\w*")
 
 
@@ -44,8 +49,10 @@ class Data(Spec):
 
     train: str = "builtin"
     """The dataset to train on: `builtin` (a small made-up language, the same bytes every time); a file, a folder or a
-    pattern of txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row; or
-    `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. A relative path starts at the recipe's own folder."""
+    pattern of txt, json, jsonl, csv, tsv, parquet or arrow, a document a line or row, on a disk or by URL (s3://, hf://,
+    https://); `BUILDER:FILES` for what another builder of `datasets` reads, such as webdataset or xml; or
+    `hub:OWNER/NAME[/SUBSET][:SPLIT[+SPLIT]]`. `:train[:1%]` behind files takes a part of their rows. A relative path
+    starts at the recipe's own folder."""
     mix: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")], Source] = {}
     """Several datasets to train on, by weight, in the place of `train`; by the names that metrics have for them."""
     validation: str = ""
@@ -63,6 +70,8 @@ class Data(Spec):
     map: Map = ""
     """FILE.py:FUNCTION: Python of yours that gets each row as a dict, before `column` is read, and returns a dict, a
     list of several, or None to drop it. The plan has the file's text. A relative path starts beside the recipe."""
+    config_kwargs: dict[Literal[*dataset.BUILDERS], dict[str, Any]] = {}  # type: ignore[valid-type]
+    """By builder of `datasets`: more arguments of load_dataset for what it reads, such as sep of csv or sql of sql."""
     min_characters: Annotated[int, Field(ge=0)] = 0
     """Shorter documents are left out; a conversation counts with the names of its roles."""
     sequence_length: Annotated[int, Field(ge=2)] = 128
@@ -81,6 +90,14 @@ class Data(Spec):
     """Tokenize while training, and keep no tokens on the disk: for datasets larger than a node's disk."""
     cache_dir: str = ""
     """Where a node keeps tokenized datasets, made once; else a folder in /tmp."""
+
+    @field_validator("config_kwargs")
+    @classmethod
+    def _are_the_builders_own(cls, kwargs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for builder, given in kwargs.items():
+            if taken := sorted({*given} & _TAKEN):
+                raise ValueError(f"{builder}.{taken[0]}: dray decides it, by the name of the dataset or by itself")
+        return kwargs
 
     @model_validator(mode="after")
     def _mixes(self) -> Data:

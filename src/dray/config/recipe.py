@@ -14,13 +14,13 @@ from dray.config.data import Data
 from dray.config.image import ADOPTED, Fingerprint, Variant
 from dray.config.model import SecretError, Spec
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
-from dray.contract import secrets
+from dray.contract import dataset, secrets
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python", "ray"]
 
 
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-_HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/:\s]+)?")
+_HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _LAYER = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}|[^\x00-\x1f\x7f]+\.sif")
@@ -164,9 +164,8 @@ class Recipe(Spec):
 
     def places(self) -> dict[str, str]:
         """The keys that name a file or folder to read, and what they name; not what is built in or the hub's."""
-        data = self.datasets()
         model = {f"model.{name}": getattr(self.model, name) for name in ("name", "tokenizer")}
-        files = {key: name for key, name in data.items() if name not in ("", "builtin") and not name.startswith("hub:")}
+        files = {key: path for key, name in self.datasets().items() if (path := dataset.parse(name).path)}
         return files | {key: name for key, name in model.items() if name.startswith(("/", "."))}
 
     @field_validator("pass_env")
@@ -210,10 +209,14 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
-    def _names_of_the_hub_are_complete(self) -> Recipe:
+    def _names_of_datasets_are_complete(self) -> Recipe:
         for key, name in self.datasets().items():
             if name.startswith("hub:") and not _HUB.fullmatch(name):
                 raise ValueError(f"{key} = {name}: expected hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]")
+            if wrong := dataset.trouble(name):
+                raise (SecretError if dataset.shows_secret(name) else ValueError)(f"{key}: {wrong}")
+        if wrong := dataset.kwargs_trouble(self.datasets().values(), self.data.config_kwargs):
+            raise ValueError(wrong)
         return self
 
     @model_validator(mode="after")

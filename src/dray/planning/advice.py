@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 from dray.config.site import Site
 from dray.config.training import STRATEGIES
+from dray.contract import dataset
 from dray.contract.findings import Finding
 from dray.facts import Facts, Files
 from dray.planning.schema import Plan
@@ -99,7 +100,13 @@ def _plugin(plan: Plan, site: Site) -> Iterator[Finding]:
 def _hub(plan: Plan, files: Files) -> Iterator[Finding]:
     """A job is offline, and fails at its start when something is missing."""
     environment = {variable.name: variable.value for variable in plan.env}
-    if environment.get("HF_HUB_OFFLINE") != "1" or not files.missing_on_hub:
+    if environment.get("HF_HUB_OFFLINE") != "1":
+        return
+    for key, name in plan.recipe.datasets().items() if plan.recipe.train else ():
+        if dataset.parse(name).files.startswith("hf://"):
+            fix = 'env.HF_HUB_OFFLINE = "0" in the recipe, where the nodes reach the hub'
+            yield _note(f"{key} is read from the hub, and the job is offline", found=name, fix=fix)
+    if not files.missing_on_hub:
         return
     home = environment.get("HF_HOME", "")
     where = f"not in HF_HOME ({home})" if home else "HF_HOME is not set"

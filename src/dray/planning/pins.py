@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from dray.config.recipe import Recipe
+from dray.contract import dataset
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -14,7 +15,10 @@ def on_hub(recipe: Recipe) -> dict[str, str]:
     if recipe.train is None:
         return {}
     datasets = {key: name.partition(":")[2] for key, name in recipe.datasets().items() if name.startswith("hub:")}
-    found = {key: name.partition(":")[0].partition("@")[2].partition("/")[0] for key, name in datasets.items()}
+    files = {key: dataset.parse(name).files for key, name in recipe.datasets().items()}
+    streamed = {key: name.split("/")[4:5] for key, name in files.items() if name.startswith("hf://datasets/")}
+    found = {key: (name or [""])[0].partition("@")[2] for key, name in streamed.items()}
+    found |= {key: name.partition(":")[0].partition("@")[2].partition("/")[0] for key, name in datasets.items()}
     model = recipe.model
     if model.name and model.name[0] not in "/.":
         found["model.revision"] = model.revision

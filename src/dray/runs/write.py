@@ -16,7 +16,7 @@ from dray import __version__, render
 from dray.config import accelerate, deepspeed, maps, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
-from dray.contract import files, node
+from dray.contract import dataset, files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
@@ -67,8 +67,11 @@ def _placed(recipe: Recipe, beside: Path) -> Recipe:
     places = recipe.all_places() | ({"command.folder": recipe.command.folder} if recipe.command else {})
     if recipe.layer and recipe.layer.endswith(".sif"):
         places["layer"] = recipe.layer
+    datasets = recipe.datasets()
     for key, named in places.items():
-        recipe = _with(recipe, key.split("."), str(beside / named))
+        placed = str(beside / named)
+        placed = dataset.parse(datasets[key]).at(placed) if key in datasets else placed
+        recipe = _with(recipe, key.split("."), placed)
     for key, named in recipe.maps().items():
         if "\n" not in named:  # else the plan's, which has the text
             file = beside / named.rpartition(":")[0]

@@ -99,7 +99,7 @@ def on_all(do: Callable[[], Any]) -> list[Any]:
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
     """What it returns on rank 0: another node may see an older state of a shared folder."""
     own: dict[str, Any] = {}
-    if dist.get_rank() == 0:
+    if _control is None or dist.get_rank() == 0:
         try:
             own = {"value": do()}
         except DrayError as error:

@@ -30,6 +30,7 @@ class Data:
     column: str
     answer_column: str
     map: str
+    config_kwargs: dict[str, Any]
     min_characters: int
     sequence_length: int
     packing: str

@@ -10,20 +10,22 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dray.train.data import table
+from dray.contract import dataset
+from dray.train.data import remote, table
 
 
-def row_groups(path: str) -> int:
-    """How many a parquet file has."""
+def row_groups(path: str) -> list[int]:
+    """How many rows each of a parquet file has."""
     with _damaged():
-        return int(pq.ParquetFile(path).num_row_groups)
+        footer = pq.ParquetFile(_file(path)).metadata
+        return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
 
 
 def rows(path: str, column: str | None, groups: range) -> Iterator[Any]:
     """The column's cells, in order, or whole rows; of parquet those of these row groups."""
     with _damaged():
-        if path.lower().endswith(".parquet"):
-            file: Any = pq.ParquetFile(path)
+        if dataset.ending(path) == ".parquet":
+            file: Any = pq.ParquetFile(_file(path))
             _require(path, column, file.schema_arrow.names)
             columns = None if column is None else [column]
             batches: Iterable[Any] = file.iter_batches(row_groups=groups, columns=columns)
@@ -35,9 +37,10 @@ def rows(path: str, column: str | None, groups: range) -> Iterator[Any]:
             yield from (batch if column is None else batch.column(column)).to_pylist()
 
 
-def unzstd(path: str) -> BinaryIO:
+def unzstd(source: str | BinaryIO) -> BinaryIO:
     """The file without its compression; Python has zstd of its own from 3.14 on only."""
-    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path), "zstd"))
+    raw = pa.OSFile(source) if isinstance(source, str) else pa.PythonFile(source)
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
 
 
 def _require(path: str, column: str | None, names: list[str]) -> None:
@@ -48,9 +51,19 @@ def _require(path: str, column: str | None, names: list[str]) -> None:
 def _mapped(path: str) -> Any:  # noqa: ANN401  pyarrow has no types
     """Arrow's own files are of two formats, and both have the same ending."""
     try:
-        return pa.ipc.open_file(pa.memory_map(path)).read_all()
+        return pa.ipc.open_file(_file(path, mapped=True)).read_all()
     except pa.ArrowInvalid:
-        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+        return pa.ipc.open_stream(_file(path, mapped=True)).read_all()
+
+
+def _file(path: str, *, mapped: bool = False) -> Any:  # noqa: ANN401  pyarrow has no types
+    return (
+        pa.PythonFile(remote.opened(path, buffered=mapped))
+        if "://" in path
+        else pa.memory_map(path)
+        if mapped
+        else path
+    )
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,12 +15,13 @@ from dray.contract import node
 from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
-from dray.train.data import packing, sources
+from dray.train.data import packing, resolve, sources
 from dray.train.data.encoding import LAST_WORD, PLAIN, Encoding, end_token
 from dray.train.data.feeds import Feed, Mapped, Mixed
 from dray.train.data.mapping import Map
 from dray.train.data.order import Order
 from dray.train.data.packing import Packed, packed
+from dray.train.data.resolve import Dataset
 from dray.train.data.sources import Reading
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens, cached, fingerprint
@@ -55,7 +57,7 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     if data.streaming:
         encoding, reading = _of_objective(config)
         feed: Feed = Stream(
-            sources.pieces(sources.files(data.train, "train")),
+            resolve.pieces(resolve.dataset(data.train, "train", streamed=True), reading),
             reading,
             encoding.encoder(tokenizer, end_token(tokenizer)),
             shards=config.global_size,
@@ -145,11 +147,13 @@ def evaluation(config: Config, tokenizer: PreTrainedTokenizerFast, name: str) ->
     one = config.evaluate[name]
     encoding, reading = _of_objective(config)
     if one.last_word or one.stride:  # of documents as they are
-        encoding, reading = LAST_WORD if one.last_word else PLAIN, Reading(config.data.column)
+        plain = Reading(config.data.column, config_kwargs=reading.config_kwargs)
+        encoding, reading = LAST_WORD if one.last_word else PLAIN, plain
     function = Map(one.map) if one.map else None
     reading = replace(reading, column=one.column or reading.column, map=function)
-    files, cache = sources.files(one.dataset, "test"), _cache(config)
-    found = tokenized(files, reading, tokenizer, encoding, cache=cache, scratch=config.scratch)
+    found = tokenized(
+        resolve.dataset(one.dataset, "test"), reading, tokenizer, encoding, cache=_cache(config), scratch=config.scratch
+    )
     if one.max_samples and one.last_word:
         found = found.part(0, min(one.max_samples, len(found.starts) - 1))
     elif one.stride:  # its windows overlap, and read over the ends of documents
@@ -168,15 +172,20 @@ def _read(
 ) -> Tokens:
     encoding, reading = _of_objective(config)
     reading = replace(reading, column=column or reading.column, map=Map(function) if function else reading.map)
-    files, cache = sources.files(name, split), _cache(config)
-    return tokenized(files, reading, tokenizer, encoding, cache=cache, scratch=config.scratch)
+    named = resolve.dataset(name, split)
+    return tokenized(named, reading, tokenizer, encoding, cache=_cache(config), scratch=config.scratch)
 
 
 def _of_objective(config: Config) -> tuple[Encoding, Reading]:
     data, objective = config.data, objectives.named(config.train.objective)
     chats = objective.conversations
     return objective.encoding, Reading(
-        data.column, data.min_characters, chats, data.answer_column, Map(data.map) if data.map else None
+        data.column,
+        data.min_characters,
+        chats,
+        data.answer_column,
+        Map(data.map) if data.map else None,
+        json.dumps(data.config_kwargs, sort_keys=True),
     )
 
 
@@ -185,7 +194,7 @@ def _cache(config: Config) -> Path:
 
 
 def tokenized(
-    files: tuple[str, ...],
+    dataset: Dataset,
     reading: Reading,
     tokenizer: PreTrainedTokenizerFast,
     encoding: Encoding = PLAIN,
@@ -193,7 +202,7 @@ def tokenized(
     cache: Path,
     scratch: str = "",
 ) -> Tokens:
-    """Those files as tokens on this node's disk, made now if they are not in the cache."""
+    """That dataset as tokens on this node's disk, made now if they are not in the cache."""
 
     def documents() -> Iterator[str]:
         # One rank makes them and has the whole node, while the others wait; the plan gave it the cores of one rank.
@@ -202,7 +211,7 @@ def tokenized(
         with suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         try:
-            for piece in sources.pieces(files):
+            for piece in dataset.pieces(reading):
                 yield from sources.documents(piece, reading)
             if reading.map:
                 say(reading.map.told)
@@ -213,7 +222,8 @@ def tokenized(
     return cached(
         cache,
         fingerprint(
-            *sources.identity(files),
+            *dataset.identity,
+            *(options for builder in dataset.builders if (options := reading.options(builder)) != "{}"),
             reading.column,
             reading.least,
             tokenizer.backend_tokenizer.to_str(),
@@ -226,9 +236,13 @@ def tokenized(
         end=end,
         vocabulary=len(tokenizer),
         marked=not plain,
-        dataset=f"{files[0]}{f' and {len(files) - 1} more' * (len(files) > 1)}" if files else "",
+        dataset=_told(dataset.files),
         scratch=scratch,
     )
+
+
+def _told(files: tuple[str, ...]) -> str:
+    return f"{files[0]}{f' and {len(files) - 1} more' * (len(files) > 1)}" if files else ""
 
 
 def _split(whole: Tokens, percentage: int) -> tuple[Tokens, Tokens]:

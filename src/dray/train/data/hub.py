@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -10,6 +13,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -23,11 +27,18 @@ from dray.train import manifest
 # The hub's copy of each dataset as parquet, whatever its own format or code; what pins a dataset is a commit of it.
 _PARQUET = "refs/convert/parquet"
 T = TypeVar("T")
+# What it raises where no hub answers is of the library beneath, which had another name before.
+_HTTP = import_module("httpx2" if find_spec("httpx2") else "httpx")
+FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, _HTTP.HTTPError)
 _PREFETCH = "dray prefetch RECIPE, on a machine that reaches the hub and with the same HF_HOME"
 
 
-def dataset(name: str, split: str) -> tuple[str, ...]:
-    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`."""
+def dataset(name: str, split: str, *, streamed: bool = False) -> list[tuple[str, tuple[str, ...]]]:
+    """The parquet files of `hub:OWNER/NAME[@REVISION][/SUBSET][:SPLIT[+SPLIT]]`: of each split its slice, and they.
+
+    They are brought here whole; where they are `streamed`, or a slice is asked for, they are URLs, unless the run is
+    offline.
+    """
     path, _, chosen = name.removeprefix("hub:").partition(":")
     owner, _, rest = path.partition("/")
     pinned, _, subset = rest.partition("/")
@@ -40,33 +51,57 @@ def dataset(name: str, split: str) -> tuple[str, ...]:
             found=name,
             fix="set data.train",
         )
-    splits, page = (chosen or split).split("+"), f"https://huggingface.co/datasets/{owner}/{short}"
+    slices = [*map(str, (chosen or split).split("+"))]
+    splits, page = [one.partition("[")[0] for one in slices], f"https://huggingface.co/datasets/{owner}/{short}"
     patterns = {part: f"{subset or 'default'}/{part}/*.parquet" for part in splits}
-    folder = fetched(
-        f"dataset {owner}/{short}",
-        lambda: snapshot_download(
-            f"{owner}/{short}", repo_type="dataset", revision=revision, allow_patterns=list(patterns.values())
-        ),
-    )
-    files = {part: sorted(map(str, Path(folder).glob(pattern))) for part, pattern in patterns.items()}
+    if (streamed or "[" in chosen) and not constants.HF_HUB_OFFLINE:
+        folder = f"hf://datasets/{owner}/{short}@"
+        commit, listed = _listed(f"{owner}/{short}", revision)
+        files = {
+            part: [f"{folder}{commit}/{one}" for one in fnmatch.filter(listed, of)] for part, of in patterns.items()
+        }
+        has = sorted({one.rpartition("/")[0] for one in listed})
+    else:
+        folder = fetched(
+            f"dataset {owner}/{short}",
+            lambda: snapshot_download(
+                f"{owner}/{short}", repo_type="dataset", revision=revision, allow_patterns=list(patterns.values())
+            ),
+        )
+        files = {part: sorted(map(str, Path(folder).glob(pattern))) for part, pattern in patterns.items()}
+        has = [] if all(files.values()) else _splits(f"{owner}/{short}", revision, folder)
     missing = [part for part in splits if not files[part]]
-    has = _splits(f"{owner}/{short}", revision, folder) if missing else []
     partial = [part for part in splits if part.startswith("partial-") or f"{subset or 'default'}/partial-{part}" in has]
     if partial:
+        parts = [part.removeprefix("partial-") for part in partial]
         raise ConfigError(
             f"the hub has converted only a part of dataset {owner}/{short}",
-            wanted=f"all of {', '.join(part.removeprefix('partial-') for part in partial)} as parquet",
-            found="the first gigabytes, in partial-" + ", partial-".join(p.removeprefix("partial-") for p in partial),
-            fix=f"download the files of {page}/tree/main, and name their folder in place of {name}",
+            wanted=f"all of {', '.join(parts)} as parquet",
+            found="the first gigabytes, in partial-" + ", partial-".join(parts),
+            fix=f"name its own files, of {page}/tree/main: hf://datasets/{owner}/{short}/FOLDER/*.jsonl",
         )
     if missing:
         raise ConfigError(
             f"dataset {owner}/{short} has no such split",
             wanted=", ".join(patterns[part] for part in missing),
             found=", ".join(has) or "none of its files",
-            fix=f"name a subset and a split that {page} has",
+            fix=f"name a subset and a split that {page} has"
+            if has
+            else f"name its own files: {_own(f'{owner}/{short}')}",
         )
-    return tuple(file for found in files.values() for file in found)
+    return [(one if "[" in one else "", tuple(files[part])) for one, part in zip(slices, splits, strict=True)]
+
+
+def _listed(name: str, revision: str) -> tuple[str, list[str]]:
+    """The commit of a revision, and its parquet files."""
+    about = fetched(f"dataset {name}", lambda: HfApi().dataset_info(name, revision=revision))
+    return about.sha or revision, sorted(
+        one.rfilename for one in about.siblings or () if one.rfilename.endswith(".parquet")
+    )
+
+
+def _own(name: str) -> str:
+    return f"hf://datasets/{name}/FOLDER/*.jsonl (a script that loads them is never run)"
 
 
 def _splits(name: str, revision: str, folder: str) -> list[str]:
@@ -84,24 +119,28 @@ def fetched(what: str, fetch: Callable[[], T]) -> T:
     """What `fetch` returns; a failure is an error with its fix."""
     try:
         return fetch()
-    except GatedRepoError:
-        _no(
-            what,
-            "its owner asks for consent first",
-            "accept the terms on its page, and export HF_TOKEN (a run that is online names it in pass_env)",
-        )
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        _no(
-            what,
-            str(error).splitlines()[0],
-            "check its name and revision; a private one wants HF_TOKEN exported (in a run: in pass_env)",
-        )
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        if not constants.HF_HUB_OFFLINE:
-            _no(what, str(error).splitlines()[0], "fetch it where there is a network", code=exit_codes.FAILED)
-        _no(what, f"HF_HUB_OFFLINE is set, and it is not in {constants.HF_HUB_CACHE}", _PREFETCH)
-    except (HfHubHTTPError, OSError) as error:
-        _no(what, str(error).splitlines()[0] or type(error).__name__, "look at the network", code=exit_codes.FAILED)
+    except (*FAILURES, OSError) as error:
+        failed(what, error)
+
+
+def failed(what: str, error: Exception, *, offline: str = _PREFETCH) -> NoReturn:
+    """Why the hub gave nothing; `offline` is the fix where it was not to be asked."""
+    first = (str(error).splitlines() or [""])[0] or type(error).__name__
+    match error:
+        case GatedRepoError():
+            fix = "accept the terms on its page, and export HF_TOKEN (a run that is online names it in pass_env)"
+            _no(what, "its owner asks for consent first", fix)
+        case RevisionNotFoundError() if what.startswith("dataset "):
+            _no(what, f"no such revision, or no copy as parquet: {first}", f"name its own files: {_own(what[8:])}")
+        case RepositoryNotFoundError() | RevisionNotFoundError():
+            fix = "check its name and revision; a private one wants HF_TOKEN exported (in a run: in pass_env)"
+            _no(what, first, fix)
+        case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
+            _no(what, f"HF_HUB_OFFLINE is set, and it is not in {constants.HF_HUB_CACHE}", offline)
+        case LocalEntryNotFoundError() | OfflineModeIsEnabled():
+            _no(what, first, "fetch it where there is a network", code=exit_codes.FAILED)
+        case _:
+            _no(what, first, "look at the network", code=exit_codes.FAILED)
 
 
 def _no(what: str, found: str, fix: str, *, code: int = exit_codes.CONFIG) -> NoReturn:

@@ -7,10 +7,12 @@ import gzip
 import lzma
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 from dray.contract.findings import ConfigError
+from dray.train.data import remote
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
@@ -18,11 +20,14 @@ _LONGEST = 1 << 28  # bytes of one line; more is a file without line ends
 
 def opened(path: str) -> BinaryIO:
     """The file, as it was before it was compressed; in one piece, since none can be read from its middle."""
-    kind = Path(path).suffix.lower()
+    kind = PurePosixPath(urlsplit(path).path if "://" in path else path).suffix.lower()
+    source = remote.opened(path) if "://" in path else path
     if kind == ".zst":
-        return cast(BinaryIO, import_module("dray.train.data.arrow").unzstd(path))
-    openers: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return cast(BinaryIO, openers[kind](path)) if kind in openers else Path(path).open("rb")
+        return cast(BinaryIO, import_module("dray.train.data.arrow").unzstd(source))
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    if kind in openers:
+        return cast(BinaryIO, openers[kind](source))
+    return Path(path).open("rb") if isinstance(source, str) else source
 
 
 def read(path: str, begin: int, end: int) -> Iterator[tuple[int, str]]:

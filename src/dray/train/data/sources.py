@@ -6,26 +6,28 @@ Where the pieces begin is decided by the files alone, never by who reads.
 from __future__ import annotations
 
 import json
-import lzma
-import os
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
+from itertools import islice
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
+from urllib.parse import urlsplit
 
+from dray.contract.dataset import BUILTIN, ending
 from dray.contract.findings import ConfigError
-from dray.train.data import chat, corpus, hub, table
+from dray.train.data import builders, chat, corpus, remote, table
 from dray.train.data.lines import COMPRESSED, opened, read
+from dray.train.data.listing import ARROW, LINES, builder_of, files, identity, readable
 from dray.train.data.mapping import Map
+from dray.train.data.remote import Seen
+
+__all__ = ["Piece", "Reading", "count", "documents", "files", "identity", "pieces"]
 
 _PIECE = 1 << 24  # bytes of a file of lines
-_BUILTIN = "builtin"
-_LINES, _ARROW = (".txt", ".text", ".md", ".jsonl", ".ndjson"), (".parquet", ".arrow")
-_KNOWN = (*_LINES, ".json", ".csv", ".tsv", *_ARROW)
+_AT_ONCE = 32  # footers
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class Reading:
     """The column of the answers, where `column` is that of the questions."""
     map: Map | None = field(default=None, repr=False)
     """The user's function, which has the rows first."""
+    config_kwargs: str = "{}"
+    """load_dataset's own of each builder, as JSON."""
+
+    def options(self, builder: str) -> str:
+        """Those of one builder."""
+        return json.dumps(json.loads(self.config_kwargs).get(builder, {}), sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -48,82 +56,97 @@ class Piece:
     """A part of a file: bytes of one with lines, row groups of parquet, or all of it (`end` is 0)."""
 
     path: str
+    """Behind the name of its builder, where it has one."""
     begin: int = 0
     end: int = 0
+    rows: tuple[int, int] | None = None
+    """Of its rows those from the first to before the last; else all."""
+    seen: Seen | None = None
+    """What the file was when it was found, where it is elsewhere and may be another by now."""
 
     def __str__(self) -> str:
-        if _kind(self.path) == ".parquet":
+        if ending(self.path) == ".parquet":
             return f"row group {self.begin} of {self.path}"
         return f"{self.path} from byte {self.begin} on" if self.begin else self.path
 
 
-def files(name: str, split: str) -> tuple[str, ...]:
-    """The files of a dataset of the recipe, always in the same order."""
-    if name == _BUILTIN:
-        return (_BUILTIN,)
-    if name.startswith("hub:"):
-        return hub.dataset(name, split)
-    path = Path(name)
-    if path.is_dir():
-        found = sorted(str(child) for child in path.rglob("*") if _kind(str(child)) in _KNOWN and child.is_file())
-    else:
-        found = [name] if path.exists() else sorted(map(str, path.parent.glob(path.name)))
-    if not found:
-        wanted = f"files of {', '.join(_KNOWN)} in it" if path.is_dir() else "a file, a folder or a pattern that fits"
-        raise ConfigError(
-            "the dataset does not exist", wanted=wanted, found=f"nothing at {name}", fix="check [data] in the recipe"
-        )
-    if odd := [one for one in found if not Path(one).is_file()]:  # a FIFO would be waited for
-        problem = "the dataset is not a file"
-        raise ConfigError(problem, where=odd[0], wanted="a regular file", fix="check [data] in the recipe")
-    return tuple(found)
-
-
-def identity(names: tuple[str, ...]) -> tuple[object, ...]:
-    """What tells these files from others: it changes when they do."""
-    return tuple((name, *_seen(name)) for name in names)
-
-
-def _seen(name: str) -> tuple[int, ...]:
-    if name == _BUILTIN:
-        return ()
-    with _readable(name):
-        seen = os.stat(name)  # noqa: PTH116  a string, as all here
-    return (seen.st_size, seen.st_mtime_ns)
-
-
-def pieces(names: tuple[str, ...]) -> list[Piece]:
-    """All of the files, in order."""
+def pieces(names: tuple[str, ...], seen: tuple[tuple[object, ...], ...] = ()) -> list[Piece]:
+    """All of the files, in order. `seen` is their identity, where that is known."""
     found: list[Piece] = []
-    for name in names:
-        kind = _kind(name)
-        if kind in _LINES and not name.lower().endswith(COMPRESSED):
-            size = _seen(name)[0]
-            found += [Piece(name, begin, min(begin + _PIECE, size)) for begin in range(0, size, _PIECE)]
+    seen = seen or identity(names)
+    _ask_for_footers(seen)
+    for name, (_, *one) in zip(names, seen, strict=True):
+        kind, far = ending(name), cast(Seen, tuple(one)) if "://" in name else None
+        if builder_of(name)[0] or name == BUILTIN:
+            found.append(Piece(name, seen=far))
+        elif kind in LINES and not _is_compressed(name):
+            size = int(cast(int, one[0]))
+            found += [Piece(name, begin, min(begin + _PIECE, size), seen=far) for begin in range(0, size, _PIECE)]
         elif kind == ".parquet":
-            with _readable(name):
-                found += [Piece(name, group, group + 1) for group in range(_arrow().row_groups(name))]
+            found += [Piece(name, group, group + 1, seen=far) for group in range(len(_row_groups(name, far)))]
         else:
-            found.append(Piece(name))
+            found.append(Piece(name, seen=far))
     return found
+
+
+def _ask_for_footers(seen: tuple[tuple[object, ...], ...]) -> None:
+    """Of parquet that is elsewhere, many at once: each answer takes its time."""
+    far = [(str(name), cast(Seen, tuple(one))) for name, *one in seen if "://" in str(name)]
+    far = [one for one in far if ending(one[0]) == ".parquet" and not builder_of(one[0])[0]]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        list(threads.map(lambda one: _row_groups(*one), far))
+
+
+def _row_groups(path: str, seen: Seen | None) -> tuple[int, ...]:
+    """How many rows each of its row groups has."""
+    with readable(path):
+        return _footer(path, seen) if seen else tuple(_arrow().row_groups(path))
+
+
+@lru_cache(maxsize=1 << 16)
+def _footer(path: str, seen: Seen) -> tuple[int, ...]:
+    del seen  # another file has another footer
+    return tuple(_arrow().row_groups(path))
+
+
+def count(piece: Piece, reading: Reading) -> int:
+    """How many rows it has: by the footer of parquet, else by reading it."""
+    if not builder_of(piece.path)[0] and ending(piece.path) == ".parquet":
+        return _row_groups(piece.path, piece.seen)[piece.begin]
+    with readable(piece.path):
+        return sum(1 for _ in _rows(piece, None, reading))
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[str]:
     """The piece's documents; what is empty or blank is none."""
-    with _readable(piece.path):
+    with readable(piece.path):
+        _require_same(piece)
         for found in _texts(piece, reading):
             if found and len(found) >= reading.least and not found.isspace():
                 yield found
+        _require_same(piece)
+
+
+def _require_same(piece: Piece) -> None:
+    """Refuse a file that is elsewhere and was replaced: other ranks, or another attempt, have read the one before."""
+    if piece.seen and (now := remote.seen([builder_of(piece.path)[1]])[0]) != piece.seen:
+        raise ConfigError(
+            "the dataset changed while it was read",
+            where=builder_of(piece.path)[1],
+            wanted=f"{piece.seen[0]:,} bytes, {piece.seen[1]}",
+            found=f"{now[0]:,} bytes, {now[1]}",
+            fix="submit again; name files that stay, or a revision",
+        )
 
 
 def _texts(piece: Piece, reading: Reading) -> Iterator[str]:
     if reading.map or reading.chats or reading.answer:
         columns = (reading.column, reading.answer) if reading.answer else (reading.column,)
-        cells = zip(*(_rows(piece, column) for column in columns), strict=True)
-        found = _mapped(piece, reading.map, columns) if reading.map else ((piece.path, some) for some in cells)
+        cells = zip(*(_rows(piece, column, reading) for column in columns), strict=True)
+        found = _mapped(piece, reading, reading.map, columns) if reading.map else ((piece.path, some) for some in cells)
         yield from (_document(some, place, reading) for place, some in found)
         return
-    for cell in _rows(piece, reading.column):
+    for cell in _rows(piece, reading.column, reading):
         if cell is not None and not isinstance(cell, str):
             _not_text(piece.path, reading.column, cell)
         yield cell or ""
@@ -138,9 +161,11 @@ def _document(cells: tuple[Any, ...], place: str, reading: Reading) -> str:
     return chat.exchange(*cells) if reading.answer and all(cells) else "" if reading.answer else cells[0] or ""
 
 
-def _mapped(piece: Piece, function: Map, columns: tuple[str, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def _mapped(
+    piece: Piece, reading: Reading, function: Map, columns: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """The cells of the rows that the function makes, and where they are from."""
-    for number, row in enumerate(_rows(piece, None), start=1):
+    for number, row in enumerate(_rows(piece, None, reading), start=1 + (piece.rows or (0, 0))[0]):
         if not isinstance(row, dict):
             _not_rows(piece, number, row)
         place = f"row {number} of {piece}"
@@ -149,12 +174,18 @@ def _mapped(piece: Piece, function: Map, columns: tuple[str, ...]) -> Iterator[t
             yield by, tuple(_cell(one, column, by) for column in columns)
 
 
-def _rows(piece: Piece, column: str | None) -> Iterator[Any]:
+def _rows(piece: Piece, column: str | None, reading: Reading) -> Iterator[Any]:
     """The column's cells, or whole rows."""
-    kind = _kind(piece.path)
-    if piece.path == _BUILTIN:
+    return islice(_all_rows(piece, column, reading), *(piece.rows or (None,)))
+
+
+def _all_rows(piece: Piece, column: str | None, reading: Reading) -> Iterator[Any]:
+    kind, (builder, path) = ending(piece.path), builder_of(piece.path)
+    if builder:
+        yield from builders.rows(builder, path, column, reading.options(builder))
+    elif piece.path == BUILTIN:
         yield from (text if column is not None else {"text": text} for text in corpus.documents())
-    elif kind in _ARROW:
+    elif kind in ARROW:
         yield from _arrow().rows(piece.path, column, range(piece.begin, piece.end))
     elif kind in (".csv", ".tsv"):
         yield from _csv_rows(piece, column, "\t" if kind == ".tsv" else ",")
@@ -167,9 +198,8 @@ def _rows(piece: Piece, column: str | None) -> Iterator[Any]:
         yield from lines if column is not None else ({"text": line} for line in lines)
 
 
-def _kind(name: str) -> str:
-    path = Path(name.lower())
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+def _is_compressed(name: str) -> bool:
+    return (urlsplit(name).path if "://" in name else name).lower().endswith(COMPRESSED)
 
 
 def _json_rows(piece: Piece, column: str | None) -> Iterator[Any]:
@@ -222,15 +252,6 @@ def _arrow() -> ModuleType:
     return import_module("dray.train.data.arrow")
 
 
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """What every reader of files may find: none, no leave, or one that is cut or damaged."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        unreadable(path, error)
-
-
 def _not_text(path: str, column: str, found: object) -> NoReturn:
     raise ConfigError(
         f"column {column!r} is not text",
@@ -247,15 +268,4 @@ def _not_rows(piece: Piece, number: int, found: object) -> NoReturn:
         wanted='an object on each line, such as {"text": "..."}, for data.map',
         found=f"{type(found).__name__}: {str(found)[:60]}",
         fix="leave out data.map, or correct that row",
-    )
-
-
-def unreadable(path: str, error: Exception) -> NoReturn:
-    """A file that is not there, may not be read, or is broken."""
-    gone = isinstance(error, OSError) and error.errno is not None
-    raise ConfigError(
-        "the dataset cannot be read",
-        wanted=f"a whole {_kind(path).removeprefix('.') or 'text'} file at {path}",
-        found=(error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]),
-        fix="check [data] in the recipe" if gone else "fetch or write that file again",
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dray.contract.dataset import HUB, parse
 from dray.contract.findings import counted
 from dray.train import objectives
 from dray.train.config import Config
@@ -27,7 +28,9 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
     names = mix or {"train": config.data.train}
     names |= {"validation": config.data.validation, "test": config.data.test}
     names |= {f"evaluate.{name}": one.dataset for name, one in config.evaluate.items()}
-    on_hub = (name.removeprefix("hub:").partition(":")[0] for name in names.values() if name.startswith("hub:"))
+    found = [parse(name).files for name in names.values()]
+    on_hub = [parse(name).files for name in names.values() if parse(name).builder == HUB]
+    on_hub += [name.removeprefix("hf://datasets/") for name in found if name.startswith("hf://datasets/")]
     hub = sorted({"/".join(name.split("/")[:2]).partition("@")[0] for name in on_hub})
     head: dict[str, Any] = {"library_name": "transformers"}
     if objective.predicts_next:
@@ -79,8 +82,11 @@ def _label(event: str) -> str:
 
 
 def _last(name: str) -> str:
-    """Without the folders of a path, which are private."""
-    return name if name == "builtin" or name.startswith("hub:") else Path(name).name
+    """Without the folders of a path or a bucket, which are private."""
+    named = parse(name)
+    return (
+        name if named.builder == HUB or named.files.startswith("hf://") else named.at(PurePosixPath(named.files).name)
+    )
 
 
 def _toml(recipe: dict[str, Any], before: str = "") -> Iterator[str]:
@@ -89,6 +95,6 @@ def _toml(recipe: dict[str, Any], before: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _toml(value, f"{before}{key}.")
         elif value is not None and value not in ("", []):
-            place = isinstance(value, str) and value.startswith("/")
+            place = isinstance(value, str) and (value.startswith("/") or parse(value).path[:1] == "/" or "://" in value)
             shown = value.partition("\n")[0] if key == "map" else value  # the file's text is its owner's
             yield f"{before}{key} = {json.dumps(_last(shown) if place else shown)}"

@@ -14,10 +14,11 @@ import numpy as np
 from dray.contract.jobs import Inspect
 from dray.train import objectives
 from dray.train.config import Config, of_recipe
-from dray.train.data import datasets, sources, tokenizer
+from dray.train.data import datasets, resolve, tokenizer
 from dray.train.data.datasets import VALIDATION, Datasets
 from dray.train.data.feeds import Feed, Mapped, Mixed
 from dray.train.data.packing import PADDING, Packed
+from dray.train.data.resolve import Dataset
 from dray.train.data.stream import Stream
 from dray.train.data.token_cache import Tokens
 from dray.train.kernels.head import IGNORE_INDEX
@@ -51,8 +52,8 @@ def run(job: Inspect) -> None:
 def _training(config: Config, feed: Feed, samples: int) -> Iterator[Table]:
     """Each dataset that is trained on; `samples` are those of the whole run."""
     if isinstance(feed, Stream):
-        files = tuple(dict.fromkeys(piece.path for piece in feed.pieces))
-        yield {"key": "data.train", **_files(config.data.train, files), "pieces": len(feed.pieces)}
+        found = resolve.dataset(config.data.train, "train", streamed=True)
+        yield {"key": "data.train", **_files(config.data.train, found), "pieces": len(feed.pieces)}
     elif isinstance(feed, Mapped):
         yield {"key": "data.train", **_dataset(config, config.data.train, feed.tokens), **_read(feed, samples)}
     elif isinstance(feed, Mixed):
@@ -92,9 +93,8 @@ def _more(config: Config, tokens: Any) -> Iterator[Table]:  # noqa: ANN401  a to
         yield {"key": f"evaluate.{name}", "held_out": False, **_dataset(config, one.dataset, found, "test")}
 
 
-def _files(name: str, files: tuple[str, ...]) -> Table:
-    on_disk = [Path(file) for file in files if file != "builtin"]
-    return {"dataset": name, "files": len(on_disk), "bytes": sum(path.stat().st_size for path in on_disk)}
+def _files(name: str, found: Dataset) -> Table:
+    return {"dataset": name, "files": len({*found.files} - {"builtin"}), "bytes": found.size}
 
 
 def _dataset(config: Config, name: str, tokens: Tokens, split: str = "train") -> Table:
@@ -107,7 +107,7 @@ def _dataset(config: Config, name: str, tokens: Tokens, split: str = "train") ->
     lengths = np.sort(lengths[lengths > 0])
     above = np.bincount(np.ceil(np.log2(lengths)).astype(np.int64))
     return {
-        **_files(name, sources.files(name, split)),
+        **_files(name, resolve.dataset(name, split)),
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "samples": -(-tokens.total // length),

@@ -20,7 +20,7 @@ def run(job: Prefetch) -> None:
     for key, name, split in names:
         if name.startswith("hub:"):
             print(f"{key} = {name}", flush=True)
-            _report(hub.dataset(name, split))
+            _report(tuple(file for _, files in hub.dataset(name, split) for file in files))
     model = job.model
     for key in ("name", "tokenizer"):
         if model[key] and not model[key].startswith(("/", ".")):

@@ -1,0 +1,132 @@
+"""How a recipe names a dataset: hub:OWNER/NAME..., or [BUILDER:]FILES[:train[SLICE]]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+from dray.contract import secrets
+
+HUB, BUILTIN = "hub", "builtin"
+BUILDERS = (
+    "arrow", "conll", "csv", "fasta", "fastq", "genbank", "hdf5", "json", "lance", "parquet", "sql", "text", "tsfile",
+    "vortex", "webdataset", "xml",
+)  # fmt: skip
+"""Those of `datasets` that make rows with text. `pandas` reads pickles, which may run code."""
+ENDINGS = {".tar": "webdataset", ".xml": "xml", ".h5": "hdf5", ".hdf5": "hdf5", ".lance": "lance"}
+"""What is read by a builder without its name; files of other endings are text, a document a line."""
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+_BUILDER = re.compile(r"([A-Za-z][A-Za-z0-9_]+):(?!//)(.*)", re.DOTALL)
+_ONE = r"[A-Za-z]\w*\[[^\[\]/]*\]|train"
+_SPLIT = re.compile(rf"(.*):((?:{_ONE})(?:\+(?:{_ONE}))*)", re.DOTALL)
+_SLICE = re.compile(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
+_SHOWN = "is shown by plans and run folders"
+_SIGNED = re.compile("(?i)sig|token|secret|credential|password|key")
+
+
+class Named(NamedTuple):
+    """A dataset's name in its parts."""
+
+    builder: str
+    """HUB, one of BUILDERS, or empty: dray's own readers."""
+    files: str
+    """A path, a pattern, a URL of files, or a dataset of the hub without its split."""
+    split: str = ""
+    """train[:1%]; of the hub also others, and empty for what the key stands for."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is files by fsspec: s3://, hf://, https:// and others."""
+        return self.builder != HUB and "://" in self.files
+
+    @property
+    def path(self) -> str:
+        """The file, folder or pattern of this machine's disk; empty where it names none."""
+        return "" if self.builder == HUB or self.remote or self.files in ("", BUILTIN) else self.files
+
+    def at(self, path: str) -> str:
+        """The same dataset with its files elsewhere."""
+        return f"{f'{self.builder}:' * bool(self.builder)}{path}{f':{self.split}' * bool(self.split)}"
+
+
+def parse(name: str) -> Named:
+    """The parts of a name."""
+    found = _BUILDER.fullmatch(name)
+    builder, rest = (found[1], found[2]) if found else ("", name)
+    if builder == HUB:
+        files, _, split = rest.partition(":")
+        return Named(HUB, files, split)
+    found = _SPLIT.fullmatch(rest)
+    files, split = (found[1], found[2]) if found else (rest, "")
+    return Named(builder, files, split)
+
+
+def ending(files: str) -> str:
+    """Of a file, without that of its compression: .jsonl of texts.jsonl.zst, and of https://host/texts.jsonl?x=1."""
+    path = PurePosixPath((urlsplit(files).path if "://" in files else files).lower())
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
+
+
+def trouble(name: str) -> str:
+    """What is wrong with a name as it stands; empty where nothing is."""
+    named = parse(name)
+    checks = (_slice_trouble,) if named.builder == HUB else (_builder_trouble, _url_trouble, _slice_trouble)
+    return next((found for check in checks if (found := check(named))), "")
+
+
+def shows_secret(name: str) -> bool:
+    """Whether no message may show the name."""
+    return "://" in name and _SHOWN in _url_trouble(parse(name))
+
+
+def kwargs_trouble(names: Iterable[str], kwargs: Mapping[str, Mapping[str, object]]) -> str:
+    """What is wrong with the builders' own arguments beside the datasets."""
+    named = [parse(name) for name in names]
+    builders = {one.builder or ENDINGS.get(ending(one.files), "") for one in named}
+    if unused := sorted({*kwargs} - builders):
+        return f"data.config_kwargs.{unused[0]}: no dataset is read by it; name one, {unused[0]}:FILES"
+    if "sql" in builders and "sql" not in kwargs.get("sql", {}):
+        return 'sql: wants its query: data.config_kwargs.sql.sql = "SELECT text FROM documents"'
+    return ""
+
+
+def _builder_trouble(named: Named) -> str:
+    if named.builder == "pandas":
+        return "pandas reads pickles, which may run code; convert the files to parquet"
+    if named.builder and named.builder not in BUILDERS:
+        known = ", ".join(BUILDERS)
+        return f"there is no builder {named.builder} that reads text, only {known}; a file with a colon begins with ./"
+    if named.remote and named.builder in ("sql", "lance"):
+        return f"{named.builder}: reads what is on a disk, whose changes dray sees; download it, or write parquet"
+    other = [one for one in named.split.split("+") if one and one.partition("[")[0] != "train"]
+    return f"files have one split, train, and {other[0]} is another; name the files of that split" if other else ""
+
+
+def _url_trouble(named: Named) -> str:
+    if not named.remote:
+        return ""
+    url = urlsplit(named.files)
+    if "@" in url.netloc:
+        return f"a URL with a user or password {_SHOWN}; export the secret, and name it in pass_env"
+    if any(_SIGNED.search(key) or secrets.is_name(key) for key, _ in parse_qsl(url.query, keep_blank_values=True)):
+        return f"a signed URL {_SHOWN}; name s3:// or hf://, and the secret's variable in pass_env"
+    if not url.netloc or "$" in named.files:
+        return "expected a URL of files as it stands, such as s3://BUCKET/FOLDER/*.jsonl.zst"
+    if url.scheme in ("http", "https") and "*" in url.path:
+        return "a web server lists no files; name one, or a pattern of s3:// or hf://"
+    return ""
+
+
+def _slice_trouble(named: Named) -> str:
+    for one in named.split.split("+") if named.split else ():
+        found = _SLICE.fullmatch(one)
+        if not found:
+            return f"{one}: expected a split such as train, train[:1%] or train[1000:2000]"
+        for bound in (found[2], found[3]):
+            if bound and bound.endswith("%") and not -100 <= int(bound[:-1]) <= 100:
+                return f"{one}: {bound} is not between -100% and 100%"
+    return ""

@@ -1,0 +1,224 @@
+"""Datasets by URL: the same documents as from a disk, and an error with its fix for what goes wrong on the way."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import stores
+from dray.contract.findings import DrayError
+from dray.train.data import filesystems, resolve, sources
+from dray.train.data.stream import Stream
+
+pytestmark = pytest.mark.torch
+
+TEXTS = [f"document {number} é" for number in range(300)]
+READING = sources.Reading("text")
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
+
+
+def parquet(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), file, row_group_size=70)
+    return file.getvalue()
+
+
+def arrow(texts: list[str]) -> bytes:
+    file, table = io.BytesIO(), pa.table({"text": texts})
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+    return file.getvalue()
+
+
+FILES = {
+    "a.txt": "\n".join(TEXTS).encode(),
+    "a.jsonl": jsonl(TEXTS),
+    "a.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
+    "a.csv": ("text,n\n" + "".join(f"{text},1\n" for text in TEXTS)).encode(),
+    "a.parquet": parquet(TEXTS),
+    "a.arrow": arrow(TEXTS),
+    "a.txt.gz": gzip.compress("\n".join(TEXTS).encode()),
+    "a.jsonl.bz2": bz2.compress(jsonl(TEXTS)),
+    "a.jsonl.xz": lzma.compress(jsonl(TEXTS)),
+    "a.jsonl.zst": pa.compress(jsonl(TEXTS), codec="zstd", asbytes=True),
+}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Store]:
+    objects = {f"all/{name}": content for name, content in FILES.items()}
+    objects |= {"two/deep/1.jsonl": jsonl(TEXTS[:100]), "two/deep/2.jsonl": jsonl(TEXTS[100:]), "two/deep/x.log": b"x"}
+    objects |= {"private/a.jsonl": jsonl(TEXTS), "nobody/a.jsonl": jsonl(TEXTS)}
+    stores.forget()
+    with stores.serving(objects) as served:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", served.address)
+        yield served
+
+
+def read(name: str, reading: sources.Reading = READING, *, streamed: bool = False) -> list[str]:
+    pieces = resolve.pieces(resolve.dataset(name, "train", streamed=streamed), reading)
+    return [text for piece in pieces for text in sources.documents(piece, reading)]
+
+
+def refused(name: str, code: int = 78, does: Callable[..., object] = read) -> str:
+    with pytest.raises(DrayError) as stopped:
+        does(name)
+    assert stopped.value.finding.code == code
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_the_same_documents(store: stores.Store, name: str) -> None:
+    assert read(f"s3://all/{name}") == TEXTS
+    assert read(f"{store.address}/all/{name}") == TEXTS
+
+
+@pytest.mark.parametrize("name", ["s3://two/deep/*.jsonl", "s3://two/deep", "s3://two/deep/", "s3://two/**/?.jsonl"])
+def test_patterns_and_folders(store: stores.Store, name: str) -> None:
+    assert read(name) == TEXTS
+
+
+def test_a_file_by_url_is_cut_as_one_on_a_disk_is(store: stores.Store, tmp_path: Path, monkeypatch) -> None:
+    """So that its parts have the same order in a stream."""
+    monkeypatch.setattr(sources, "_PIECE", 1000)
+    (tmp_path / "a.jsonl").write_bytes(FILES["a.jsonl"])
+    cut = [
+        [(piece.begin, piece.end) for piece in resolve.pieces(resolve.dataset(name, "train"), READING)]
+        for name in (f"{tmp_path}/a.jsonl", "s3://all/a.jsonl", f"{store.address}/all/a.jsonl")
+    ]
+    assert len(cut[0]) > 10
+    assert cut[0] == cut[1] == cut[2]
+    assert read("s3://all/a.jsonl") == TEXTS
+
+
+def test_only_what_is_asked_for_is_fetched(store: stores.Store) -> None:
+    pieces = resolve.dataset("s3://all/a.parquet:train[140:150]", "train").pieces(READING)
+    assert [(piece.begin, piece.rows) for piece in pieces] == [(2, (0, 10))]
+
+
+@pytest.mark.parametrize("name", ["s3://two/deep/*.jsonl", "s3://all/a.parquet", "{tmp}/a.jsonl", "json:{tmp}/a.jsonl"])
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [
+        ("train", slice(None)),
+        ("train[:1%]", slice(3)),
+        ("train[10:150]", slice(10, 150)),
+        ("train[-20:]", slice(-20, None)),
+        ("train[50%:75%]", slice(150, 225)),
+        ("train[290:900]", slice(290, 900)),
+    ],
+)
+def test_a_slice_is_those_rows(store: stores.Store, tmp_path: Path, name: str, split: str, rows: slice) -> None:
+    (tmp_path / "a.jsonl").write_bytes(FILES["a.jsonl"])
+    assert read(f"{name.format(tmp=tmp_path)}:{split}") == TEXTS[rows]
+
+
+def test_slices_are_joined_and_an_empty_one_is_refused(store: stores.Store) -> None:
+    assert read("s3://all/a.txt:train[:5]+train[:2]+train[299:]") == [*TEXTS[:5], *TEXTS[:2], TEXTS[299]]
+    assert "rows 300 to 310 of 300" in refused("s3://all/a.txt:train[300:310]")
+
+
+def test_another_object_has_another_identity_and_is_refused_while_it_is_read(store: stores.Store) -> None:
+    for name in ("s3://two/deep/1.jsonl", f"{store.address}/two/deep/1.jsonl"):
+        before = resolve.dataset(name, "train")
+        assert resolve.dataset(name, "train").identity == before.identity
+        assert resolve.dataset(f"{name}:train[:5]", "train").identity != before.identity
+        pieces = before.pieces(READING)
+        store.objects["two/deep/1.jsonl"] = jsonl([TEXTS[0].upper(), *TEXTS[1:100]])
+        assert resolve.dataset(name, "train").identity != before.identity
+        streams = [Stream(some, READING, list, shards=1, length=2, seed=1).identity
+                   for some in (pieces, resolve.dataset(name, "train").pieces(READING))]  # fmt: skip
+        assert streams[0] != streams[1]
+        with pytest.raises(DrayError, match="the dataset changed while it was read"):
+            list(sources.documents(pieces[0], READING))
+        store.objects["two/deep/1.jsonl"] = jsonl(TEXTS[:100])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("s3://none/a.jsonl", "the dataset does not exist"),
+        ("s3://all/none.jsonl", "the dataset does not exist"),
+        ("s3://all/none*.jsonl", "the dataset does not exist"),
+        (
+            "s3://private/a.jsonl",
+            "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where you submit, and name them in",
+        ),
+        ("s3://nobody/a.jsonl", "the dataset may not be read"),
+        ("{web}/all/none.jsonl", "the dataset does not exist"),
+        ("{web}/nobody/a.jsonl", "the dataset may not be read"),
+        ("abfs://container/a.jsonl", "--pip adlfs, and layer ="),
+        ("nothing://a/b.jsonl", "of a protocol that fsspec does not know: nothing"),
+        ("json:s3://all/a.jsonl.zst", "--pip zstandard"),
+    ],
+)
+def test_what_cannot_be_read_is_said(store: stores.Store, name: str, said: str) -> None:
+    assert said in refused(name.format(web=store.address))
+
+
+def test_a_secret_of_the_environment_is_used(store: stores.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAMAYREAD")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
+    stores.forget()
+    assert read("s3://private/a.jsonl") == TEXTS
+    stores.forget()
+
+
+def test_a_transfer_that_breaks_is_taken_up_again(store: stores.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(filesystems.time, "sleep", waits.append)
+    store.breaks = 2
+    assert read(f"{store.address}/all/a.jsonl") == TEXTS
+    assert waits == [1, 2]
+    store.breaks = 1
+    assert read("s3://all/a.jsonl") == TEXTS
+    store.breaks = 1000
+    assert "5 times" in refused(f"{store.address}/all/a.jsonl", code=1)
+
+
+def test_a_server_without_ranges_or_tags_is_refused(store: stores.Store) -> None:
+    store.ranges = False
+    assert "this server sends whole files only" in refused(f"{store.address}/all/a.txt")
+
+
+def test_a_damaged_file_is_no_trouble_of_the_network(store: stores.Store) -> None:
+    store.objects["all/a.txt.gz"] = FILES["a.txt.gz"][:400]
+    assert "a whole txt file at s3://all/a.txt.gz" in refused("s3://all/a.txt.gz")
+    store.objects["all/a.txt.gz"] = b"no gzip"
+    assert "a whole txt file at s3://all/a.txt.gz" in refused("s3://all/a.txt.gz")
+    store.objects["all/a.parquet"] = FILES["a.parquet"][:-5]
+    assert "a whole parquet file" in refused("s3://all/a.parquet")
+    store.objects["all/a.jsonl"] = FILES["a.jsonl"] + b'{"text": \n'
+    assert f"in the line at byte {len(FILES['a.jsonl'])} of s3://all/a.jsonl" in refused("s3://all/a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/home/me/a.jsonl:train[:1%]", "a.jsonl:train[:1%]"),
+        ("json:/home/me/a.jsonl", "json:a.jsonl"),
+        ("s3://my-bucket/secret-project/*.jsonl", "*.jsonl"),
+        ("hf://datasets/me/texts/*.jsonl", "hf://datasets/me/texts/*.jsonl"),
+        ("hub:me/texts:train[:1%]", "hub:me/texts:train[:1%]"),
+    ],
+)
+def test_a_model_s_card_names_no_folder_and_no_bucket(name: str, shown: str) -> None:
+    from dray.train.outputs import card
+
+    assert card._last(name) == shown
+    assert [*card._toml({"data": {"train": name}})] == [f"data.train = {json.dumps(shown)}"]
