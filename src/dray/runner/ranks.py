@@ -4,6 +4,7 @@ One rank that dies ends the others, and its own exit code is this program's.
 """
 
 import os
+import signal
 import sys
 
 # As in rank.py.
@@ -32,7 +33,10 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
     while ranks.running:
         events = ranks.wait()
         for number in events.signals:
-            ranks.tell(number)
+            if number == signal.SIGUSR1:
+                ranks.ask()
+            else:
+                ranks.tell(number)
         if events.signals and os.getppid() != runner:
             ranks.end(_GRACE)
         for code in events.ended.values():
