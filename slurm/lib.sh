@@ -154,12 +154,12 @@ lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or
   printf -v now '%(%s)T' -1
   if [[ "$1" == USR1 ]] && ((now - ${SLURM_JOB_START_TIME:-0} < 60 && ${SLURM_JOB_END_TIME:-$now} - ${SLURM_JOB_START_TIME:-0} <= 300)); then
     echo "dray: SIGUSR1 is not heard in the first minute of so short a job: Slurm sends it at once" >&2
-    return
+    return 0 # without a number it would be that of what the signal interrupted
   fi
   stopped_at="${stopped_at:-$now}" stopped_by="${stopped_by:-$1}"
   if [[ -z "$first" && ("$1" == USR1 || "$1" == TERM) && -n "$nodes_pid" ]]; then
     echo "$1" >>stop || true
-    return
+    return 0
   fi
   # scancel and the time limit send TERM to the nodes too, and a program may be saving what it has. All other signals
   # are this script's alone (sbatch --signal=B:USR1, Ctrl-C in an salloc): srun passes on INT, and kills for TERM and HUP.
