@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Lock, Thread
 
@@ -69,23 +71,23 @@ class Stop:
             say(f"asked to end by {number.name} before the first step: nothing is to be saved")
             os._exit(exit_codes.RETRY)
         if first:
-            self._at = self._agree(_PATIENCE[number])
+            # A thread: torch's own deadline ends with a question to the store's server, which may be stopped.
+            answer = ThreadPoolExecutor(1).submit(self._agree, _PATIENCE[number])
+            with suppress(RuntimeError, TimeoutError):  # torch's are of the first kind, also for a store that is gone
+                self._at = answer.result((_PATIENCE[number] + 2 * _MORE).total_seconds())
             self._agreed.set()
-            if self._at != _NEVER:
-                say(f"asked to end by {number.name}: after step {self._at}")
-            elif number == signal.SIGUSR1:
-                say("asked to end by SIGUSR1, and it goes on: it is the last step, or not all ranks have heard it")
+            if self._at == _NEVER:
+                say(f"asked to end by {number.name}, and not all ranks have heard it")
+            else:
+                say(f"asked to end by {number.name}: after step {min(self._at, self._last)}")
         return self._at != _NEVER or number == signal.SIGUSR1
 
     def _agree(self, patience: timedelta) -> int:
+        """The step; one more than there are where a rank has taken its last one and goes on to the end."""
         store, ranks = PrefixStore("dray/stop", _get_default_store()), range(dist.get_world_size())
-        try:
-            store.set(str(dist.get_rank()), str(self._step))
-            if dist.get_rank() == 0:
-                store.wait([str(rank) for rank in ranks], patience)
-                latest = max(int(store.get(str(rank))) for rank in ranks)
-                store.set("at", str(latest if latest < self._last else _NEVER))
-            store.wait(["at"], patience + _MORE)
-            return int(store.get("at"))
-        except RuntimeError:  # torch's, for a deadline and for a store that is gone
-            return _NEVER
+        store.set(str(dist.get_rank()), str(self._step))
+        if dist.get_rank() == 0:
+            store.wait([str(rank) for rank in ranks], patience)
+            store.set("at", str(max(int(store.get(str(rank))) for rank in ranks)))
+        store.wait(["at"], patience + _MORE)
+        return int(store.get("at"))
