@@ -18,7 +18,7 @@ def stepping(folder: Path, before: set[Path]) -> bool:
 
 
 def test_it_saves_and_goes_on(sbatch, cluster, short) -> None:
-    """scancel --batch sends the signal as sbatch --signal=B: does; the image stays mounted until the ranks have saved."""
+    """scancel --batch tells it as sbatch --signal=B: does; the image stays mounted until the ranks have saved."""
     runs, words = cluster.shared / "runs", ("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short)
     before = set(runs.iterdir())
     with ThreadPoolExecutor() as pool:
