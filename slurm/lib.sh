@@ -149,9 +149,18 @@ lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the
   return "$code"
 }
 
-lib::heard() { # SIGNAL: the run is to end, and to say why
-  [[ -n "$stopped_by" ]] || printf -v stopped_at '%(%s)T' -1
-  stopped_by="${stopped_by:-$1}"
+lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or TERM the ranks may save what they have
+  local first="$stopped_by" now
+  printf -v now '%(%s)T' -1
+  if [[ "$1" == USR1 ]] && ((now - ${SLURM_JOB_START_TIME:-0} < 60 && ${SLURM_JOB_END_TIME:-$now} - ${SLURM_JOB_START_TIME:-0} <= 300)); then
+    echo "dray: SIGUSR1 is not heard in the first minute of so short a job: Slurm sends it at once" >&2
+    return 0 # without a number it would be that of what the signal interrupted
+  fi
+  stopped_at="${stopped_at:-$now}" stopped_by="${stopped_by:-$1}"
+  if [[ -z "$first" && ("$1" == USR1 || "$1" == TERM) && -n "$nodes_pid" ]]; then
+    echo "$1" >>stop || true
+    return 0
+  fi
   # scancel and the time limit send TERM to the nodes too, and a program may be saving what it has. All other signals
   # are this script's alone (sbatch --signal=B:USR1, Ctrl-C in an salloc): srun passes on INT, and kills for TERM and HUP.
   [[ "$1" == TERM || -z "$nodes_pid" ]] || kill -INT "$nodes_pid" 2>/dev/null || true
@@ -190,7 +199,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   wait "$nodes_pid" || code=$?
   wait "$tail_pid" || true
   ((code != 0)) || stopped_by="" # the run ended well before it heard
-  [[ -z "$stopped_by" ]] || code=$((128 + $(kill -l "$stopped_by")))
+  [[ -z "$stopped_by" ]] || ((code == 75)) || code=$((128 + $(kill -l "$stopped_by")))
   lib::finish "$code"
 }
 

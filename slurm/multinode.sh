@@ -7,6 +7,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=01:00:00
 #SBATCH --output=dray-%j.out
+#SBATCH --signal=B:USR1@120
 set -euo pipefail
 
 # Inside an salloc this is the checkout's own file. sbatch runs a copy from Slurm's spool: the job's record has its place.

@@ -239,6 +239,11 @@ class TestStopped:
         text = f"at=1000 end={end}\n{self.LINE.format(*job)}\n"
         assert stop.parse(text, now=0) == stop.Stop(reason, "1970-01-01T00:16:40Z")
 
+    @pytest.mark.parametrize(("left", "reason"), [(180, "the time limit"), (241, "SIGUSR1")])
+    def test_the_signal_before_the_time_limit(self, left: int, reason: str) -> None:
+        text = f"signal=USR1 at=1000 end={1000 + left}\n{self.LINE.format('RUNNING', 'None', 'None')}\n"
+        assert stop.parse(text, now=0).reason == reason
+
     def test_a_controller_that_does_not_answer(self) -> None:
         assert stop.parse("at= end=\n", now=1000).reason == "SIGTERM"
 
@@ -298,9 +303,9 @@ class TestStopped:
                         os.kill(pid, signal.SIGKILL)
                 script.communicate()
 
-    @pytest.mark.parametrize("name", ["HUP", "INT", "USR1"])
+    @pytest.mark.parametrize("name", ["HUP", "INT"])
     def test_a_signal_to_the_batch_script_alone(self, job: Job, name: str) -> None:
-        """As sbatch --signal=B:USR1 sends it: the nodes end, by the real node.sh, runner and rank, and it is said."""
+        """The nodes end, by the real node.sh, runner and rank, and it is said."""
         job.tool("srun", SRUN)
         job.tool("scontrol", f"#!/bin/bash\necho '{self.LINE.format('RUNNING', 'None', 'None')}'\n")
         with self.started(job, "launcher=python", "--", "bash", "-c", self.PROGRAM) as (script, attempt):
@@ -317,6 +322,44 @@ class TestStopped:
         assert (result["status"], result["reason"], result["cause"]) == ("stopped", f"SIG{name}", None)
         stopped = f"stopped by SIG{name} at {result['at']}\n  safe:   what the command itself has saved\n"
         assert f"{stopped}  again:  the same command with --run={attempt.parent}\n" in out
+
+    @pytest.mark.parametrize(("program", "code"), [("trap 'exit 75' USR1;", 75), ("", 0)])
+    def test_the_time_limit_comes_near(self, job: Job, program: str, code: int) -> None:
+        """As sbatch --signal=B:USR1@120 tells it: what knows the signal saves and ends, and all else goes on."""
+        job.tool("srun", SRUN)
+        job.tool("scontrol", f"#!/bin/bash\necho '{self.LINE.format('RUNNING', 'None', 'None')}'\n")
+        loop = f"{program} touch begun; until [[ -e on ]]; do sleep 0.1; done"
+        with self.started(job, "launcher=python", "--", "bash", "-c", loop) as (script, attempt):
+            deadline = time.monotonic() + 60
+            while not (job.home / "begun").exists():
+                assert time.monotonic() < deadline, (attempt / "logs" / "node-0.log").read_text()
+                time.sleep(0.05)
+            script.send_signal(signal.SIGUSR1)
+            while (attempt / "stop").read_text() != "USR1\n":
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            if not program:
+                (job.home / "on").touch()
+            _, err = script.communicate(timeout=60)
+        result = json.loads((attempt / "result.json").read_text())
+        status, reason = ("stopped", "SIGUSR1") if code else ("done", None)
+        assert (script.returncode, result["exit_code"]) == (code, code), err
+        assert (result["status"], result["reason"], result["cause"]) == (status, reason, None)
+
+    def test_so_short_a_job_is_not_told(self, job: Job) -> None:
+        """Slurm sends the signal at once where the time limit is nearer than it says."""
+        now = int(time.time())
+        job.env |= {"SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 120)}
+        job.tool("srun", SRUN)
+        job.tool("scontrol", "#!/bin/bash\nexit 1\n")
+        program = ["bash", "-c", "until [[ -e on ]]; do sleep 0.1; done"]
+        with self.started(job, "launcher=python", "--", *program) as (script, attempt):
+            script.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+            (job.home / "on").touch()
+            _, err = script.communicate(timeout=60)
+        assert (script.returncode, (attempt / "stop").read_text()) == (0, ""), err
+        assert "dray: SIGUSR1 is not heard in the first minute of so short a job" in err
 
     def test_a_run_that_ends_well_although_it_was_told_to_stop(self, job: Job) -> None:
         """TERM to the batch script alone."""

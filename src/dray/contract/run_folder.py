@@ -28,6 +28,7 @@ PREFLIGHT = "preflight"
 PREFLIGHT_REPORT = "preflight/report.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+STOP = "stop"  # empty until somebody asks the run to save and end
 
 
 def attempt(number: int | str) -> str:

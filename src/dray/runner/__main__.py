@@ -44,7 +44,8 @@ def main(path: str) -> int:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener)
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
-            links = control.Control(world, me, supervised, channels, start)
+            stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
+            links = control.Control(world, me, supervised, channels, start, stop)
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own))
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():

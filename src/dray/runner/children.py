@@ -13,7 +13,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
+TYPE_CHECKING = False  # typing's own would cost more than all else here
+if TYPE_CHECKING:
+    from dray.runner.asked import Asked
+
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_ASKING_S = 1.0  # a program that is still loading handles the signal later
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
@@ -39,6 +44,7 @@ class Children:
             signal.signal(number, _through_the_pipe)
         self._watched: dict[int, Callable[[], None]] = {}
         self._kill_at = 0.0
+        self._asked: Asked | None = None
 
     def start(
         self,
@@ -106,6 +112,14 @@ class Children:
         for child in self.running:
             os.kill(child, number)
 
+    def ask(self) -> None:
+        """Ask children, and what they have started, to save and end. `wait` asks those that can hear it only later."""
+        if self._asked is None:
+            from dray.runner.asked import Asked  # noqa: PLC0415  few runs are asked
+
+            self._asked = Asked()
+            self._asked.tell(self.running)
+
     def end(self, grace: float) -> None:
         """Ask all children to end; `wait` kills those that have not ended after this many seconds."""
         if not self._kill_at:
@@ -120,6 +134,9 @@ class Children:
                 self.tell(signal.SIGKILL)
                 left = 1.0
             seconds = left if seconds is None else min(seconds, left)
+        if self._asked:
+            self._asked.tell(self.running)
+            seconds = _ASKING_S if seconds is None else min(seconds, _ASKING_S)
         events = Events()
         for file, _ in self._poll.poll(None if seconds is None else max(0, int(seconds * 1000) + 1)):
             if file == self._pipe:

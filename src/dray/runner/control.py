@@ -6,6 +6,7 @@ node must know within seconds; a connection that ends without a word is a runner
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -38,13 +39,16 @@ class Control:
         children: Children,
         channels: Mapping[int, Channel],
         start: Start = Start(),  # noqa: B008  it cannot be changed
+        stop: str = "",
     ) -> None:
         self.cause: Finding | None = None
+        self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
         self.stopped = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.next: Start | None = None
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
+        self._stop_file = stop
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -58,21 +62,45 @@ class Control:
         """
         code, deadline = 0, 0.0
         while self._children.running or self._waits():
-            if self.cause and not self._children.running:
+            if self.cause and not self._children.running and not self.saved:
                 if self.may_restart():
                     break
                 deadline = deadline or time.monotonic() + _REST
                 if time.monotonic() > deadline:
                     break
-            events = self._children.wait(1.0 if deadline else None)
+            events = self._children.wait(1.0 if deadline or self._stop_file else None)
+            if self._stop_file and not self.asked and _written(self._stop_file):
+                self.ask()
             for number in events.signals:
                 self._heard(number)
             for code in events.ended.values():
-                if code and not self.stopped and not self.cause:
-                    self.fail(explain(code))
+                if code and not self.stopped and (self.saved or not self.cause):
+                    self._failed(explain(code))
             if events.ended and self._left and self._me and not self._children.running:
                 self._tell_all({"idle": self._me})
+        if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
+            return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
+
+    def ask(self) -> None:
+        """Ask the ranks of all nodes to save and end."""
+        if not self.asked:
+            self.asked = True
+            print("dray: the ranks are asked to save and end", flush=True)
+            self._children.ask()
+            self._tell_all({"ask": True})
+
+    def _failed(self, found: Finding) -> None:
+        """One that was asked to end, and says that the same again goes on from there, is no failure."""
+        if not self.asked or found.code != exit_codes.RETRY:
+            self.saved = False
+            self.fail(found)
+        elif not self.saved:
+            self._save(found)
+            self._tell_all({"saved": found._asdict()})
+
+    def _save(self, found: Finding) -> None:
+        self.cause, self.saved = found, True
 
     def fail(self, finding: Finding) -> None:
         """Tell all nodes why this one has failed."""
@@ -81,7 +109,7 @@ class Control:
 
     def may_restart(self) -> bool:
         """Whether the first node, whose own ranks have ended, may have all nodes start theirs again."""
-        if self._me or not self.cause or self.cause.code in _FINAL or self.stopped:
+        if self._me or not self.cause or self.cause.code in _FINAL or self.stopped or self.asked:
             return False
         return self._left > 0 and len(self._open) == len(self._names) - 1
 
@@ -101,11 +129,13 @@ class Control:
     def _waits(self) -> bool:
         if self._me == 0:
             return bool(self._open.keys() - self._idle)
-        return bool(self._left and self._open) and not self.stopped
+        return bool(self._left and self._open) and not self.stopped and not self.saved
 
     def _heard(self, number: int) -> None:
         """A signal of this node's own. One that stops the run is for all nodes; the launcher hears it once."""
-        if number not in _STOPS:
+        if number == signal.SIGUSR1:
+            self.ask()
+        elif number not in _STOPS:
             self._children.tell(number)
         elif not self.stopped:
             self._stop(number)
@@ -121,7 +151,12 @@ class Control:
                 if "stop" in message and not self.stopped:
                     self._stop(signal.SIGTERM)
                     self._pass_on({"stop": int(signal.SIGTERM)})
-                elif "failed" in message and not self.cause and not self.stopped:
+                elif "ask" in message:
+                    self.ask()
+                elif "saved" in message and not self.cause:
+                    self._save(channel.finding(message["saved"]))
+                elif "failed" in message and (self.saved or not self.cause) and not self.stopped:
+                    self.saved = False
                     self._end(channel.finding(message["failed"]))
                     self._pass_on(message)
                 elif "idle" in message:
@@ -176,3 +211,10 @@ class Control:
         one = self._open.pop(node)
         self._children.forget(one.line.fileno())
         one.close()
+
+
+def _written(file: str) -> bool:
+    try:
+        return os.stat(file).st_size > 0
+    except OSError:  # a disk that does not answer is no word of anybody's
+        return False

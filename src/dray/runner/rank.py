@@ -48,22 +48,27 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
         return _failed(folder, rank, node, code, children.ended_with(code), log)
-    stopped, code = False, 0
+    stopped, asked, code = False, False, 0
     if between:
         between.watch(ranks)
     while ranks.running:
         events = ranks.wait()
         for number in events.signals:
-            stopped = True
-            ranks.tell(number)
-        if events.signals and os.getppid() != launcher:
+            if number == signal.SIGUSR1:
+                asked = True
+                ranks.ask()
+            else:
+                stopped = True
+                ranks.tell(number)
+        if stopped and os.getppid() != launcher:
             ranks.end(_GRACE)
         code = events.ended.get(0, 0)
     if between:
         between.finish()
     if code == 0 or stopped:  # a rank that was stopped is no cause
         return children.exit_code(code)
-    return _failed(folder, rank, node, children.exit_code(code), children.ended_with(code), log)
+    why = "it was asked to save and end" if asked and code == exit_codes.RETRY else children.ended_with(code)
+    return _failed(folder, rank, node, children.exit_code(code), why, log)
 
 
 def _filter() -> output.Filter | None:

@@ -4,12 +4,14 @@ One rank that dies ends the others, and its own exit code is this program's.
 """
 
 import os
+import signal
 import sys
 
 # As in rank.py.
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
+from dray.contract import exit_codes
 from dray.runner import children
 
 _GRACE = 10.0  # seconds from asking the other ranks to end to ending them
@@ -28,16 +30,20 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
         }
         # A session of its own, as torchrun's ranks have: a signal to the group comes from here alone.
         ranks.start(command, label=rank, env={**os.environ, **world}, session=True)
-    first = 0
+    first, asked = 0, False
     while ranks.running:
         events = ranks.wait()
         for number in events.signals:
-            ranks.tell(number)
+            if number == signal.SIGUSR1:
+                asked = True
+                ranks.ask()
+            else:
+                ranks.tell(number)
         if events.signals and os.getppid() != runner:
             ranks.end(_GRACE)
         for code in events.ended.values():
             first = first or children.exit_code(code)
-        if first:
+        if first and not (asked and first == exit_codes.RETRY):  # the others still save
             ranks.end(_GRACE)
     return first
 

@@ -37,6 +37,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
     plan = left.tried(paths.plan, lambda: read(paths))
     figures = left.tried(paths.metrics, left.figures) or {}
     restarts, first = left.tried(paths.failures, left.restarts) or (0, None)
+    stopped = stopped or left.asked()
     status = "stopped" if stopped else "failed" if code else "done"
     # Ranks that were stopped may die in any way; none of them is a cause.
     cause = (left.first_cause(paths.failures) or left.unrecorded()) if status == "failed" else None
@@ -104,6 +105,14 @@ class _Left:
         """How often the runners have started all ranks again, and what failed before the first time."""
         count = sum(path.is_dir() for path in self.paths.failures.glob("restart-*"))
         return count, self.first_cause(self.paths.folder / run_folder.restart(1)) if count else None
+
+    def asked(self) -> Stop | None:
+        """Whether ranks have ended since somebody had asked them to, in the file that is for that."""
+        with suppress(OSError):
+            asked = (self.paths.folder / run_folder.STOP).stat()
+            if asked.st_size and self.code == exit_codes.RETRY:
+                return Stop("a request", utc(asked.st_mtime))
+        return None
 
     def first_cause(self, folder: Path) -> Cause | None:
         """The earliest record of a failure. A node that was lost is the cause of what died of that."""

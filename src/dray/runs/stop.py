@@ -15,6 +15,7 @@ _BY_STATE = {
     "CANCELLED": "scancel",
 }
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
+_SOON_S = 240  # the batch scripts ask for SIGUSR1 two minutes before the time limit, and Slurm may be a minute early
 _NEVER = ("", "None", "N/A", "Unknown")
 
 
@@ -47,6 +48,8 @@ def _reason(fields: dict[str, str], at: float) -> str:
         return _BY_STATE[state]
     end = _seconds(fields, "end")
     if end is not None and at >= end - 1:
+        return _BY_STATE["TIMEOUT"]
+    if end is not None and fields.get("signal") == "USR1" and end - at <= _SOON_S:
         return _BY_STATE["TIMEOUT"]
     # A job that nothing else ends was cancelled; one that runs on got a signal alone.
     return _BY_STATE["CANCELLED"] if state == "COMPLETING" else f"SIG{fields.get('signal') or 'TERM'}"

@@ -31,6 +31,7 @@ from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics
 from dray.train.model import attention, build, lora
 from dray.train.outputs import card
+from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy, check_same
 
 _LARGE = 500_000_000  # weights; a larger model is not loaded once more only to be seen
@@ -42,6 +43,7 @@ def main(path: str) -> None:
     logging.disable_progress_bar()
     config = read(path)
     device = init_distributed(config.variant)
+    stop = Stop()
     numerics.set_up(config, device)
     tokens = tokenizer.load(config)
     build.check(config, tokens)  # before datasets are read, which may take long
@@ -68,7 +70,7 @@ def main(path: str) -> None:
     began = time.monotonic()
     loop = Loop(
         config, strategy=strategy, feed=data.training, objective=objective, metrics=metrics, checkpoints=checkpoints,
-        compiled=compiled,
+        compiled=compiled, stop=stop,
     )  # fmt: skip
     loop.run(lambda step: evaluator.all(step, data.validation))
     seconds = time.monotonic() - began

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, RetryError
 from dray.train import host
 from dray.train.checkpoint import Checkpoints, due
-from dray.train.collectives import all_gather_json
+from dray.train.collectives import all_gather_json, barrier
 from dray.train.compiled import Compiled
 from dray.train.config import Config
 from dray.train.data.feeds import Feed
@@ -23,6 +23,7 @@ from dray.train.metrics import Metrics, Speed
 from dray.train.model import attention_scores
 from dray.train.objectives.base import Batch, Objective
 from dray.train.schedule import learning_rate
+from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class Loop:
         metrics: Metrics,
         checkpoints: Checkpoints,
         compiled: Compiled,
+        stop: Stop,
     ) -> None:
         self.config, self.strategy, self.feed, self.objective = config, strategy, feed, objective
-        self.metrics, self.checkpoints, self.compiled = metrics, checkpoints, compiled
+        self.metrics, self.checkpoints, self.compiled, self.stop = metrics, checkpoints, compiled, stop
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._reader = ThreadPoolExecutor(1)
         self._sums = torch.zeros(
@@ -71,6 +73,9 @@ class Loop:
         self.speed.begin(begin)
         self._logged = begin
         ahead = self._reader.submit(self._read, begin)
+        self.stop.begin(begin, config.steps)
+        if self.stop.after(begin):
+            self._end(begin)
         for step in range(begin, config.steps):
             with self.speed.spent("data_s"):
                 batches, labels, position = ahead.result()
@@ -92,6 +97,12 @@ class Loop:
                 with self.speed.spent("evaluation"):
                     evaluate(taken)
                 self.compiled.keep()
+            if self.stop.after(taken):
+                if self._logged < taken:
+                    self._log(taken, norm, batches[-1])
+                if not due(taken, config.checkpoint.every):
+                    self.checkpoints.save(taken, position)
+                self._end(taken)
         self._reader.shutdown()
         self.checkpoints.settle()
 
@@ -173,6 +184,16 @@ class Loop:
         if not math.isfinite(total) or step != _NEVER:
             self._diverged(min(int(step), taken))
         return total / max(labels, 1.0), last
+
+    def _end(self, taken: int) -> NoReturn:
+        """All ranks together, once what was begun is there."""
+        self.checkpoints.settle()
+        barrier()
+        raise RetryError(
+            f"the run was asked to end, after step {taken} of {self.config.steps}",
+            found=self.checkpoints.newest_text(),
+            fix="the same command goes on from there",
+        )
 
     def _diverged(self, step: int) -> NoReturn:
         self.checkpoints.settle()

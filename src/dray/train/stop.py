@@ -1,0 +1,93 @@
+"""A rank is asked to end, by SIGUSR1 or SIGTERM: all ranks agree on the step after which they save and end.
+
+Steps pay nothing for it. Once asked, each rank says which step it is in, and the latest of these is the one: no rank is
+past it, and each can come to it. A thread says so, since the others may already wait for this rank in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event, Lock, Thread
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+
+from dray.contract import exit_codes
+from dray.train.errors import say
+
+# How long ranks wait for all to have heard it. SIGTERM also ends what is left of a run that has failed: not for long.
+_PATIENCE = {signal.SIGUSR1: timedelta(seconds=60), signal.SIGTERM: timedelta(seconds=3)}
+_MORE = timedelta(seconds=2)
+_NEVER = -1
+
+
+class Stop:
+    """Listens from the beginning on. Before the first step there is nothing to save, and it ends the rank at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._agreed = Lock(), Event()
+        self._asked = False
+        self._step: int | None = None  # the one that is being taken
+        self._last = _NEVER
+        self._at = _NEVER
+        self._pipe, written = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(written, False)
+        # The number comes through the pipe also while the main thread waits in a collective, and runs no handler.
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        for number in _PATIENCE:
+            signal.signal(number, lambda _number, _frame: None)
+        Thread(target=self._listen, daemon=True).start()
+
+    def begin(self, step: int, last: int) -> None:
+        """After so many steps, of which there will be so many."""
+        with self._lock:
+            self._step, self._last = step, last
+
+    def after(self, step: int) -> bool:
+        """Whether this step was the last one. The main thread asks after each."""
+        with self._lock:
+            if not self._asked:
+                self._step = step + 1
+                return False
+        self._agreed.wait()
+        return step == self._at
+
+    def _listen(self) -> None:
+        while True:
+            for number in map(signal.Signals, os.read(self._pipe, 1)):
+                if number in _PATIENCE and not self._ends(number):
+                    os._exit(128 + number)
+
+    def _ends(self, number: signal.Signals) -> bool:
+        """Whether the main thread will see to it, or has to go on."""
+        with self._lock:
+            first, self._asked = not self._asked, True
+        if self._step is None:
+            say(f"asked to end by {number.name} before the first step: nothing is to be saved")
+            os._exit(exit_codes.RETRY)
+        if first:
+            # A thread: torch's own deadline ends with a question to the store's server, which may be stopped.
+            answer = ThreadPoolExecutor(1).submit(self._agree, _PATIENCE[number])
+            with suppress(RuntimeError, TimeoutError):  # torch's are of the first kind, also for a store that is gone
+                self._at = answer.result((_PATIENCE[number] + 2 * _MORE).total_seconds())
+            self._agreed.set()
+            if self._at == _NEVER:
+                say(f"asked to end by {number.name}, and not all ranks have heard it")
+            else:
+                say(f"asked to end by {number.name}: after step {min(self._at, self._last)}")
+        return self._at != _NEVER or number == signal.SIGUSR1
+
+    def _agree(self, patience: timedelta) -> int:
+        """The step; one more than there are where a rank has taken its last one and goes on to the end."""
+        store, ranks = PrefixStore("dray/stop", _get_default_store()), range(dist.get_world_size())
+        store.set(str(dist.get_rank()), str(self._step))
+        if dist.get_rank() == 0:
+            store.wait([str(rank) for rank in ranks], patience)
+            store.set("at", str(max(int(store.get(str(rank))) for rank in ranks)))
+        store.wait(["at"], patience + _MORE)
+        return int(store.get("at"))

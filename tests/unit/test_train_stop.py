@@ -1,0 +1,96 @@
+"""A training that is asked to end: all ranks save after the same step, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+
+from trainings import Forks, Run  # noqa: E402
+
+pytestmark = pytest.mark.torch
+BEGUN = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BEGUN]:
+    forks, folder, count = Forks(), tmp_path_factory.mktemp("my runs"), iter(range(1000))
+    yield lambda ranks, *words: Run(forks, folder / f"run-{next(count)}", ranks, *words)
+    forks.close()
+
+
+def until(happened: Callable[[], Any], other: Run) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, other.said()
+        time.sleep(0.01)
+
+
+def steps(other: Run) -> int:
+    return len(other.events("step")) if other.paths.metrics.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("words", [("train.strategy=ddp",), ("train.strategy=fsdp", "checkpoint.every=[[0, 1]]")])
+def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], number: signal.Signals) -> None:
+    plain = run(2, *words, "train.steps=40").end()
+    other, moments = run(2, *words, "train.steps=40"), random.Random(3)
+    reached = 0
+    while reached < 40:
+        with other.going() as pids:
+            until(lambda before=reached: steps(other) > before, other)
+            for pid in moments.sample(pids, 2):
+                os.kill(pid, number)
+                time.sleep(moments.random() / 20)  # as when a node hears it later than another
+        asked = set(other.codes) == {75}
+        assert asked or set(other.codes) == {0}, other.said()
+        assert [event["step"] for event in other.events("step")] == list(range(1, steps(other) + 1))
+        reached = 40 if not asked else steps(other)
+        if asked:
+            assert f"the run was asked to end, after step {reached} of 40" in other.said()
+            assert f"the newest checkpoint is of step {reached}" in other.said()
+    assert other.losses() == plain.losses()
+
+
+def test_before_the_first_step_nothing_is_saved(run: BEGUN) -> None:
+    other = run(2, "train.steps=100000")
+    with other.going() as pids:
+        until(lambda: other.log(0).exists() and other.log(0).stat().st_size, other)
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+    assert set(other.codes) <= {75, -signal.SIGUSR1}, other.said()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_that_is_gone_keeps_nobody(run: BEGUN, lost: int) -> None:
+    """SIGTERM also ends what is left of a run that has failed, which waits for nobody. Rank 0 serves the store here."""
+    other = run(3, "train.steps=100000", "batch.global_size=6", "batch.per_device=2")
+    with other.going() as pids:
+        until(lambda: steps(other) > 1, other)
+        os.kill(pids[lost], signal.SIGSTOP)
+        others = [pid for pid in pids if pid != pids[lost]]
+        for pid in others:
+            os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        while any(map(runs, others)):
+            assert time.monotonic() - began < 15, other.said()
+            time.sleep(0.01)
+        with suppress(ProcessLookupError):  # as a launcher does, what started them has ended it
+            os.kill(pids[lost], signal.SIGKILL)
+    assert other.codes == [-9 if rank == lost else 143 for rank in range(3)], other.said()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
