@@ -39,14 +39,15 @@ scratch=/tmp/dray-7-r
 
 node::start() { # COMMAND...
   local engine heard code
-  # The engine has a process group of its own: a signal that this script gets (Slurm may signal it alone) goes there once.
+  # The engine has a process group of its own, and a signal that this script gets (Slurm may signal it alone) goes to its
+  # first process, once: beside it in the group is what has mounted the image, without which ranks die of SIGBUS.
   set -m
   "$@" &
   set +m
   engine=$!
   for heard in TERM INT HUP USR1; do
     # shellcheck disable=SC2064 # now, not then
-    trap "kill -$heard -- -$engine 2>/dev/null" "$heard"
+    trap "kill -$heard $engine 2>/dev/null" "$heard"
   done
   while :; do # a signal ends the wait, and not the engine
     code=0
