@@ -65,9 +65,9 @@ def build(*, inputs: Path, base: Path, scratch: Path, epoch: int) -> Made:
 def argv(inputs: Path, rootfs: Path, out: Path, given: Container[str]) -> list[str]:
     """cotainr's whole command; of the caller's environment all goes but what is `given` anew, and the way out."""
     others = [f"--unset={name}" for name in sorted(os.environ) if name.lower() not in _KEPT and name not in given]
-    build = [sys.executable, "-m", "cotainr", "build", str(out)]
-    build += [f"--base-image={rootfs}", f"--conda-env={inputs / ENVIRONMENT}", "--accept-licenses", "--no-color", "-v"]
-    return ["env", f"--chdir={inputs / TOOL}", *others, *build]
+    command = ["env", f"--chdir={inputs / TOOL}", *others, sys.executable, "-m", "cotainr", "build", str(out)]
+    command += [f"--base-image={rootfs}", f"--conda-env={inputs / ENVIRONMENT}"]
+    return [*command, "--accept-licenses", "--no-color", "-v"]
 
 
 def environment(inputs: Path, tmp: Path) -> Iterator[tuple[str, str]]:
