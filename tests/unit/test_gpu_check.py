@@ -30,7 +30,8 @@ LACKING = """
 from importlib import metadata
 from importlib.machinery import PathFinder
 lacks, found, version = {lacks}, PathFinder.find_spec, metadata.version
-PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in lacks else found(name, *more)
+PathFinder.find_spec = staticmethod(
+    lambda name, *more: None if name.partition(".")[0] in lacks else found(name, *more))
 def of(name):
     if name in lacks:
         raise metadata.PackageNotFoundError(name)

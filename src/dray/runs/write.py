@@ -141,7 +141,7 @@ def begin(
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
-    write_atomic(paths.folder / run_folder.STOP, "", mode=0o600)
+    write_atomic(paths.folder / run_folder.STOP, "")
     for name, text in {**decided.files, **render.engine_files(decided)}.items():
         write_atomic(paths.folder / name, text)
     write_atomic(paths.node_script, render.node_script(decided), mode=0o777)

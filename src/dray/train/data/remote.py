@@ -131,9 +131,7 @@ def _as_arrow_says(url: str, protocol: str, error: Exception) -> NoReturn:
     text = " ".join(str(error).split())
     if any(word in text for word in _MISSING):
         _no(url, "does not exist", text, "check the name of the bucket and of the file")
-    if any(
-        word in text for word in ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "HTTP status 403")
-    ):
+    if any(word in text for word in _DENIED):
         _denied(url, protocol, text)
     raise DrayError(
         "the dataset cannot be fetched",
