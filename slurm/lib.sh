@@ -4,6 +4,8 @@
 
 # shellcheck source=slurm/engines.sh
 source "$DRAY_HOME/slurm/engines.sh"
+# shellcheck source=slurm/again.sh
+source "$DRAY_HOME/slurm/again.sh"
 
 readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 
@@ -166,9 +168,18 @@ lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or
   [[ "$1" == TERM || -z "$nodes_pid" ]] || kill -INT "$nodes_pid" 2>/dev/null || true
 }
 
-lib::stopped() { # what Slurm knows of why this job ends, and when that began
-  [[ -n "$stopped_by" ]] || return 0
-  echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
+lib::job() { # CODE: whom to tell how it ended; of one that did not end well, what Slurm knows, and when it was asked to end
+  local webhook="${DRAY_WEBHOOK_FILE:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/webhook}" url=""
+  if [[ -f "$webhook" && -O "$webhook" ]]; then
+    if [[ "$(stat --dereference --format=%a -- "$webhook")" == *00 ]]; then
+      IFS= read -r url <"$webhook" || true
+      [[ "$url" == *[[:cntrl:]]* ]] || echo "webhook=$url"
+    else
+      echo "warning: $webhook is not used: chmod 600 it, since its URL is a secret" >&2
+    fi
+  fi
+  (($1 != 0)) || return 0
+  [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
   # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
   timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
 }
@@ -205,9 +216,10 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
 
 lib::finish() { # CODE: result.json and the last words; without the image this script's own
   local ended=0 words
-  words="$(lib::stopped | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
+  words="$(lib::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
   if [[ -n "$words" ]]; then
     printf '%s\n' "$words" || true # this job's output may be on a disk that is full
+    again::requeue || true
     return "$ended"
   fi
   (($1 == 0)) || ended="$1"
@@ -229,6 +241,7 @@ lib::slurm() { # what Slurm hands to a job; half of it would start half a world
 
 lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
   lib::given "$@"
+  local -a given=("$@")
   local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in

@@ -7,6 +7,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=01:00:00
 #SBATCH --output=dray-%j.out
+#SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
 set -euo pipefail
 

@@ -28,6 +28,7 @@ PREFLIGHT = "preflight"
 PREFLIGHT_REPORT = "preflight/report.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+NEXT = "next"  # what the batch script asks of Slurm once all is written
 STOP = "stop"  # empty until somebody asks the run to save and end
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from dray.contract import exit_codes, files, run_folder, secrets
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
+from dray.runs import again
 from dray.runs.paths import RunPaths
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
@@ -28,17 +29,21 @@ _UNNOTICED_S = 5.0
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result:
+def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it.
+
+    Of a `batch` job it also decides whether that goes back into the queue.
 
     It does not fail: what cannot be read is a warning, and where nothing can be written, the text is printed.
     """
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
-    figures = left.tried(paths.metrics, left.figures) or {}
     restarts, first = left.tried(paths.failures, left.restarts) or (0, None)
     stopped = stopped or left.asked()
     status = "stopped" if stopped else "failed" if code else "done"
+    checkpoint = left.newest_checkpoint(plan) if status != "done" else None
+    saved = int(checkpoint.rpartition("-")[2]) if checkpoint else None
+    figures = left.tried(paths.metrics, lambda: left.figures(None if status == "done" else saved or 0)) or {}
     # Ranks that were stopped may die in any way; none of them is a cause.
     cause = (left.first_cause(paths.failures) or left.unrecorded()) if status == "failed" else None
     if status == "done" and plan:
@@ -59,14 +64,18 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
                 "restart_cause": first.model_dump() if first else None,
                 "reason": stopped.reason if stopped else None,
                 "at": stopped.at if stopped else None,
-                "checkpoint": left.newest_checkpoint(plan) if status != "done" else None,
+                "checkpoint": checkpoint,
+                "saved_step": saved,
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
+                "history": [one.model_dump() for one in left.tried(paths.run, lambda: again.history(paths)) or ()],
                 "command": plan is not None and plan.recipe.train is None,
                 "warnings": left.warnings,
             }
         )
     )
+    if batch:
+        result = result.model_copy(update={"next": again.decide(result, plan, result.history)})
     if status == "done":
         left.tried(paths.preflight, left.tidy)
     text = result.model_dump_json(indent=1) + "\n"
@@ -76,6 +85,9 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None) -> Result
         with suppress(OSError, ValueError):
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
             print(problem, text, sep="\n", file=sys.stderr)
+        return result
+    if (then := result.next) and then.requeue:
+        left.tried(paths.next, lambda: files.write_atomic(paths.next, f"requeue {then.exclude or ''}\n"))
     return result
 
 
@@ -196,11 +208,16 @@ class _Left:
         for left in (*self.paths.preflight.glob("rank-*"), *empty):
             left.unlink()
 
-    def figures(self) -> dict[str, Any]:
-        """What the metrics tell of how far it came and how good it was."""
+    def figures(self, saved: int | None) -> dict[str, Any]:
+        """What the metrics tell of how far it came, how good it was, and how long it went on after what is `saved`."""
         found: dict[str, Any] = {}
+        kept = last_time = None
         for event in self._events():
             kind = event.get("event")
+            if (now := _number(event, "time")) is not None:
+                last_time = now
+                if kept is None or (kind == "step" and (_whole(event, "step") or 0) <= (saved or 0)):
+                    kept = now
             if kind == "start":
                 first, last = _whole(event, "first_step"), _whole(event, "steps")
                 found |= {"first_step": first} | ({"steps": last} if first and first == last else {})
@@ -212,6 +229,8 @@ class _Left:
             elif kind == "end":
                 found |= {name: _number(event, name) for name in ("tokens_per_s", "train_seconds")}
                 found["sample"] = str(event.get("sample") or "")
+        if saved is not None and kept is not None and last_time is not None:
+            found["lost_s"] = round(max(0.0, last_time - kept), 3)
         return found
 
     def _events(self) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,7 @@ class RunPaths:
         self.preflight_report = self.folder / names.PREFLIGHT_REPORT
         self.metrics = self.folder / names.METRICS
         self.result = self.folder / names.RESULT
+        self.next = self.folder / names.NEXT
 
     def node_log(self, node: int) -> Path:
         """What the runner and the launcher of a node write."""

@@ -24,6 +24,37 @@ class Cause(BaseModel):
     last_lines: list[str]
 
 
+class Attempt(BaseModel):
+    """What later attempts keep of an earlier one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    attempt: Annotated[int, Field(ge=1)]
+    status: str
+    exit_code: int | None = None
+    why: str | None = None
+    """The first line of its cause, or what stopped it."""
+    hosts: list[str] = []
+    first_step: int | None = None
+    steps: int | None = None
+    saved_step: int | None = None
+    lost_s: float | None = None
+    finished: str | None = None
+    requeued: bool = False
+    """Whether dray put the job back into the queue after it."""
+
+
+class Next(BaseModel):
+    """Whether the job goes back into the queue, and why."""
+
+    model_config = ConfigDict(frozen=True)
+
+    requeue: bool
+    exclude: str | None = None
+    """A node that was found unfit, and that the job is not to get again."""
+    why: str
+
+
 class Result(BaseModel):
     """How a run ended."""
 
@@ -56,6 +87,14 @@ class Result(BaseModel):
     """When it was stopped."""
     checkpoint: str | None = None
     """The newest checkpoint of a run that was stopped or failed."""
+    saved_step: int | None = None
+    """The step of that checkpoint."""
+    lost_s: float | None = None
+    """Seconds of training that were not saved."""
+    next: Next | None = None
+    """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
+    history: list[Attempt] = []
+    """The attempts before this one."""
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
@@ -65,7 +104,8 @@ class Result(BaseModel):
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
-    lines = [*_ended(result, again, shown), *_restarts(result), *(f"warning: {warning}" for warning in result.warnings)]
+    ended, go_on = _ended(result, again, shown), _next(result)
+    lines = [*ended, *_restarts(result), *go_on, *(f"warning: {warning}" for warning in result.warnings)]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 
@@ -93,6 +133,14 @@ def _restarts(result: Result) -> list[str]:
     first = result.restart_cause
     why = f", the first time after {_who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
     return [f"restarts: {result.restarts}{why}"]
+
+
+def _next(result: Result) -> list[str]:
+    """Whether it goes on by itself."""
+    if not result.next:
+        return []
+    without = f", without {result.next.exclude}" if result.next.exclude else ""
+    return [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}{without}"]
 
 
 def _done(result: Result) -> list[str]:

@@ -7,9 +7,10 @@ import time
 from typing import NamedTuple
 
 # What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
+TIME_LIMIT, PREEMPTION = "the time limit", "preemption"
 _BY_STATE = {
-    "TIMEOUT": "the time limit",
-    "PREEMPTED": "preemption",
+    "TIMEOUT": TIME_LIMIT,
+    "PREEMPTED": PREEMPTION,
     "NODE_FAIL": "a node failure",
     "DEADLINE": "its deadline",
     "CANCELLED": "scancel",
@@ -31,6 +32,11 @@ def parse(text: str, *, now: float) -> Stop:
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     at = _seconds(fields, "at") or now
     return Stop(_reason(fields, at), utc(at))
+
+
+def of_a_batch_job(text: str) -> bool:
+    """Whether Slurm can put the job back into its queue, unlike one by salloc."""
+    return re.search(r"(?m)(?:^|\s)BatchFlag=1(?:\s|$)", text) is not None
 
 
 def _seconds(fields: dict[str, str], name: str) -> int | None:

@@ -1,0 +1,86 @@
+"""Whether the job of a run that did not end goes back into the queue: only what was saved makes that worth it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from dray.contract import exit_codes, files
+from dray.contract.findings import DrayError
+from dray.planning.schema import Plan
+from dray.runs.paths import RunPaths, attempts
+from dray.runs.result import Attempt, Next, Result
+from dray.runs.stop import PREEMPTION, TIME_LIMIT
+
+_LIMIT = 1 << 20  # bytes of a result
+_HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+
+
+def history(paths: RunPaths) -> list[Attempt]:
+    """The attempts before this one, in their order; also those that left no result, as where a node died."""
+    return [_before(RunPaths(paths.run, number)) for number in attempts(paths.run) if number < paths.attempt]
+
+
+def _before(paths: RunPaths) -> Attempt:
+    with suppress(OSError, DrayError, ValidationError, ValueError):
+        return attempt(Result.model_validate_json(files.read(paths.result, limit=_LIMIT)), paths.attempt)
+    return Attempt(attempt=paths.attempt, status="unknown", why="it left no result")
+
+
+def attempt(result: Result, number: int) -> Attempt:
+    """What the results of later attempts keep of this one."""
+    why = result.cause.why.partition("\n")[0] if result.cause else result.reason
+    return Attempt(
+        attempt=number,
+        status=result.status,
+        exit_code=result.exit_code,
+        why=why,
+        hosts=result.hosts,
+        first_step=result.first_step,
+        steps=result.steps,
+        saved_step=result.saved_step,
+        lost_s=result.lost_s,
+        finished=result.finished,
+        requeued=bool(result.next and result.next.requeue),
+    )
+
+
+def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt]) -> Next | None:
+    """Of a batch job. None where it makes no sense: the run ended, was cancelled, or would fail in the same way."""
+    exclude = _unfit(result, earlier)
+    if plan is None or not (exclude or _may_go_on(result)):
+        return None
+    limit, used = plan.recipe.max_requeues, sum(one.requeued for one in earlier)
+    if not limit:
+        return Next(requeue=False, why="with max_requeues=3 in the recipe dray puts such a job back into the queue")
+    if used >= limit:
+        return Next(requeue=False, why=f"max_requeues = {limit}, and so often it was put back already")
+    if not exclude and not _saved(result):
+        return Next(requeue=False, why="this attempt saved nothing, and the next would do the same again")
+    return Next(requeue=True, exclude=exclude, why=f"{used + 1} of {limit}")
+
+
+def _may_go_on(result: Result) -> bool:
+    """A command alone knows whether the same again goes on, and says it with 75."""
+    if result.status == "failed" or result.reason == "SIGUSR1":  # sbatch --signal's, how long before the end it may be
+        return result.exit_code == exit_codes.RETRY
+    ended = result.reason in (TIME_LIMIT, PREEMPTION)
+    return ended and (result.exit_code == exit_codes.RETRY or not result.command)
+
+
+def _saved(result: Result) -> bool:
+    return result.command or (result.saved_step or 0) > (result.first_step or 0)
+
+
+def _unfit(result: Result, earlier: Iterable[Attempt]) -> str | None:
+    """The node that was found unfit; not where another was before for the same reason, which is then another's."""
+    cause = result.cause
+    if not cause or cause.code != exit_codes.UNFIT or cause.node not in result.hosts or not _HOST.fullmatch(cause.node):
+        return None
+    why = cause.why.partition("\n")[0].replace(cause.node, "")
+    unfit = (one for one in earlier if one.exit_code == exit_codes.UNFIT)
+    seen = ((one.why or "").replace(host, "") for one in unfit for host in one.hosts)
+    return None if why in seen else cause.node

@@ -1,0 +1,63 @@
+"""Tells a chat, or any other service, how a run ended: one POST to the URL in the user's own file."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from dray.runs.result import Result
+
+_SECONDS = 5  # Slurm kills a job soon after its time limit
+
+
+def tell(url: str, result: Result, words: str) -> str | None:
+    """Why it could not be told. The URL is a secret: no message has it."""
+    if wrong := _refused(url):
+        return f"the webhook was not called: {wrong}"
+    first = f"{result.run}: {words.partition(chr(10))[0]}"
+    fields = {"run": result.run, "status": result.status, "exit_code": result.exit_code, "steps": result.steps}
+    fields |= {"reason": result.reason, "requeue": bool(result.next and result.next.requeue)}
+    # Slack and Mattermost show `text`, Discord `content`.
+    body = json.dumps({"text": first, "content": first, **fields}).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "dray"}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310  _refused has looked at it
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_SECONDS):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"the webhook answered {error.code} {error.reason}"
+    except Exception as error:  # whatever it is, the run has ended well without it
+        inner = getattr(error, "reason", None) or error
+        reason = getattr(inner, "strerror", None) or type(inner).__name__
+        return f"the webhook cannot be reached from this node: {reason}"
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """What answers elsewhere was not what the user named."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: an error of the first answer's code."""
+
+
+def _refused(url: str) -> str:
+    """Plain HTTP shows the URL, which is the only secret there is, to the whole network."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        return "the file has no URL"
+    if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
+        return "the file has no https URL"
+    if parts.scheme == "http" and host != "localhost" and not _is_loopback(host):
+        return "its URL is not https"
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

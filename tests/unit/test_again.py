@@ -1,0 +1,166 @@
+"""Which job goes back into the queue, by `dray finish` on real run folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dray.contract import files
+from dray.facts import Facts
+from dray.runs import stop
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
+from dray.runs.result import Result, summary
+from dray.runs.stop import Stop
+from dray.runs.write import read_recipe, write
+
+FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
+LIMIT = Stop("the time limit", "2026-11-24T05:00:00Z")
+UNFIT = {
+    "time": 1.0,
+    "node": "n2",
+    "rank": None,
+    "code": 69,
+    "why": "n2 has no /dev/hsn",
+    "log": None,
+    "last_lines": [],
+}
+COMMAND = "command"
+
+
+class Run:
+    """One run folder, attempt after attempt."""
+
+    def __init__(self, root: Path, runs: Path, *words: str) -> None:
+        self.root, self.runs, self.words = root, runs, words
+        self.name: str | None = None
+
+    def attempt(
+        self, *, code: int = 75, stopped: Stop | None = None, saved: int | None = None, first: int = 0,
+        batch: bool = True, record: dict[str, object] | None = None,
+    ) -> tuple[Result, RunPaths]:  # fmt: skip
+        """One more, and how it ended."""
+        if self.words[:1] == (COMMAND,):
+            recipe = read_recipe(None, self.words[1:], ["true"])
+        else:
+            recipe = read_recipe(self.root / "recipes" / "smoke-cpu.toml", self.words)
+        _, paths = write(recipe, FACTS, runs=self.runs, run=self.name)
+        self.name = paths.run.name
+        if saved is not None:
+            (paths.checkpoints / f"step-{saved}").mkdir(exist_ok=True)
+        events = [{"event": "start", "time": 100.0, "first_step": first, "steps": 9000}]
+        events += [
+            {"event": "step", "time": 100.0 + step, "step": step, "loss": 1.0} for step in range(first, first + 60, 10)
+        ]
+        paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+        if record:
+            (paths.failures / "node-1.json").write_text(json.dumps(record))
+        return finish(paths, code=code, stopped=stopped, batch=batch), paths
+
+
+def asked(paths: RunPaths) -> str | None:
+    return paths.next.read_text() if paths.next.exists() else None
+
+
+def test_it_goes_on_while_steps_are_saved_and_as_often_as_the_recipe_says(root: Path, tmp_path: Path) -> None:
+    run = Run(root, tmp_path, "max_requeues=2")
+    first, paths = run.attempt(stopped=LIMIT, saved=20)
+    assert (asked(paths), first.next and first.next.why, first.lost_s) == ("requeue \n", "1 of 2", 30.0)
+    assert "requeue: 1 of 2" in summary(first, paths).splitlines()
+    second, paths = run.attempt(stopped=LIMIT, saved=40, first=20)
+    assert (asked(paths), second.next and second.next.why) == ("requeue \n", "2 of 2")
+    third, paths = run.attempt(stopped=LIMIT, saved=60, first=40)
+    assert (asked(paths), third.next and third.next.requeue) == (None, False)
+    assert "requeue: no; max_requeues = 2, and so often it was put back already" in summary(third, paths)
+    assert [
+        (one.attempt, one.status, one.exit_code, one.why, one.saved_step, one.requeued) for one in third.history
+    ] == [
+        (1, "stopped", 75, "the time limit", 20, True),
+        (2, "stopped", 75, "the time limit", 40, True),
+    ]
+    assert Result.model_validate_json(files.read(paths.result)) == third
+
+
+def test_an_attempt_that_saved_nothing_is_the_last(root: Path, tmp_path: Path) -> None:
+    run = Run(root, tmp_path, "max_requeues=9")
+    assert asked(run.attempt(stopped=LIMIT, saved=20)[1])
+    result, paths = run.attempt(stopped=LIMIT, first=20)
+    assert (asked(paths), result.saved_step, result.lost_s) == (None, 20, 50.0)
+    assert "requeue: no; this attempt saved nothing" in summary(result, paths)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason", "goes_on"),
+    [
+        ((), 75, "the time limit", True),
+        ((), 143, "the time limit", True),
+        ((), 75, "preemption", True),
+        ((), 75, None, True),  # such as a node that was lost
+        ((), 75, "scancel", False),
+        ((), 75, "SIGUSR1", True),
+        ((), 138, "SIGUSR1", False),
+        ((), 75, "a request", False),
+        ((), 143, "its deadline", False),
+        ((), 78, None, False),
+        ((), 1, None, False),
+        ((COMMAND,), 75, "the time limit", True),
+        ((COMMAND,), 75, None, True),
+        ((COMMAND,), 143, "the time limit", False),
+        ((COMMAND,), 1, None, False),
+    ],
+)
+def test_what_ended_it_decides(
+    root: Path, tmp_path: Path, words: tuple[str, ...], code: int, reason: str | None, *, goes_on: bool
+) -> None:
+    run = Run(root, tmp_path, *words, "max_requeues=1")
+    stopped = Stop(reason, "2026-11-24T05:00:00Z") if reason else None
+    result, paths = run.attempt(code=code, stopped=stopped, saved=20)
+    assert bool(asked(paths)) == bool(result.next) == goes_on
+
+
+def test_what_nobody_asked_for_is_not_done_but_said(root: Path, tmp_path: Path) -> None:
+    result, paths = Run(root, tmp_path).attempt(stopped=LIMIT, saved=20)
+    assert asked(paths) is None
+    assert "requeue: no; with max_requeues=3 in the recipe dray puts such a job back into the queue" in summary(
+        result, paths
+    )
+
+
+def test_outside_a_batch_job_there_is_no_queue(root: Path, tmp_path: Path) -> None:
+    result, paths = Run(root, tmp_path, "max_requeues=3").attempt(stopped=LIMIT, saved=20, batch=False)
+    assert (asked(paths), result.next) == (None, None)
+    assert not stop.of_a_batch_job("JobId=17 BatchFlag=0\n")
+    assert stop.of_a_batch_job("at=1\nJobId=17 BatchFlag=1 Reboot=0\n")
+
+
+class TestUnfit:
+    """A node that was found unfit is left out, whether steps were saved or not."""
+
+    def test_once(self, root: Path, tmp_path: Path) -> None:
+        result, paths = Run(root, tmp_path, "max_requeues=3").attempt(code=69, record=UNFIT)
+        assert asked(paths) == "requeue n2\n"
+        assert "requeue: 1 of 3, without n2" in summary(result, paths)
+
+    def test_what_another_node_lacked_too_is_not_the_node_s_fault(self, root: Path, tmp_path: Path) -> None:
+        run = Run(root, tmp_path, "max_requeues=3")
+        run.attempt(code=69, record=UNFIT)
+        other = {**UNFIT, "node": "n1", "why": "n1 has no /dev/hsn"}
+        assert asked(run.attempt(code=69, record=other)[1]) is None
+
+    @pytest.mark.parametrize("name", ["elsewhere", "", "n2; rm -rf", "-w"])
+    def test_no_name_but_that_of_a_node(self, root: Path, tmp_path: Path, name: str) -> None:
+        assert asked(Run(root, tmp_path, "max_requeues=3").attempt(code=69, record={**UNFIT, "node": name})[1]) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 99999, None])
+def test_an_attempt_without_a_result_is_still_told(root: Path, tmp_path: Path, content: bytes | None) -> None:
+    run = Run(root, tmp_path, "max_requeues=1")
+    _, paths = run.attempt(stopped=LIMIT, saved=20)
+    if content is None:
+        paths.result.unlink()
+    else:
+        paths.result.write_bytes(content)
+    result, _ = run.attempt(stopped=LIMIT, saved=40, first=20)
+    assert [(one.attempt, one.status, one.why) for one in result.history] == [(1, "unknown", "it left no result")]

@@ -1,0 +1,166 @@
+"""slurm/again.sh with stand-ins for scontrol and sbatch: every word that Slurm would get."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+
+# As Slurm 24.11 prints it.
+JOB = """JobId=17 JobName=my run
+   UserId=dray(1000) GroupId=dray(1000) MCS_label=N/A
+   Priority=1 Nice=0 Account=proj-1 QOS=normal
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue={requeue} Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:10 TimeLimit=1-02:00:00 TimeMin=N/A
+   Partition=standard-g AllocNode:Sid=login:123
+   ReqNodeList=(null) ExcNodeList={excluded}
+   NodeList=n[1-2]
+   NumNodes=2 NumCPUs=16 NumTasks=2 CPUs/Task=7 ReqB:S:C:T=0:0:*:*
+   MinCPUsNode=7 MinMemoryNode={memory} MinTmpDiskNode=0
+   Features=(null) DelayBoot=00:00:00
+   Reservation=(null)
+   OverSubscribe={share} Contiguous=0 Licenses=(null) Network=(null)
+   Command=/home/me/dray/slurm/multinode.sh
+   WorkDir=/home/me/my work
+   StdErr=/home/me/my work/dray-17.out
+   StdIn=/dev/null
+   StdOut=/home/me/my work/dray-17.out
+   MailUser=me@example.org MailType=END,FAIL
+   TresPerNode=gres/gpu:a100:4
+"""
+TOOL = """#!{python}
+import json, os, sys
+words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+if words[1:3] == ["show", "job"]:
+    print(os.environ["JOB"], end="")
+    sys.exit()
+with open(os.environ["CALLS"], "a") as calls:
+    calls.write(json.dumps(words) + "\\n")
+answer = json.loads(os.environ["ANSWERS"]).get(words[0] + " " + words[1], "")
+print(answer.lstrip("!"), file=sys.stderr if answer.startswith("!") else sys.stdout)
+sys.exit(answer.startswith("!"))
+"""
+SCRIPT = """
+set -euo pipefail
+image=/i.sif attempt="/home/me/my runs/r/attempt-1"
+given=(recipes/x.toml "data.train=/my data/*.jsonl" -- python3 "my train.py")
+source "$DRAY_HOME/slurm/lib.sh"
+again::requeue
+"""
+
+
+class Slurm:
+    """A folder with what dray finish decided, and Slurm's two commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        for name in ("scontrol", "sbatch"):
+            (folder / name).write_text(TOOL.format(python=sys.executable))
+            (folder / name).chmod(0o755)
+
+    def after(
+        self, decided: str, *, answers: dict[str, str] | None = None, memory: str = "0", excluded: str = "(null)",
+        share: str = "OK", state: str = "RUNNING", **env: str,
+    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:  # fmt: skip
+        """What is printed, and what Slurm was asked."""
+        (self.folder / "next").write_text(decided)
+        self.calls.write_text("")
+        job = JOB.format(requeue=0, memory=memory, excluded=excluded, share=share).replace("RUNNING", state)
+        env = {
+            **{"PATH": f"{self.folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "CALLS": str(self.calls)},
+            **{"JOB": job, "ANSWERS": json.dumps(answers or {}), "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"},
+            **env,
+        }
+        argv = ["bash", "-c", SCRIPT]
+        done = subprocess.run(argv, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
+        return done, [json.loads(line) for line in self.calls.read_text().splitlines()]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path)
+
+
+REFUSED = {"scontrol requeue": "!Job requeue disabled for job 17"}
+
+
+def test_it_is_put_back(slurm: Slurm) -> None:
+    done, calls = slurm.after("requeue \n")
+    assert calls == [["scontrol", "requeue", "17"]]
+    assert done.stdout == (
+        "requeued: job 17 goes on in this run folder; Slurm starts it in two minutes at the earliest (BeginTime)\n"
+    )
+
+
+@pytest.mark.parametrize(("excluded", "list_"), [("(null)", "n2"), ("n7,n9", "n7,n9,n2")])
+def test_without_a_node_that_is_unfit(slurm: Slurm, excluded: str, list_: str) -> None:
+    _, calls = slurm.after("requeue n2\n", excluded=excluded)
+    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", f"ExcNodeList={list_}"]]
+
+
+def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
+    _, calls = slurm.after("requeue\n", SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="3")
+    assert calls == [["scontrol", "requeue", "17_3"]]
+
+
+def test_slurm_has_done_it_already(slurm: Slurm) -> None:
+    done, calls = slurm.after("requeue\n", answers=REFUSED, state="PENDING")
+    assert (len(calls), done.stdout) == (1, "requeued: by Slurm itself; job 17 goes on in this run folder\n")
+
+
+OPTIONS = [
+    *("--job-name=my run", "--account=proj-1", "--qos=normal", "--partition=standard-g", "--time=1-02:00:00"),
+    *("--cpus-per-task=7", "--gres=gpu:a100:4", "--mail-user=me@example.org", "--mail-type=END,FAIL"),
+    *("--chdir=/home/me/my work", "--open-mode=append", "--output=/home/me/my work/dray-17.out"),
+]
+REST = [
+    f"{ROOT}/slurm/multinode.sh", "--run=/home/me/my runs/r", "recipes/x.toml", "data.train=/my data/*.jsonl", "--",
+    "python3", "my train.py",
+]  # fmt: skip
+
+
+def test_where_slurm_puts_nothing_back_another_job_follows(slurm: Slurm) -> None:
+    done, (_, follow) = slurm.after("requeue\n", answers={**REFUSED, "sbatch --parsable": "18;cluster"})
+    assert follow == ["sbatch", "--parsable", "--dependency=afterany:17", "--nodes=2", *OPTIONS, *REST]
+    assert done.stdout == (
+        "not requeued: Job requeue disabled for job 17\n"
+        "follow-on: job 18 goes on in this run folder once this one has ended\n"
+    )
+
+
+def test_it_takes_over_memory_exclusive_nodes_and_those_left_out(slurm: Slurm) -> None:
+    _, (_, follow) = slurm.after("requeue n2\n", answers=REFUSED, memory="480G", excluded="n7", share="NO")
+    assert {"--mem=480G", "--exclude=n7,n2", "--exclusive"} < {*follow}
+
+
+def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
+    answers = {**REFUSED, "sbatch --parsable": "!sbatch: error: Access/permission denied"}
+    done, (_, follow) = slurm.after("requeue\n", answers=answers)
+    assert done.returncode == 0
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("  fix:    type this on a login node: sbatch ")
+    typed = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line.partition('node: ')[2]}"], capture_output=True, text=True, check=True
+    )
+    assert typed.stdout.split("\0")[:-1] == follow
+
+
+@pytest.mark.parametrize("decided", [""])
+def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -> None:
+    done, calls = slurm.after(decided)
+    assert (done.stdout, calls) == ("", [])
+
+
+@pytest.mark.parametrize(
+    "decided", ["cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3\n", "x" * 5000]
+)
+def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: str) -> None:
+    done, calls = slurm.after(decided)
+    assert (done.returncode, calls, (tmp_path / "bad").exists()) == (78, [], False)
