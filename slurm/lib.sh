@@ -4,8 +4,8 @@
 
 # shellcheck source=slurm/engines.sh
 source "$DRAY_HOME/slurm/engines.sh"
-# shellcheck source=slurm/again.sh
-source "$DRAY_HOME/slurm/again.sh"
+# shellcheck source=slurm/end.sh
+source "$DRAY_HOME/slurm/end.sh"
 
 readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 
@@ -92,6 +92,7 @@ lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and im
   for ((tries = 0; tries < 6; tries++)); do # engine, image, digest, layer, variables, and then the plan
     facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
     facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
+    facts+=$'\n'"lost=${lost[*]}"
     answer="$(lib::ask "$facts" "$@")" || exit
     case "$answer" in
       attempt=*)
@@ -151,6 +152,14 @@ lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the
   return "$code"
 }
 
+lib::listen() { # to signals
+  local signal
+  for signal in "${lib__signals[@]}"; do
+    # shellcheck disable=SC2064 # now, not then
+    trap "lib::heard $signal" "$signal"
+  done
+}
+
 lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or TERM the ranks may save what they have
   local first="$stopped_by" now
   printf -v now '%(%s)T' -1
@@ -168,28 +177,18 @@ lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or
   [[ "$1" == TERM || -z "$nodes_pid" ]] || kill -INT "$nodes_pid" 2>/dev/null || true
 }
 
-lib::job() { # CODE: whom to tell how it ended; of one that did not end well, what Slurm knows, and when it was asked to end
-  local webhook="${DRAY_WEBHOOK_FILE:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/webhook}" url=""
-  if [[ -f "$webhook" && -O "$webhook" ]]; then
-    if [[ "$(stat --dereference --format=%a -- "$webhook")" == *00 ]]; then
-      IFS= read -r url <"$webhook" || true
-      [[ "$url" == *[[:cntrl:]]* ]] || echo "webhook=$url"
-    else
-      echo "warning: $webhook is not used: chmod 600 it, since its URL is a secret" >&2
-    fi
-  fi
-  (($1 != 0)) || return 0
-  [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
-  # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
-  timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
+lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadline (SlurmdTimeout, 5 minutes by default)
+  until compgen -G 'failures/node-*-lost-*.json' >/dev/null; do sleep 2; done
+  sleep 40 # the ranks of the other nodes have ended by then
+  kill -KILL "$nodes_pid" 2>/dev/null
 }
 
 lib::start() { # one task on each node; rank 0's lines are this job's output
-  local code=0 tail_pid
+  local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
-  local -a pyxis=()
-  [[ ! -f srun.options ]] || mapfile -t pyxis <srun.options
+  local -a options=()
+  [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
   # --overlap: inside an salloc another step may hold the nodes, and this one would wait for it without a word.
   # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
@@ -197,36 +196,26 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # terminal's Ctrl-C comes too.
   set -m
   srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${pyxis[@]}" ./node.sh </dev/null &
+    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null &
   nodes_pid=$!
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
   tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
   tail_pid=$!
+  if [[ " ${options[*]} " == *" --no-kill "* ]]; then
+    lib::lost &
+    watch_pid=$!
+  fi
   while kill -0 "$nodes_pid" 2>/dev/null; do # a signal ends the wait, and not srun
     wait "$nodes_pid" || true
   done
   trap '' "${lib__signals[@]}" # what follows is short, and what a signal asks for
   wait "$nodes_pid" || code=$?
+  [[ -z "$watch_pid" ]] || kill "$watch_pid" 2>/dev/null || true
   wait "$tail_pid" || true
   ((code != 0)) || stopped_by="" # the run ended well before it heard
   [[ -z "$stopped_by" ]] || ((code == 75)) || code=$((128 + $(kill -l "$stopped_by")))
-  lib::finish "$code"
-}
-
-lib::finish() { # CODE: result.json and the last words; without the image this script's own
-  local ended=0 words
-  words="$(lib::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
-  if [[ -n "$words" ]]; then
-    printf '%s\n' "$words" || true # this job's output may be on a disk that is full
-    again::requeue || true
-    return "$ended"
-  fi
-  (($1 == 0)) || ended="$1"
-  lib::die "$ended" "the image did not start again to write down how the run ended" \
-    "where:  $image on node $(</proc/sys/kernel/hostname)" \
-    "found:  exit code $1 of the nodes${stopped_by:+, which SIG$stopped_by stopped}" \
-    "fix:    see $attempt/failures and $attempt/logs, the first failure first"
+  end::finish "$code"
 }
 
 lib::slurm() { # what Slurm hands to a job; half of it would start half a world
@@ -255,11 +244,8 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     shift
   done
   lib::slurm
-  local nodes_pid="" stopped_by="" stopped_at="" signal
-  for signal in "${lib__signals[@]}"; do
-    # shellcheck disable=SC2064 # now, not then
-    trap "lib::heard $signal" "$signal"
-  done
+  local nodes_pid="" stopped_by="" stopped_at=""
+  lib::listen
   local recipe="" engine image layer="" attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
@@ -289,7 +275,17 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
-  lib::plan "$@"
-  echo "run folder: ${attempt%/*}"
-  lib::start
+  local -a lost=()
+  local -r here="$PWD"
+  local failed=-1 code
+  while ((failed < ${#lost[@]})); do # once, and again with a spare node for each one that was lost
+    failed=${#lost[@]} code=0
+    lib::plan "$@"
+    echo "run folder: ${attempt%/*}"
+    lib::start || code=$?
+    given_run="${attempt%/*}" nodes_pid=""
+    cd -- "$here" || return
+    lib::listen
+  done
+  return "$code"
 }

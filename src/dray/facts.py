@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from dray import engines
 from dray.config.model import explained
-from dray.contract.findings import ConfigError, Finding, counted
+from dray.contract.findings import ConfigError, Finding, UnfitError, counted
 from dray.hostlist import expand
 
 _VARIABLE, _SHELL = "variable.", "shell."
@@ -35,6 +35,10 @@ class Facts(BaseModel):
     """The nodes in Slurm's compressed form; the first is the master."""
     nodes: Annotated[int, Field(ge=1)]
     """How many nodes the scheduler says there are."""
+    lost: tuple[str, ...] = ()
+    """Nodes of this job that have failed before, and that spare ones take the place of."""
+    spares: tuple[str, ...] = ()
+    """Nodes of this job that take no part as long as the others do."""
     address: str | None = None
     """Address of every node, where the names do not resolve (loopback)."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -98,6 +102,31 @@ class Facts(BaseModel):
             )
         return hosts
 
+    def without_spares(self, spares: int) -> Facts:
+        """With the nodes that take part: as many as there are besides the spare ones, in their order."""
+        if self.scheduler != "slurm" or self.login or not spares + len(self.lost):
+            return self
+        hosts = self.hosts()
+        left = [host for host in hosts if host not in self.lost]
+        count = len(hosts) - spares
+        if count < 1:
+            raise ConfigError(
+                "all nodes of the job would be spare ones",
+                wanted=f"more than {counted(spares, 'node')}: spares = {spares} of them take no part at first",
+                found=counted(len(hosts), "node"),
+                fix=f"sbatch --nodes={spares + 1} or more, or spares=0",
+            )
+        if len(left) < count:
+            raise UnfitError(
+                "no spare node is left",
+                wanted=counted(count, "node"),
+                found=f"{' '.join(left) or 'none'}; {' '.join(self.lost)} failed before",
+                fix="submit again, with more spares",
+            )
+        return self.model_copy(
+            update={"nodelist": ",".join(left[:count]), "nodes": count, "spares": tuple(left[count:])}
+        )
+
 
 class Counted(BaseModel):
     """Of a model without memory behind it: its weights, and the bytes of a row that its forward pass keeps."""
@@ -152,6 +181,9 @@ class Files(BaseModel):
     """The recipe's keys of files that are not on this machine, and the files."""
 
 
+_LISTS = ("environment", "lost", "spares")
+
+
 def parse(text: str, *, where: str) -> Facts:
     """Facts from a probe's `key=value` lines. A value runs to the end of its line."""
     found: dict[str, str | list[str] | dict[str, str]] = {}
@@ -168,7 +200,7 @@ def parse(text: str, *, where: str) -> Facts:
         elif key.startswith(_SHELL):
             shell[key.removeprefix(_SHELL)] = value
         elif value:
-            found[key] = value.split() if key == "environment" else value
+            found[key] = value.split() if key in _LISTS else value
     found |= {"variables": variables, "shell": shell}
     found.setdefault("environment", sorted(name for name in shell if _LIBRARIES.match(name)))
     try:
@@ -185,10 +217,8 @@ def parse(text: str, *, where: str) -> Facts:
 
 def to_text(facts: Facts) -> str:
     """The `key=value` lines that `parse` reads."""
-    found = {
-        **facts.model_dump(exclude_none=True, exclude={"variables", "options"}),
-        "environment": " ".join(facts.environment),
-    }
+    found = facts.model_dump(exclude_none=True, exclude={"variables", "options"})
+    found |= {name: " ".join(found[name]) for name in _LISTS}
     found |= {f"{_VARIABLE}{name}": value for name, value in facts.variables.items()}
     return "".join(
         f"{key}={int(value) if value is True else value}\n" for key, value in found.items() if value is not False

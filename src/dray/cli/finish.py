@@ -36,8 +36,8 @@ def finish(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
-        print(words := summary(result, paths))
+        print(text := summary(result, paths))
         url = next((line[8:] for line in known.splitlines() if line.startswith("webhook=")), "")
-        if url and (failed := webhook.tell(url, result, words)):
+        if url and (failed := webhook.tell(url, result, text)):
             print(f"warning: {failed}")
     raise typer.Exit(result.exit_code)

@@ -123,12 +123,12 @@ class Recipe(Spec):
     """Variables of the submitting shell that ranks get, such as HF_TOKEN."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again after one has failed."""
+    spares: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Nodes of the job, beside `nodes`, that take no part until another one fails; then the run goes on with one."""
     max_requeues: Annotated[int, Field(ge=0, le=1000)] = 0
-    """How often the job goes back into Slurm's queue by itself: after the time limit, preemption, exit code 75, or
-    without a node that was found unfit; each time only if the attempt has saved steps. 0: never."""
+    """How often the job goes back into Slurm's queue by itself, if it has saved steps. 0: never. docs/survive.md."""
     accelerate: str | None = None
-    """The script's own configuration for accelerate, YAML or JSON; what it leaves out is [command]'s, and a value in
-    both must be the same. A relative path starts at the recipe's folder."""
+    """The script's own configuration for accelerate, YAML or JSON, from the recipe's folder; held against [command]."""
     preflight: Preflight = Preflight()
     runs: Runs = Runs()
     command: Command | None = None

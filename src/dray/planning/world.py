@@ -62,6 +62,8 @@ class World(_Model):
     interfaces: tuple[str, ...]
     rendezvous_timeout_s: int
     max_restarts: int
+    spares: tuple[str, ...]
+    """Nodes of the job that take no part as long as these do."""
     cores: tuple[str, ...]
     one_machine: bool
     shared_folder: bool
@@ -80,6 +82,8 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
     asked = (
         "the scheduler gave them" if len(hosts) == recipe.nodes else f"given, though the recipe asks for {recipe.nodes}"
     )
+    if recipe.spares and not facts.login:
+        asked += f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
     interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
     masks = f"{' '.join(site.cores)}: site {site.name}, where a job has whole nodes"
     reasons = {
@@ -98,6 +102,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         interfaces=site.interfaces,
         rendezvous_timeout_s=recipe.rendezvous_timeout_s,
         max_restarts=recipe.max_restarts,
+        spares=facts.spares,
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",

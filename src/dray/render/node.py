@@ -56,8 +56,12 @@ def node_script(plan: Plan) -> str:
 
 
 def srun_options(plan: Plan) -> str:
-    """What the job's script adds to srun where Slurm starts the container, an argument a line."""
-    return "".join(f"{option}\n" for option in engines.get(plan.engine).srun_options(_container(plan)))
+    """What the job's script adds to srun: where Slurm starts the container, or has spare nodes; an argument a line."""
+    options = [*engines.get(plan.engine).srun_options(_container(plan))]
+    if plan.recipe.spares and plan.world.shared_folder and not plan.world.one_machine:
+        names = [node.name for node in plan.world.nodes]
+        options += [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}", "--no-kill"]
+    return "".join(f"{option}\n" for option in options)
 
 
 def engine_files(plan: Plan) -> dict[str, str]:

@@ -21,6 +21,7 @@ GREETING = NONCE + 32  # the guest's nonce and its proof
 PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _LONGEST = 65536
 _SEND_S = 5.0
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4, socket.TCP_USER_TIMEOUT: 30_000}
 _CODES = range(1, 256)
 
 
@@ -41,6 +42,10 @@ class Channel:
         self._sent = self._received = 0
         self._data = b""
         line.settimeout(_SEND_S)
+        # A node that loses its power or its network says nothing.
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            line.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
         """OSError: the peer is gone, or does not read."""

@@ -48,10 +48,15 @@ def attempt(result: Result, number: int) -> Attempt:
     )
 
 
-def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt]) -> Next | None:
-    """Of a batch job. None where it makes no sense: the run ended, was cancelled, or would fail in the same way."""
+def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt], *, batch: bool) -> Next | None:
+    """None where it makes no sense: the run ended, was cancelled, or would fail in the same way.
+
+    Only a `batch` job can go back into the queue; one by salloc may have spare nodes.
+    """
     exclude = _unfit(result, earlier)
-    if plan is None or not (exclude or _may_go_on(result)):
+    if plan and plan.world.spares and (node := exclude or _lost(result)):
+        return Next(requeue=False, spare=True, exclude=node, why=f"{plan.world.spares[0]} takes its place")
+    if plan is None or not batch or not (exclude or _may_go_on(result)):
         return None
     limit, used = plan.recipe.max_requeues, sum(one.requeued for one in earlier)
     if not limit:
@@ -73,6 +78,13 @@ def _may_go_on(result: Result) -> bool:
 
 def _saved(result: Result) -> bool:
     return result.command or (result.saved_step or 0) > (result.first_step or 0)
+
+
+def _lost(result: Result) -> str | None:
+    """The node that is gone."""
+    cause = result.cause
+    gone = cause and cause.code == exit_codes.RETRY and cause.rank is None and cause.node in result.hosts
+    return cause.node if cause and gone and _HOST.fullmatch(cause.node) else None
 
 
 def _unfit(result: Result, earlier: Iterable[Attempt]) -> str | None:

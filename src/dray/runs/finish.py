@@ -32,7 +32,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False) -> Result:
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it.
 
-    Of a `batch` job it also decides whether that goes back into the queue.
+    It also decides what comes next; a `batch` job can go back into the queue.
 
     It does not fail: what cannot be read is a warning, and where nothing can be written, the text is printed.
     """
@@ -74,8 +74,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             }
         )
     )
-    if batch:
-        result = result.model_copy(update={"next": again.decide(result, plan, result.history)})
+    result = result.model_copy(update={"next": again.decide(result, plan, result.history, batch=batch)})
     if status == "done":
         left.tried(paths.preflight, left.tidy)
     text = result.model_dump_json(indent=1) + "\n"
@@ -86,8 +85,9 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
             print(problem, text, sep="\n", file=sys.stderr)
         return result
-    if (then := result.next) and then.requeue:
-        left.tried(paths.next, lambda: files.write_atomic(paths.next, f"requeue {then.exclude or ''}\n"))
+    if (then := result.next) and (then.requeue or then.spare):
+        line = f"{'spare' if then.spare else 'requeue'} {then.exclude or ''}\n"
+        left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
 
 

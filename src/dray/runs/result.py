@@ -45,13 +45,14 @@ class Attempt(BaseModel):
 
 
 class Next(BaseModel):
-    """Whether the job goes back into the queue, and why."""
+    """Whether the job goes back into the queue, or on with a spare node, and why."""
 
     model_config = ConfigDict(frozen=True)
 
     requeue: bool
+    spare: bool = False
     exclude: str | None = None
-    """A node that was found unfit, and that the job is not to get again."""
+    """A node that was lost or found unfit, and that the next attempt is not to have."""
     why: str
 
 
@@ -139,6 +140,8 @@ def _next(result: Result) -> list[str]:
     """Whether it goes on by itself."""
     if not result.next:
         return []
+    if result.next.spare:
+        return [f"spare node: {result.next.why}, without {result.next.exclude}"]
     without = f", without {result.next.exclude}" if result.next.exclude else ""
     return [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}{without}"]
 

@@ -36,11 +36,12 @@ def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[st
     asked = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}"}
     return [
         f"--job-name={recipe.name}",
-        f"--nodes={recipe.nodes}",
+        f"--nodes={recipe.nodes + recipe.spares}",
         "--ntasks-per-node=1",
         *site.sbatch,
         *([asked[site.gpu_option]] if gpus else []),
-        *([f"--nodes={nodes}"] if nodes else []),
+        *([f"--nodes={nodes + recipe.spares}"] if nodes else []),
+        *(["--no-kill"] if recipe.spares else []),
     ]
 
 

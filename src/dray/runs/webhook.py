@@ -13,11 +13,11 @@ from dray.runs.result import Result
 _SECONDS = 5  # Slurm kills a job soon after its time limit
 
 
-def tell(url: str, result: Result, words: str) -> str | None:
+def tell(url: str, result: Result, text: str) -> str | None:
     """Why it could not be told. The URL is a secret: no message has it."""
     if wrong := _refused(url):
         return f"the webhook was not called: {wrong}"
-    first = f"{result.run}: {words.partition(chr(10))[0]}"
+    first = f"{result.run}: {text.partition(chr(10))[0]}"
     fields = {"run": result.run, "status": result.status, "exit_code": result.exit_code, "steps": result.steps}
     fields |= {"reason": result.reason, "requeue": bool(result.next and result.next.requeue)}
     # Slack and Mattermost show `text`, Discord `content`.

@@ -138,6 +138,7 @@ def begin(
 ) -> tuple[Plan, RunPaths]:
     """The same, at a site that is chosen already."""
     recipe = image.chosen(recipe, choice.site, facts).value
+    facts = facts.without_spares(recipe.spares)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)

@@ -1,4 +1,4 @@
-"""slurm/again.sh with stand-ins for scontrol and sbatch: every word that Slurm would get."""
+"""slurm/end.sh with stand-ins for scontrol and sbatch: every word that Slurm would get."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ set -euo pipefail
 image=/i.sif attempt="/home/me/my runs/r/attempt-1"
 given=(recipes/x.toml "data.train=/my data/*.jsonl" -- python3 "my train.py")
 source "$DRAY_HOME/slurm/lib.sh"
-again::requeue
+lost=() stopped_by=""
+end::decided
+((${#lost[@]} == 0)) || echo "lost ${lost[*]}"
 """
 
 
@@ -86,6 +88,11 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path: Path) -> Slurm:
     return Slurm(tmp_path)
+
+
+def test_on_with_a_spare_node(slurm: Slurm) -> None:
+    done, calls = slurm.after("spare n2\n")
+    assert (done.stdout, calls) == ("lost n2\n", [])
 
 
 REFUSED = {"scontrol requeue": "!Job requeue disabled for job 17"}

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Sourced by slurm/lib.sh: what a job does when its nodes have ended. `dray finish` in the image writes the result and
+# decides what comes next, in the attempt's file `next`; Slurm's commands are here, outside.
+# It uses what lib::main has set: image, attempt, given, lost, stopped_by, stopped_at.
+# shellcheck disable=SC2154
+
+end::finish() { # CODE: result.json and the last words; without the image this script's own
+  local ended=0 words
+  words="$(end::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
+  if [[ -n "$words" ]]; then
+    printf '%s\n' "$words" || true # this job's output may be on a disk that is full
+    end::decided || true
+    return "$ended"
+  fi
+  (($1 == 0)) || ended="$1"
+  lib::die "$ended" "the image did not start again to write down how the run ended" \
+    "where:  $image on node $(</proc/sys/kernel/hostname)" \
+    "found:  exit code $1 of the nodes${stopped_by:+, which SIG$stopped_by stopped}" \
+    "fix:    see $attempt/failures and $attempt/logs, the first failure first"
+}
+
+end::job() { # CODE: whom to tell how it ended; of one that did not end well, what Slurm knows, and when it was asked to end
+  local webhook="${DRAY_WEBHOOK_FILE:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/webhook}" url=""
+  if [[ -f "$webhook" && -O "$webhook" ]]; then
+    if [[ "$(stat --dereference --format=%a -- "$webhook")" == *00 ]]; then
+      IFS= read -r url <"$webhook" || true
+      [[ "$url" == *[[:cntrl:]]* ]] || echo "webhook=$url"
+    else
+      echo "warning: $webhook is not used: chmod 600 it, since its URL is a secret" >&2
+    fi
+  fi
+  (($1 != 0)) || return 0
+  [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
+  # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
+  ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
+}
+
+end::decided() { # what dray finish has decided: nothing, back into the queue, or on with a spare node (sets `lost`)
+  local what node
+  [[ -s next ]] || return 0
+  read -r what node <next || true
+  lib::known decision "$what" requeue spare
+  [[ -z "$node" || "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || lib::known node "$node" "a host's name"
+  if [[ "$what" == spare ]]; then
+    lost+=("$node")
+  else
+    end::requeue "$node"
+  fi
+}
+
+end::requeue() { # [NODE]: this job, without that node
+  local -r node="$1"
+  local id="$SLURM_JOB_ID" answer
+  # The number of an array's last task is that of the array, and would put all of it back.
+  [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+  if answer="$(timeout 20 scontrol requeue "$id" 2>&1)"; then
+    [[ -z "$node" ]] || end::exclude "$id" "$node"
+    echo "requeued: job $id goes on in this run folder; Slurm starts it in two minutes at the earliest (BeginTime)"
+    return
+  fi
+  local shown
+  shown="$(timeout 20 scontrol show job "$id" 2>/dev/null)" || true
+  if [[ "$(end::field JobState)" == PENDING || "$(end::field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ]]; then
+    echo "requeued: by Slurm itself; job $id goes on in this run folder"
+  else
+    echo "not requeued: $answer"
+    end::follow "$node"
+  fi
+}
+
+end::field() { # NAME: of what scontrol shows of this job; nothing where it has none
+  local value=""
+  [[ ! "$shown" =~ (^|[[:space:]])"$1"=([^$'\n']*) ]] || value="${BASH_REMATCH[2]}"
+  value="${value%% [A-Z]*=*}" # the next field in that line; a name and a folder may have spaces
+  [[ "$value" == "(null)" || "$value" == N/A ]] || printf '%s' "$value"
+}
+
+end::exclude() { # ID NODE: for the next start of a job that waits in the queue
+  local shown before
+  shown="$(timeout 20 scontrol show job "$1" 2>/dev/null)" || true
+  before="$(end::field ExcNodeList)"
+  timeout 20 scontrol update job="$1" ExcNodeList="${before:+$before,}$2" >/dev/null ||
+    echo "warning: Slurm may give this job the unfit node $2 again"
+}
+
+end::follow() { # [NODE]: where Slurm does not put jobs back, another one with the same options, once this one has ended
+  local value option answer
+  local -a words=(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES")
+  for option in job-name=JobName account=Account qos=QOS partition=Partition time=TimeLimit constraint=Features \
+    reservation=Reservation licenses=Licenses mem=MinMemoryNode mem-per-cpu=MinMemoryCPU cpus-per-task=CPUs/Task \
+    gres=TresPerNode exclude=ExcNodeList mail-user=MailUser mail-type=MailType chdir=WorkDir output=StdOut; do
+    value="$(end::field "${option#*=}")"
+    case "$option" in
+      gres=*) value="${value//gres\/gpu/gpu}" value="${value//gres\//}" ;;
+      exclude=*) value+="${value:+${1:+,}}${1:-}" ;;
+      mem*=*) [[ "$value" != 0 ]] || value="" ;; # --mem=0 would be all of it
+      output=*) [[ -z "$value" ]] || words+=(--open-mode=append) ;;
+    esac
+    [[ -z "$value" ]] || words+=("--${option%%=*}=$value")
+  done
+  [[ "$(end::field OverSubscribe)" != NO ]] || words+=(--exclusive)
+  local script=multinode
+  ((SLURM_JOB_NUM_NODES > 1)) || script=singlenode
+  words+=("$DRAY_HOME/slurm/$script.sh" --run="${attempt%/*}" "${given[@]}")
+  if answer="$(timeout 20 "${words[@]}" 2>&1)"; then
+    echo "follow-on: job ${answer%%;*} goes on in this run folder once this one has ended"
+  else
+    echo "not submitted: $answer"
+    printf '  fix:    %s\n' "type this on a login node:$(printf ' %q' "${words[@]}")"
+  fi
+}

@@ -1,0 +1,87 @@
+"""Nodes that take part only when another one has failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dray.contract.findings import ConfigError, UnfitError
+from dray.facts import Facts, parse, to_text
+from dray.runs import submit
+from dray.runs.write import at_site, read_recipe, write
+from jobs import SRUN, Job
+
+
+def facts(nodes: int, *lost: str) -> Facts:
+    return Facts(
+        scheduler="slurm", job=17, nodelist=f"n[1-{nodes}]", nodes=nodes, engine="apptainer", image="/i.sif", lost=lost
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "lost", "used", "left"),
+    [
+        (3, 1, (), ["n1", "n2"], ("n3",)),
+        (3, 1, ("n2",), ["n1", "n3"], ()),
+        (4, 2, ("n1",), ["n2", "n3"], ("n4",)),
+        (4, 2, ("n1", "n4"), ["n2", "n3"], ()),
+        (2, 0, (), ["n1", "n2"], ()),
+    ],
+)
+def test_who_takes_part(nodes: int, spares: int, lost: tuple[str, ...], used: list[str], left: tuple[str, ...]) -> None:
+    found = facts(nodes, *lost).without_spares(spares)
+    assert (found.hosts(), found.spares, found.lost) == (used, left, lost)
+    assert parse(to_text(found), where="test") == found
+
+
+def test_none_is_left() -> None:
+    with pytest.raises(UnfitError, match="no spare node is left") as caught:
+        facts(3, "n1", "n3").without_spares(1)
+    assert "n2; n1 n3 failed before" in str(caught.value)
+
+
+@pytest.mark.parametrize("spares", [2, 3])
+def test_all_would_be_spare(spares: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        facts(2).without_spares(spares)
+    assert f"sbatch --nodes={spares + 1} or more, or spares=0" in str(caught.value)
+
+
+def test_the_plan_and_srun_have_those_that_take_part(root: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["spares=1"])
+    plan, paths = write(recipe, facts(3, "n2"), runs=tmp_path)
+    assert [node.name for node in plan.world.nodes] == ["n1", "n3"]
+    assert plan.reasons["nodes"].endswith("; spare: none; failed: n2")
+    assert paths.srun_options.read_text().split() == ["--nodes=2", "--ntasks=2", "--nodelist=n1,n3", "--no-kill"]
+
+
+def test_submit_asks_for_them(root: Path) -> None:
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ["spares=1", "nodes=4"])
+    site = at_site(facts(5))[1].site
+    options = submit.options(recipe, site, 0, None)
+    assert options == ["--job-name=smoke-cpu", "--nodes=5", "--ntasks-per-node=1", "--no-kill"]
+    assert "--nodes=9" in submit.options(recipe, site, 0, 8)
+
+
+def test_the_job_goes_on_with_a_spare_node(tmp_path: Path) -> None:
+    """By the real batch script, node.sh and runner: the second attempt in the run folder is on the other node."""
+    job = Job(tmp_path)
+    name = 'next(word[11:] for word in sys.argv if word.startswith("--nodelist="))'
+    job.tool("srun", SRUN.replace('"n1"', name))
+    job.tool("scontrol", "#!/bin/bash\nexit 1\n")
+    job.env |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    program = '[[ $SLURMD_NODENAME != n1 ]] || exit 69; echo "here is $SLURMD_NODENAME"'
+    words = ["launcher=python", "spares=1", "--", "bash", "-c", program]
+    ended = subprocess.run(
+        job.argv(*words, plan_only=False), env=job.env, cwd=job.home, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (run,) = job.runs.iterdir()
+    first, second = (json.loads((run / f"attempt-{number}" / "result.json").read_text()) for number in (1, 2))
+    assert (first["exit_code"], first["hosts"], first["next"]["exclude"]) == (69, ["n1"], "n1")
+    assert (second["status"], second["hosts"]) == ("done", ["n2"])
+    assert "spare node: n2 takes its place, without n1\n" in ended.stdout
+    assert (run / "attempt-2" / "logs" / "rank-0.log").read_text() == "here is n2\n"
