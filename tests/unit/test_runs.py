@@ -181,6 +181,11 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "restart_cause": None,
         "at": None,
         "checkpoint": None,
+        "saved_step": None,
+        "lost_s": None,
+        "recoveries": [],
+        "next": None,
+        "history": [],
         "command": False,
         "warnings": [],
     }

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
 from dray.runs import again
 from dray.runs.paths import RunPaths
+from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
 from dray.runs.write import read
@@ -38,14 +40,16 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     """
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
-    restarts, first = left.tried(paths.failures, left.restarts) or (0, None)
+    failures = left.tried(paths.failures, left.restarts) or []
+    first = failures[0][1] if failures else None
     stopped = stopped or left.asked()
     status = "stopped" if stopped else "failed" if code else "done"
     checkpoint = left.newest_checkpoint(plan) if status != "done" else None
     saved = int(checkpoint.rpartition("-")[2]) if checkpoint else None
     figures = left.tried(paths.metrics, lambda: left.figures(None if status == "done" else saved or 0)) or {}
     # Ranks that were stopped may die in any way; none of them is a cause.
-    cause = (left.first_cause(paths.failures) or left.unrecorded()) if status == "failed" else None
+    ended = left.first_cause(paths.failures) if status == "failed" else None
+    cause = (ended[1] if ended else left.unrecorded()) if status == "failed" else None
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
@@ -60,7 +64,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "world_size": plan.world.size if plan else None,
                 "hosts": [node.name for node in plan.world.nodes] if plan else [],
                 "cause": cause.model_dump() if cause else None,
-                "restarts": restarts,
+                "restarts": len(failures),
                 "restart_cause": first.model_dump() if first else None,
                 "reason": stopped.reason if stopped else None,
                 "at": stopped.at if stopped else None,
@@ -68,6 +72,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "saved_step": saved,
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
+                "recoveries": left.tried(paths.failures, lambda: left.recoveries(failures)) or [],
                 "history": [one.model_dump() for one in left.tried(paths.run, lambda: again.history(paths)) or ()],
                 "command": plan is not None and plan.recipe.train is None,
                 "warnings": left.warnings,
@@ -113,10 +118,11 @@ class _Left:
             self.warnings.append(f"{what} cannot be read: {_reason(error)}")
             return None
 
-    def restarts(self) -> tuple[int, Cause | None]:
-        """How often the runners have started all ranks again, and what failed before the first time."""
+    def restarts(self) -> list[tuple[float, Cause | None]]:
+        """What failed, and when, before each time that the runners have started all ranks again."""
         count = sum(path.is_dir() for path in self.paths.failures.glob("restart-*"))
-        return count, self.first_cause(self.paths.folder / run_folder.restart(1)) if count else None
+        folders = [self.paths.folder / run_folder.restart(number) for number in range(1, count + 1)]
+        return [self.first_cause(folder) or (_modified(folder), None) for folder in folders]
 
     def asked(self) -> Stop | None:
         """Whether ranks have ended since somebody had asked them to, in the file that is for that."""
@@ -126,14 +132,28 @@ class _Left:
                 return Stop("a request", utc(asked.st_mtime))
         return None
 
-    def first_cause(self, folder: Path) -> Cause | None:
-        """The earliest record of a failure. A node that was lost is the cause of what died of that."""
+    def recoveries(self, within: list[tuple[float, Cause | None]]) -> list[dict[str, Any]]:
+        """From the end of the attempt before this one, and from each restart."""
+        own, before = self.paths, RunPaths(self.paths.run, self.paths.attempt - 1)
+        failures, events = [], self._events
+        if before.attempt and (ended := _modified(before.result)):
+            earlier = _Left(before, 0)
+            time, cause = earlier.first_cause(before.failures) or (ended, None)
+            failures.append(Failure(cause.why if cause else "the job ended", time, ended, _modified(own.plan)))
+            events = lambda: chain(earlier._events(), self._events())  # noqa: E731
+        for number, (time, cause) in enumerate(within, 1):
+            ended = _modified(own.folder / run_folder.restart(number))
+            failures.append(Failure(cause.why if cause else "unknown", time, ended))
+        return [one.model_dump() for one in recoveries(failures, events())] if failures else []
+
+    def first_cause(self, folder: Path) -> tuple[float, Cause] | None:
+        """The earliest record of a failure, and its time. A node that was lost is the cause of what died of that."""
         paths = self.tried(folder, lambda: sorted(folder.iterdir())) or []
         records = [self._record(path) for path in paths if path.suffix == ".json"]
         lost = {cause.node for _, cause, lost in records if lost}
         # What the lost node's own ranks recorded says more than that it was lost.
         began = [(time - _UNNOTICED_S * (cause.node in lost), cause) for time, cause, _ in records]
-        return min(began, key=lambda record: record[0])[1] if began else None
+        return min(began, key=lambda record: record[0]) if began else None
 
     def _record(self, path: Path) -> tuple[float, Cause, bool]:
         """When it was, the cause, and whether it is that a node was lost. A damaged one still tells who failed."""

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract.findings import counted
 from dray.runs.paths import RunPaths
+from dray.runs.recovery import Recovery
 
 
 class Cause(BaseModel):
@@ -92,6 +93,8 @@ class Result(BaseModel):
     """The step of that checkpoint."""
     lost_s: float | None = None
     """Seconds of training that were not saved."""
+    recoveries: list[Recovery] = []
+    """How long it took from each failure to the next step; the first is of the attempt before, where there is one."""
     next: Next | None = None
     """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
     history: list[Attempt] = []
@@ -106,7 +109,8 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
     ended, go_on = _ended(result, again, shown), _next(result)
-    lines = [*ended, *_restarts(result), *go_on, *(f"warning: {warning}" for warning in result.warnings)]
+    lines = [*ended, *_restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
+    lines += [f"warning: {warning}" for warning in result.warnings]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 

@@ -60,10 +60,13 @@ def main(path: str) -> None:
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
+    loading = time.monotonic()
     data.training.load(checkpoints.resume())
+    loaded = time.monotonic() - loading
     resumed = checkpoints.newest or 0
     _require_steps(config, resumed)
-    _write_start(config, metrics, parameters=parameters, trained=trained, data=data, step=resumed)
+    sizes = {"parameters": parameters, "trained": trained}
+    _write_start(config, metrics, **sizes, data=data, step=resumed, load_s=loaded)
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
     barrier()  # the first node to have its datasets waits for the last
@@ -111,7 +114,9 @@ def _require_steps(config: Config, resumed: int) -> None:
         say(f"nothing left to do: step {resumed} of {config.steps}")
 
 
-def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: int, data: Datasets, step: int) -> None:
+def _write_start(
+    config: Config, metrics: Metrics, *, parameters: int, trained: int, data: Datasets, step: int, load_s: float
+) -> None:
     hosts = all_gather_json(os.environ[config.host_variable])
     tokens = data.total - data.packing.get("padding", 0)
     size = f"{tokens:,} tokens" if tokens else "a stream"
@@ -124,6 +129,7 @@ def _write_start(config: Config, metrics: Metrics, *, parameters: int, trained: 
         parameters=parameters,
         trainable_parameters=trained,
         first_step=step,
+        load_s=round(load_s, 3),
         steps=config.steps,
         tokens=tokens,
         **({"packing": data.packing} if data.packing else {}),

@@ -57,6 +57,7 @@ class Ddp:
         found = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
         # Only now: older torches would not copy rank 0's at the start either.
         found.broadcast_buffers = any(map(_writes_buffers, self.network.modules()))
+        _order_buckets(found)
         if masters := self._masters:
             found.register_comm_hook(None, lambda _, bucket: masters.reduce(bucket))
         return found
@@ -148,6 +149,18 @@ class Ddp:
             if dist.get_rank() == 0:
                 found[name] = full.detach().cpu()
         return found
+
+
+def _order_buckets(model: DistributedDataParallel) -> None:
+    """Make the backward pass after which torch orders its buckets, of numbers that nobody uses.
+
+    Else the first step after a resume would sum the ranks' gradients in another order than a run that goes on.
+    """
+    model.reducer.prepare_for_backward([])
+    # The last weights of a model have their gradients first.
+    torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum().backward()
+    model.zero_grad(set_to_none=True)
+    model.reducer._rebuild_buckets()
 
 
 def _writes_buffers(module: torch.nn.Module) -> bool:
