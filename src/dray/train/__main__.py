@@ -62,11 +62,12 @@ def main(path: str) -> None:
     checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
-    loaded = time.monotonic() - loading
     resumed = checkpoints.newest or 0
     _require_steps(config, resumed)
-    sizes = {"parameters": parameters, "trained": trained}
-    _write_start(config, metrics, **sizes, data=data, step=resumed, load_s=loaded)
+    _write_start(
+        config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
+        load_s=time.monotonic() - loading,
+    )  # fmt: skip
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
     barrier()  # the first node to have its datasets waits for the last
