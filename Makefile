@@ -8,6 +8,8 @@ SIGNERS ?=
 DEBIAN ?=
 TESTS ?=
 HOSTILE ?= docs/measurements/2026-11-23-hostile.md
+FAULTS ?= docs/measurements/2026-11-24-faults.md
+SEED ?= 1
 CPU ?=
 NODES ?= 2
 GPUS_PER_NODE ?= 2
@@ -19,7 +21,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test hostile gpu-check coverage check check-rest release smoke cluster cluster-down torch-versions clean
+.PHONY: help install demo test hostile faults gpu-check coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -35,6 +37,10 @@ test: .venv/dev ## Run all tests that this machine can run, and name the slowest
 # DRAY_FUZZ: how many damaged files of each of eight kinds.
 hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and write the table of docs/measurements
 	@DRAY_FUZZ=2500 timeout --signal=INT 600 $(BIN)/pytest -q -m hostile --hostile $(HOSTILE) tests/unit
+
+# SEED: of the moments and nodes that it chooses.
+faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of docs/measurements
+	@DRAY_TEST_ALL=1 DRAY_FAULTS=$(FAULTS) DRAY_FAULTS_SEED=$(SEED) timeout --signal=INT 2400 $(BIN)/pytest -q tests/faults
 
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
 gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of docs/measurements (PYTHON=, CPU=1)

@@ -1,0 +1,215 @@
+"""What goes wrong: how it is done, what must be named, and how the run goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from running import EVERY, Running
+
+TRAIN, RANK, RUNNER = "dray.train /[^ ]*/RUN/", "rank.py /[^ ]*/RUN/", "dray.runner /[^ ]*/RUN/"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way in which a run is hurt."""
+
+    name: str
+    inject: Callable[[Running], None]
+    named: str
+    """What a result must name as the cause; nothing where the run must not notice."""
+    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    lost: int = 2 * EVERY
+    """Steps that may be taken twice."""
+
+
+def kill_rank(run: Running) -> None:
+    run.at_some_step()
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 -m {TRAIN}")
+
+
+def kill_launcher(run: Running) -> None:
+    run.at_some_step()
+    run.kill(run.rng.choice(("n1", "n2")), f"python3 .*torch.*{RANK}")
+
+
+def kill_supervisor(run: Running) -> None:
+    run.at_some_step()
+    run.kill(run.rng.choice(("n1", "n2")), f"^[^ ]*python3[^ ]* -S -E [^ ]*{RANK}")
+
+
+def kill_runner(run: Running) -> None:
+    run.at_some_step()
+    run.kill("n2", f"^python3 -m {RUNNER}")
+
+
+def kill_first_runner(run: Running) -> None:
+    run.at_some_step()
+    run.kill("n1", f"^python3 -m {RUNNER}")
+
+
+def kill_mount(run: Running) -> None:
+    """The image's file system goes away under one node's ranks."""
+    run.at_some_step()
+    run.injected = time.time()
+    runner = f"^python3 -m {RUNNER.replace('RUN', re.escape(run.name))}"
+    group = f"$(ps -o pgid= -p $(pgrep -o -f -- '{runner}') | tr -d ' ')"
+    run.on("n2", f"pkill -KILL -g {group} squashfuse")
+
+
+def switch_off(run: Running) -> None:
+    """A machine of the cluster ends with its daemon: the node is gone, and comes back."""
+    run.at_some_step()
+    machine = run.cluster.machine("n2")
+    run.injected = time.time()
+    machine.kill()
+    machine.start()
+
+
+def restart_controller(run: Running) -> None:
+    run.at_some_step()
+    run.injected = time.time()
+    run.cluster.machine("controller").restart(timeout=5)
+    run.until(lambda: run.cluster.exec(["scontrol", "ping"]).code == 0)
+
+
+def pause_node(run: Running) -> None:
+    """A node that stands still for a while, such as by a file system that does not answer."""
+    run.at_some_step()
+    machine = run.cluster.machine("n2")
+    run.injected = time.time()
+    machine.pause()
+    time.sleep(10)
+    machine.unpause()
+
+
+def kill_while_saving(run: Running) -> None:
+    """At some moment between the first byte of a checkpoint and its name."""
+    run.at_some_step()
+    begun = set(run.run.glob("checkpoints/*"))
+    run.until(lambda: set(run.run.glob("checkpoints/*")) - begun)
+    time.sleep(run.rng.random() * 0.03)
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 -m {TRAIN}")
+
+
+def time_is_near(run: Running) -> None:
+    """As sbatch --signal does it before the time limit."""
+    run.at_some_step()
+    run.injected = time.time()
+    assert run.cluster.exec(["scancel", "--batch", "--signal=USR1", run.jobs[-1]]).code == 0
+
+
+def requeue(run: Running) -> None:
+    run.at_some_step()
+    run.injected = time.time()
+    assert run.cluster.exec(["scontrol", "requeue", run.jobs[-1]]).code == 0
+
+
+def preempt(run: Running) -> None:
+    """A job of a partition with a higher priority takes a node."""
+    run.at_some_step()
+    run.injected = time.time()
+    code, _, err = run.cluster.exec(
+        [
+            "sbatch",
+            "--partition=urgent",
+            "--exclusive",
+            "--nodelist=n2",
+            "--time=1",
+            "--output=/dev/null",
+            "--wrap=sleep 5",
+        ]
+    )
+    assert code == 0, err
+
+
+def stop_rank(run: Running) -> None:
+    run.at_some_step()
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 -m {TRAIN}", "STOP")
+
+
+def newest(run: Running) -> Path:
+    steps = [path for path in run.run.glob("checkpoints/step-*") if path.name[5:].isdigit()]
+    return max(steps, key=lambda path: int(path.name[5:]))
+
+
+def damage(change: Callable[[Path, Running], None]) -> Callable[[Running], None]:
+    """Between two attempts, in the newest checkpoint."""
+
+    def inject(run: Running) -> None:
+        time_is_near(run)
+        run.until((run.attempts()[-1] / "result.json").exists)
+        change(newest(run), run)
+
+    return inject
+
+
+def flip(checkpoint: Path, run: Running) -> None:
+    file = run.rng.choice(sorted(checkpoint.rglob("*.safetensors")))
+    data = bytearray(file.read_bytes())
+    data[run.rng.randrange(len(data) // 2, len(data))] ^= 0x40
+    file.write_bytes(data)
+
+
+def truncate(checkpoint: Path, run: Running) -> None:
+    file = run.rng.choice(sorted(checkpoint.rglob("*.safetensors")))
+    with file.open("r+b") as open_:
+        open_.truncate(file.stat().st_size // 2)
+
+
+def delete(checkpoint: Path, run: Running) -> None:
+    run.rng.choice(sorted(checkpoint.rglob("*.safetensors"))).unlink()
+
+
+def other_manifest(checkpoint: Path, run: Running) -> None:
+    """Of an older checkpoint of the same run."""
+    others = sorted(path for path in run.run.glob("checkpoints/step-*") if path != checkpoint)
+    (manifest,) = [path for path in checkpoint.glob("*.json") if "manifest" in path.name]
+    shutil.copyfile(others[0] / manifest.name, manifest)
+
+
+def cut_network(run: Running) -> None:
+    """A node's network is gone for a minute, and comes back."""
+    run.at_some_step()
+    run.injected = time.time()
+    with_network(run, "n2", "ip link set eth0 down")
+    run.until(lambda: "gone" in run.output() or len(list(run.run.glob("attempt-*/failures/*"))), 90)
+    with_network(run, "n2", "ip link set eth0 up")
+
+
+def with_network(run: Running, node: str, command: str) -> None:
+    """A command of this machine in a node's network."""
+    pid = run.cluster.machine(node).attrs["State"]["Pid"]
+    subprocess.run(["nsenter", "--target", str(pid), "--net", *command.split()], check=True)
+
+
+KILLED = r"killed by SIGKILL"
+GONE = r"is gone"
+STOPPED = r"stopped by (SIGUSR1|the time limit|preemption|SIGTERM)"
+FAULTS = (
+    Fault("kill -9 of a rank", kill_rank, KILLED),
+    Fault("kill -9 of the launcher", kill_launcher, r"launcher ended with killed by SIGKILL"),
+    Fault("kill -9 of a rank's supervisor", kill_supervisor, KILLED),
+    Fault("kill -9 of a node's runner", kill_runner, GONE),
+    Fault("kill -9 of the first node's runner", kill_first_runner, GONE),
+    Fault("kill -9 of squashfuse", kill_mount, r"SIGBUS|is gone|exit code"),
+    Fault("a node is switched off", switch_off, GONE),
+    Fault("the controller is restarted", restart_controller, "", lost=0),
+    Fault("a node stands still for 10 s", pause_node, "", lost=0),
+    Fault("kill -9 in the middle of a save", kill_while_saving, KILLED),
+    Fault("the time limit is near", time_is_near, STOPPED, lost=0),
+    Fault("scontrol requeue", requeue, STOPPED),
+    Fault("preemption by a partition of higher priority", preempt, STOPPED),
+    Fault("a checkpoint's file is flipped", damage(flip), STOPPED),
+    Fault("a checkpoint's file is truncated", damage(truncate), STOPPED),
+    Fault("a checkpoint's file is deleted", damage(delete), STOPPED),
+    Fault("a manifest of another checkpoint", damage(other_manifest), STOPPED),
+    Fault("a node's network is cut and healed", cut_network, GONE),
+    Fault("a rank is stopped (SIGSTOP)", stop_rank, r"hang", words=("hang_timeout_s=15",)),
+)

@@ -1,0 +1,183 @@
+"""A job on the real cluster in which something goes wrong, followed through restarts and requeues to its end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY = 60, 5
+RECIPE = (
+    "recipes/smoke-cpu.toml", "ranks_per_node=1", "preflight.when=never", f"train.steps={STEPS}",
+    "train.warmup_steps=2",
+    "train.log_every=1", "model.config.n_layer=2", "data.max_eval_samples=8", f"checkpoint.every={EVERY}",
+    "checkpoint.keep=3", "max_restarts=2", "max_requeues=2",
+)  # fmt: skip
+_QUEUE = threading.Lock()  # job numbers and run folders come one by one
+
+
+class Running:
+    """One job, by its number, and the folder of its run on this machine."""
+
+    def __init__(self, cluster: Any, seed: int, *words: str, script: str = "slurm/multinode.sh") -> None:
+        self.cluster, self.seed, self.rng = cluster, seed, random.Random(seed)
+        self.log = cluster.shared / "home" / f"fault-{seed}-{time.time_ns()}.log"
+        self.words, self.script = words, script
+        self.jobs: list[str] = []
+        self.run = Path()
+        self.injected = 0.0
+
+    # What a user does.
+
+    def submit(self, *options: str, run: str = "") -> None:
+        given = [f"--run={run}"] if run else []
+        words = [*options, self.script, *given, *RECIPE, *self.words]
+        with _QUEUE:
+            code, out, err = self.cluster.exec(
+                ["sbatch", "--parsable", f"--output=/shared/home/{self.log.name}", "--open-mode=append", *words]
+            )
+            assert code == 0, err
+            self.jobs.append(out.strip())
+            if not run:
+                self.until(lambda: re.search(r"^run folder: /shared/(.*)$", self.output(), re.MULTILINE), 60)
+                found = re.search(r"^run folder: /shared/(.*)$", self.output(), re.MULTILINE)
+                self.run = self.cluster.shared / found[1]
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def until(self, seen: Callable[[], object], limit: float = 90) -> None:
+        """Until it is seen; what the job printed where it is not."""
+        deadline = time.monotonic() + limit
+        while not seen():
+            assert time.monotonic() < deadline, f"{self}\n{self.output()[-3000:]}\n{self.show()}"
+            time.sleep(0.05)
+
+    def show(self) -> str:
+        return self.cluster.exec(["scontrol", "show", "job", "--oneliner", self.jobs[-1]]).out
+
+    def on(self, node: str, command: str, *, user: str = "root") -> str:
+        """What a command in bash prints on a node; it must end well."""
+        code, out, err = self.cluster.exec(["bash", "-c", command], node=node, user=user)
+        assert code == 0, (node, command, out, err)
+        return out
+
+    # What the run's own files say.
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    def attempts(self) -> list[Path]:
+        found = [path for path in self.run.glob("attempt-*") if path.name[8:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[8:]))
+
+    def events(self, kind: str = "step") -> Iterator[dict[str, Any]]:
+        for attempt in self.attempts():
+            file = attempt / "metrics.jsonl"
+            for line in file.read_text().splitlines() if file.exists() else ():
+                if line.endswith("}") and (event := json.loads(line))["event"] == kind:
+                    yield event
+
+    def step(self) -> int:
+        return max((event["step"] for event in self.events()), default=0)
+
+    def result(self, attempt: int = -1) -> dict[str, Any]:
+        file = self.attempts()[attempt] / "result.json"
+        self.until(file.exists, 60)
+        return json.loads(file.read_text())
+
+    # What goes wrong.
+
+    def at_some_step(self, least: int = EVERY + 2, most: int = STEPS - 15) -> None:
+        """Training is at a step that the seed has chosen, past its first checkpoint."""
+        wanted = self.rng.randint(least, most)
+        self.until(lambda: self.step() >= wanted)
+
+    def kill(self, node: str, pattern: str, signal: str = "KILL") -> None:
+        """Processes of this run by their whole command line; at least one."""
+        self.injected = time.time()
+        self.on(node, f"pkill -{signal} -f -- {shlex.quote(pattern.replace('RUN', re.escape(self.name)))}")
+
+    # To its end.
+
+    def follow(self, limit: float = 150) -> None:
+        """Until no job of the run is left; Slurm's two minutes before a requeued one starts are cut short."""
+        deadline = time.monotonic() + limit
+        hurried: set[str] = set()
+        while True:
+            assert time.monotonic() < deadline, f"{self}\n{self.output()[-3000:]}\n{self.show()}"
+            follow = re.findall(r"^follow-on: job (\d+)", self.output(), re.MULTILINE)
+            if follow and follow[-1] not in self.jobs:
+                self.jobs.append(follow[-1])
+            shown = self.show()
+            state = re.search(r"JobState=(\S+)", shown)[1]
+            restarts = re.search(r"Restarts=(\d+)", shown)[1]
+            if state == "PENDING" and "Reason=BeginTime" in shown and restarts not in hurried:
+                # In its first seconds a node takes the job for the one that has just ended.
+                self.cluster.exec(["scontrol", "update", f"job={self.jobs[-1]}", "StartTime=now+3"])
+                hurried.add(restarts)
+            ended = state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+            if ended and "not requeued" in self.output() and not follow:
+                return
+            if ended and (not follow or follow[-1] == self.jobs[-1]):
+                return
+            time.sleep(0.2)
+
+    def losses(self) -> dict[int, float]:
+        """Of each step; one that was taken twice had the same loss both times."""
+        found: dict[int, float] = {}
+        for event in self.events():
+            step, loss = event["step"], event["loss"]
+            assert found.setdefault(step, loss) == loss, f"step {step} again: {found[step]!r}, then {loss!r}"
+        return found
+
+    def weights(self) -> str:
+        """A digest of the model that it left."""
+        return hashlib.sha256((self.run / "checkpoints" / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+    def next_step_after(self, time_: float) -> float | None:
+        """Seconds until the first step of a new start."""
+        starts = [event["time"] for event in self.events("start") if event["time"] > time_]
+        steps = [event["time"] for event in self.events() if starts and event["time"] >= starts[0]]
+        return steps[0] - time_ if steps else None
+
+    def lost(self) -> int:
+        """Steps that were taken twice."""
+        steps = [event["step"] for event in self.events()]
+        return len(steps) - len(set(steps))
+
+    def named(self) -> str:
+        """All causes that the results of its attempts name."""
+        said = []
+        for number in range(len(self.attempts())):
+            result = self.result(number)
+            for cause in (result["restart_cause"], result["cause"]):
+                if cause:
+                    said.append(f"rank {cause['rank']} on {cause['node']}: {cause['why'].splitlines()[0]}")
+            if result.get("reason"):
+                said.append(f"stopped by {result['reason']}")
+        return "; ".join(said)
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, job {' '.join(self.jobs)}, {self.run}"
+
+
+@contextmanager
+def going(cluster: Any, seed: int, *words: str, options: tuple[str, ...] = (), **more: Any) -> Iterator[Running]:
+    """A job that has begun to train; nothing of it is left in the queue at the end."""
+    running = Running(cluster, seed, *words, **more)
+    try:
+        running.submit(*options)
+        yield running
+    finally:
+        for job in running.jobs:
+            cluster.exec(["scancel", job])

@@ -1,0 +1,133 @@
+"""Faults injected into jobs on the real cluster: each goes on by itself, with the losses of an undisturbed run.
+
+`make faults` runs the soak: each fault under each strategy, with seeds that it prints, and one table at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from injections import FAULTS, Fault
+from running import STEPS, Running, going
+
+pytestmark = pytest.mark.cluster
+
+SEED = int(os.environ.get("DRAY_FAULTS_SEED", "1"))
+SOAK = "DRAY_FAULTS" in os.environ
+STRATEGIES = {
+    "ddp": (),
+    "fsdp": ("train.strategy=fsdp",),
+    "zero3": ("train.strategy=zero3",),
+}
+# What CI runs: each way in which a run goes on, once.
+CI = ("kill -9 of a rank", "kill -9 of the launcher", "kill -9 of a rank's supervisor", "kill -9 of a node's runner",
+      "kill -9 of squashfuse", "kill -9 in the middle of a save", "the time limit is near", "scontrol requeue",
+      "a checkpoint's file is flipped", "a checkpoint's file is truncated", "a node stands still for 10 s",
+      "a rank is stopped (SIGSTOP)")  # fmt: skip
+# These touch the whole cluster: alone, after the others.
+ALONE = ("the controller is restarted", "a node stands still for 10 s", "a node is switched off",
+         "a node's network is cut and healed", "preemption by a partition of higher priority")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault in one run."""
+
+    fault: Fault
+    strategy: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.fault.name}, {self.strategy}, seed {self.seed}"
+
+
+def cases() -> list[Case]:
+    if not SOAK:
+        return [Case(fault, "ddp", SEED + number) for number, fault in enumerate(FAULTS) if fault.name in CI]
+    chosen = []
+    for fault in FAULTS:
+        times = 6 if "save" in fault.name else 3
+        chosen += [(fault, list(STRATEGIES)[number % 3]) for number in range(times)]
+    return [Case(fault, strategy, SEED + number) for number, (fault, strategy) in enumerate(chosen)]
+
+
+CASES = cases()
+AT_ONCE = 3
+
+
+class Outcomes:
+    """All cases, several at a time; what each came to."""
+
+    def __init__(self, cluster) -> None:
+        self.cluster = cluster
+        self.rows: dict[Case, tuple[str, int, float | None]] = {}
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            needed = sorted({case.strategy for case in CASES})
+            plain = {strategy: pool.submit(self.undisturbed, strategy) for strategy in needed}
+            self.plain = {strategy: one.result() for strategy, one in plain.items()}
+            self.found: dict[Case, Future[None]] = {
+                case: pool.submit(self.disturbed, case) for case in CASES if case.fault.name not in ALONE
+            }
+        with ThreadPoolExecutor(1) as pool:
+            self.found |= {case: pool.submit(self.disturbed, case) for case in CASES if case.fault.name in ALONE}
+
+    def undisturbed(self, strategy: str) -> tuple[dict[int, float], str]:
+        with going(self.cluster, 0, *STRATEGIES[strategy]) as run:
+            run.follow()
+            assert run.result()["status"] == "done", run.output()
+            return run.losses(), run.weights()
+
+    def disturbed(self, case: Case) -> None:
+        fault, words = case.fault, (*STRATEGIES[case.strategy], *case.fault.words)
+        with going(self.cluster, case.seed, *words, options=fault.options) as run:
+            fault.inject(run)
+            run.follow()
+            named, seconds = run.named(), run.next_step_after(run.injected)
+            self.rows[case] = (named, run.lost(), seconds)
+            assert run.result()["status"] == "done", f"{run}: {named}\n{run.output()[-3000:]}"
+            self.same(case, run)
+            assert re.search(fault.named, named) if fault.named else not named, f"{run}: {named!r}"
+            assert run.lost() <= fault.lost, f"{run}: {run.lost()} steps were taken twice"
+
+    def same(self, case: Case, run: Running) -> None:
+        """Nothing is lost, and nothing is wrong."""
+        losses, weights = self.plain[case.strategy]
+        seen = run.losses()
+        assert seen.keys() == losses.keys() == set(range(1, STEPS + 1)), f"{run}: {sorted(seen)}"
+        different = {step: (seen[step], loss) for step, loss in losses.items() if seen[step] != loss}
+        assert not different, f"{run}: {different}"
+        assert run.weights() == weights, f"{run}: the model is another"
+
+    def table(self) -> str:
+        lines = ["| fault | run | cause that was named | recovered | steps taken twice | seconds to the next step |",
+                 "|---|---|---|---|---:|---:|"]  # fmt: skip
+        for case, future in self.found.items():
+            named, lost, seconds = self.rows.get(case, ("", 0, None))
+            ended = "yes" if future.done() and not future.exception() else "**no**"
+            shown = "" if seconds is None else f"{seconds:.1f}"
+            lines.append(
+                f"| {case.fault.name} | {case.strategy}, seed {case.seed} | {named} | {ended} | {lost} | {shown} |"
+            )
+        return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def outcomes(cluster) -> Outcomes:
+    found = Outcomes(cluster)
+    table = found.table()
+    print(f"\n{table}")
+    if page := os.environ.get("DRAY_FAULTS"):
+        begin, end = "<!-- make faults -->\n", "<!-- end -->\n"
+        before, _, rest = Path(page).read_text().partition(begin)
+        Path(page).write_text(f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}")
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_goes_on(outcomes: Outcomes, case: Case) -> None:
+    outcomes.found[case].result()
