@@ -36,31 +36,31 @@ def kill_rank(run: Running) -> None:
 
 def kill_launcher(run: Running) -> None:
     run.at_some_step()
-    run.kill(run.rng.choice(("n1", "n2")), f"python3 .*torch.*{RANK}")
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 -m torch.distributed.run .*{RANK}")
 
 
 def kill_supervisor(run: Running) -> None:
     run.at_some_step()
-    run.kill(run.rng.choice(("n1", "n2")), f"^[^ ]*python3[^ ]* -S -E [^ ]*{RANK}")
+    run.kill(run.rng.choice(("n1", "n2")), f"^[^ ]*/python3 -S -E [^ ]*{RANK}")
 
 
 def kill_runner(run: Running) -> None:
     run.at_some_step()
-    run.kill("n2", f"^python3 -m {RUNNER}")
+    run.kill("n2", f"^[^ ]*/python3 -m {RUNNER}")
 
 
 def kill_first_runner(run: Running) -> None:
     run.at_some_step()
-    run.kill("n1", f"^python3 -m {RUNNER}")
+    run.kill("n1", f"^[^ ]*/python3 -m {RUNNER}")
 
 
 def kill_mount(run: Running) -> None:
     """The image's file system goes away under one node's ranks."""
     run.at_some_step()
     run.injected = time.time()
-    runner = f"^python3 -m {RUNNER.replace('RUN', re.escape(run.name))}"
-    group = f"$(ps -o pgid= -p $(pgrep -o -f -- '{runner}') | tr -d ' ')"
-    run.on("n2", f"pkill -KILL -g {group} squashfuse")
+    runner = f"^[^ ]*/python3 -m {RUNNER.replace('RUN', re.escape(run.name))}"
+    parent = f"$(ps -o ppid= -p $(pgrep -o -f -- '{runner}') | tr -d ' ')"
+    run.on("n2", f"pkill -KILL -P {parent} squashfuse")
 
 
 def switch_off(run: Running) -> None:
