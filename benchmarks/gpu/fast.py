@@ -67,10 +67,11 @@ def _attention(here: Here, kind: str, what: str, shape: tuple[int, ...]) -> Iter
 
 
 def _backend(kind: str, shape: tuple[int, ...], device: str) -> float:
-    """Seconds. torch takes the first of these that can, whichever is faster."""
+    """Seconds. Which of these it takes by itself, torch decides by its version and the GPU's, and not by trial."""
     import torch  # noqa: PLC0415
     from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415
 
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
     def once() -> None:
@@ -79,19 +80,12 @@ def _backend(kind: str, shape: tuple[int, ...], device: str) -> float:
     with sdpa_kernel([getattr(SDPBackend, kind)]):
         for _ in range(3):
             once()
-        _wait(device)
+        wait()
         began = time.monotonic()
         for _ in range(10):
             once()
-        _wait(device)
+        wait()
     return (time.monotonic() - began) / 10
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        import torch  # noqa: PLC0415
-
-        torch.cuda.synchronize()
 
 
 def _machine(variant: str) -> tuple[str, float]:
