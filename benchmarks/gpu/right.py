@@ -28,6 +28,10 @@ LLAMA = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+DOCUMENTS: dict[str, Any] = {
+    "model.type": "llama", "model.config": {**LLAMA, "max_position_embeddings": 512},
+    "data.document_mask": True, "data.sequence_length": 512,  # of several documents a row
+}  # fmt: skip
 SAME = 5e-3  # of a loss near 5.5: TF32 rounds products to 10 bits, and nothing else differs
 HALF = 5e-2
 FLASH = ("flash", "sdpa", "attn_fwd")  # torch's own kernels, cuDNN's, and AOTriton's for AMD
@@ -100,7 +104,7 @@ def losses(here: Here) -> Iterator[Row]:
 
 def _case(here: Here, case: Case, wanted: list[float]) -> Iterator[Row]:
     part, what, changes, within = case
-    found = train(here, f"losses-{what}".replace(", ", "-").replace(" ", "-"), changes)
+    found = train(here, f"losses-{what}".replace(" ", "-"), changes)
     yield _near(part, what, found.losses, wanted, within)
     if part == "fp16":
         scale, skipped = found.steps[-1].get("loss_scale", 0), found.steps[-1].get("skipped_steps")
@@ -110,20 +114,10 @@ def _case(here: Here, case: Case, wanted: list[float]) -> Iterator[Row]:
 
 def documents(here: Here) -> Iterator[Row]:
     """Masked documents, which a GPU hides by flex attention, and a CPU by a mask."""
-    models = {
-        "gpt2": {"model.config": {**GPT2, "n_positions": 512}},
-        "llama": {"model.type": "llama", "model.config": {**LLAMA, "max_position_embeddings": 512}},
-    }
-    for name, model in models.items():
-        changes = {**model, "data.document_mask": True, "data.sequence_length": 512}  # of several documents a row
-        yield from tried("documents", name, partial(_documents, here, name, changes))
-
-
-def _documents(here: Here, name: str, changes: dict[str, Any]) -> Iterator[Row]:
-    wanted = train(here, f"documents-{name}-cpu", {**changes, "variant": "cpu"}).losses
-    found = train(here, f"documents-{name}", {**changes, "train.precision": "bf16"})
+    wanted = train(here, "documents-cpu", {**DOCUMENTS, "variant": "cpu"}).losses
+    found = train(here, "documents", {**DOCUMENTS, "train.precision": "bf16"})
     chosen = next((line for line in found.log.splitlines() if "attention: " in line), "").partition("attention: ")[2]
-    yield _near("documents", f"{name}, {chosen.partition(':')[0]}", found.losses, wanted, HALF)
+    yield _near("documents", f"llama, {chosen.partition(':')[0]}", found.losses, wanted, HALF)
 
 
 def deterministic(here: Here) -> Iterator[Row]:
@@ -154,7 +148,7 @@ def attention(here: Here) -> Iterator[Row]:
 
 
 def _flash(here: Here, what: str, changes: dict[str, Any]) -> Iterator[Row]:
-    kernels = look(here, f"attention-{what.replace(', ', '-')}", changes, _kernels, limit=180)
+    kernels = look(here, f"attention-{what.replace(' ', '-')}", changes, _kernels, limit=180)
     found = flash(kernels)
     others = [one for one in kernels if "fmha" in one.lower()] or [f"none of {len(kernels)} kernels"]
     shown = ", ".join(one[:48] for one in (found or others)[:2])
@@ -181,12 +175,15 @@ def _kernels(loop: Any) -> list[str]:  # noqa: ANN401  dray's Loop
 
 def syncs(here: Here) -> Iterator[Row]:
     """What of a step waits for the GPU: torch's own warnings, and copies of single numbers."""
-    for name, changes in (("ddp", {}), ("fsdp", {"train.strategy": "fsdp"})):
+    cases: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"train.strategy": "fsdp"}}
+    if not here.on_cpu:
+        cases |= {"ddp, loss in chunks": {"train.loss": "chunked"}, "ddp, masked documents": DOCUMENTS}
+    for name, changes in cases.items():
         yield from tried("syncs", name, partial(_syncs, here, name, {"train.precision": "bf16", **changes}))
 
 
 def _syncs(here: Here, name: str, changes: dict[str, Any]) -> Iterator[Row]:
-    found = look(here, f"syncs-{name}", changes, _waits)
+    found = look(here, f"syncs-{name}".replace(" ", "-"), changes, _waits)
     shown = ", ".join(f"{count} x {where}" for where, count in found.items()) or "none"
     yield judged("syncs", f"3 steps of {name}", "none", shown, good=not found)
 

@@ -207,7 +207,6 @@ def test_on_a_cpu_by_a_python_that_lacks_most_packages_all_of_it_runs(tmp_path: 
         *(["losses", f"triton, {precision}", missing] for precision in ("fp32", "bf16")),
         ["attention", "gpt2, eager", ok],
         ["attention", "llama, eager", ok],
-        ["documents", "gpt2, sdpa with a mask for documents", ok],
         ["documents", "llama, sdpa with a mask for documents", ok],
         ["syncs", "3 steps of ddp", ok],
         ["syncs", "3 steps of fsdp", ok],
