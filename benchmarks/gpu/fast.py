@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from processes import Failed, call
-from rows import Row, judged, left_out
+from processes import call
+from right import DETERMINISTIC
+from rows import Row, judged, left_out, tried
 from training import HERE, Here, look, step, timed, without_triton
 
 LOSSES = ("full", "chunked", "triton")
 MFU = {"GPT-2 124M": 0.45, "Llama 1B": 0.50}  # on one H100 or H200
 STOCK, HELD = 1.5, 0.1
 SHAPES: dict[str, dict[str, Any]] = json.loads((HERE / "shapes.json").read_text(encoding="utf-8"))
-"""By name: what differs from plan.json, and what the planner estimates for it, in GB."""
+"""By name: what differs from plan.json, and what the planner estimates for it, in GB: of its own, and for each row."""
+ATTENTION = {"64 x 12 heads x 1,024 x 64": (64, 12, 1024, 64), "4 x 32 heads x 4,096 x 64": (4, 32, 4096, 64)}
+"""What the two models' attention works on."""
 
 
 def _small(changes: dict[str, Any]) -> dict[str, Any]:
@@ -34,16 +39,53 @@ def _small(changes: dict[str, Any]) -> dict[str, Any]:
 
 def _changes(here: Here, name: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
     changes = {**SHAPES[name]["changes"], **{key.replace("_", ".", 1): value for key, value in more.items()}}
-    estimate = SHAPES[name]["estimate_gb"] * 1e9
-    while estimate > 0.8 * here.memory and not here.on_cpu and changes["batch.per_device"] > 1:
-        estimate, changes["batch.per_device"] = estimate / 2, changes["batch.per_device"] // 2
+    changes["batch.per_device"] = sized(here, name)[0]
     return _small(changes) if here.on_cpu else changes
+
+
+def sized(here: Here, name: str) -> tuple[int, float]:
+    """Rows of a batch that leave a fifth of the memory, and the planner's estimate for them in GB."""
+    own, row = SHAPES[name]["estimate_gb"]
+    rows = SHAPES[name]["changes"]["batch.per_device"]
+    while not here.on_cpu and rows > 1 and (own + rows * row) * 1e9 > 0.8 * here.memory:
+        rows //= 2
+    return rows, own + rows * row
 
 
 def machine(here: Here) -> Iterator[Row]:
     """What it is, and the most that its matrix products reach."""
     about, tflops = call(_machine, here.variant, limit=here.limit(60), log=here.log("machine"))
     yield judged("machine", about, "", f"{tflops:.0f} TFLOP/s, bf16, 8,192 cubed" if tflops else "", good=None)
+    for what, shape in ATTENTION.items() if not here.on_cpu else ():
+        for kind in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+            yield from tried("machine", f"{kind}, {what}", partial(_attention, here, kind, what, shape))
+
+
+def _attention(here: Here, kind: str, what: str, shape: tuple[int, ...]) -> Iterator[Row]:
+    took = call(_backend, kind, shape, "cuda", limit=here.limit(60), log=here.log(f"attention-{kind}"))
+    yield judged("machine", f"{kind}, {what}", "", f"{took * 1e3:.2f} ms forward and backward, bf16", good=None)
+
+
+def _backend(kind: str, shape: tuple[int, ...], device: str) -> float:
+    """Seconds. Which of these it takes by itself, torch decides by its version and the GPU's, and not by trial."""
+    import torch  # noqa: PLC0415
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415
+
+    wait: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def once() -> None:
+        torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+
+    with sdpa_kernel([getattr(SDPBackend, kind)]):
+        for _ in range(3):
+            once()
+        wait()
+        began = time.monotonic()
+        for _ in range(10):
+            once()
+        wait()
+    return (time.monotonic() - began) / 10
 
 
 def _machine(variant: str) -> tuple[str, float]:
@@ -53,37 +95,28 @@ def _machine(variant: str) -> tuple[str, float]:
     about = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if variant == "cpu":
         return f"a CPU; {about}", 0.0
-    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):
-        left @ right
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(20):
-        left @ right
-    end.record()
-    torch.cuda.synchronize()
+    from dray.checks.device import ceiling  # noqa: PLC0415
+
     found = torch.cuda.get_device_properties(0)
     about = f"{found.name}, {found.total_memory / 2**30:.0f} GiB; {about}"
-    return about, 20 * 2 * 8192**3 / (begin.elapsed_time(end) / 1e3) / 1e12
+    return about, ceiling(torch.device("cuda", 0), torch.bfloat16)
 
 
 def memory(here: Here) -> Iterator[Row]:
     """The most of the allocator's memory in three steps, beside the planner's estimate."""
-    for name, shape in list(SHAPES.items())[: 1 if here.on_cpu else None]:
-        estimate = shape["estimate_gb"]
-        if estimate > here.memory / 1e9 and not here.on_cpu:
-            yield left_out("memory", name, f"{estimate:.0f} GB are more than this GPU has")
-            continue
-        try:
-            seen = look(here, f"memory-{name}", _changes(here, name), _peak, limit=60)
-        except Failed as failed:
-            yield Row("memory", name, f"{estimate:.1f} GB", str(failed), "failed")
-            continue
-        if seen:
-            good, shown = abs(estimate / seen - 1) <= 0.15, f"{seen:.1f} GB, {estimate / seen:.2f} of it estimated"
-        else:
-            good, shown = None, "three steps, without a figure on a CPU"
-        yield judged("memory", name, f"{estimate:.1f} GB to 15 %", shown, good=good)
+    for name in list(SHAPES)[: 1 if here.on_cpu else None]:
+        yield from tried("memory", name, partial(_memory, here, name))
+
+
+def _memory(here: Here, name: str) -> Iterator[Row]:
+    rows, estimate = sized(here, name)
+    seen = look(here, f"memory-{name}", _changes(here, name), _peak, limit=120)
+    if not seen:
+        yield judged("memory", name, "", "three steps, without a figure on a CPU", good=None)
+        return
+    shown = f"{seen:.1f} GB, {estimate / seen:.2f} of it estimated"
+    good = abs(estimate / seen - 1) <= 0.15
+    yield judged("memory", f"{name}, batch {rows}", f"{estimate:.1f} GB to 15 %", shown, good=good)
 
 
 def _peak(loop: Any) -> float:  # noqa: ANN401  dray's Loop
@@ -97,10 +130,9 @@ def _peak(loop: Any) -> float:  # noqa: ANN401  dray's Loop
 
 def speed(here: Here) -> Iterator[Row]:
     """Tokens a second and MFU of the trainer's own lines, the first ones left out; compiled first: it matters most."""
-    steps = 6 if here.on_cpu else 24
     for compiled in (True, False):
-        for name, aim in MFU.items():
-            best = 0.0
+        for name in MFU:
+            found: list[float] = []
             for loss in LOSSES:
                 what = f"{name}, {'compiled' if compiled else 'eager'}, {loss}"
                 if here.on_cpu and (compiled or loss == "chunked"):
@@ -108,26 +140,33 @@ def speed(here: Here) -> Iterator[Row]:
                 if loss == "triton" and (why := without_triton(here)):
                     yield left_out("speed", what, why)
                     continue
-                more = {"train_steps": steps, "train_log_every": steps // 3, "train_compile": compiled}
-                changes = _changes(here, name, **more, train_loss=loss)
-                try:
-                    lines = look(here, f"speed-{what}".replace(" ", "-"), changes, timed, limit=180)
-                except Failed as failed:
-                    yield Row("speed", what, "", str(failed), "failed")
-                    continue
-                tokens = statistics.median(line["tokens_per_s"] for line in lines[2:])
-                mfu, peak = lines[-1].get("mfu"), lines[-1]["memory_gb"]
-                best = max(best, tokens)
-                shown = f"{tokens:,.0f} tokens/s, {peak:.1f} GB" + (f", MFU {mfu:.1%}" if mfu else "")
-                good = mfu >= aim if mfu and compiled else None
-                yield judged("speed", what, f"MFU {aim:.0%}", shown, good=good)
-            if best and compiled != here.on_cpu and name == "GPT-2 124M":
-                yield from _beside(here, name, best)
+                changes = {"train_compile": compiled, "train_loss": loss}
+                yield from tried("speed", what, partial(_speed, here, name, what, changes, found))
+            if found and compiled != here.on_cpu and name == "GPT-2 124M":
+                what = f"{name}, the best of these beside the stock Trainer's"
+                yield from tried("speed", what, partial(_beside, here, name, what, max(found)))
+    if not here.on_cpu:  # where it has no price
+        os.environ |= DETERMINISTIC
+        what = "GPT-2 124M, eager, full, deterministic"
+        changes = {"train_loss": "full", "train_deterministic": True}
+        yield from tried("speed", what, partial(_speed, here, "GPT-2 124M", what, changes, []))
 
 
-def _beside(here: Here, name: str, best: float) -> Iterator[Row]:
+def _speed(here: Here, name: str, what: str, changes: dict[str, Any], found: list[float]) -> Iterator[Row]:
+    """One run, whose tokens a second are also added to what was found."""
+    steps = 6 if here.on_cpu else 24
+    changes = _changes(here, name, **changes, train_steps=steps, train_log_every=steps // 3)
+    lines = look(here, f"speed-{what}".replace(" ", "-"), changes, timed, limit=180)
+    tokens = statistics.median(line["tokens_per_s"] for line in lines[2:])
+    found.append(tokens)
+    mfu, peak = lines[-1].get("mfu"), lines[-1]["memory_gb"]
+    shown = f"{tokens:,.0f} tokens/s, {peak:.1f} GB" + (f", MFU {mfu:.1%}" if mfu else "")
+    good = mfu >= MFU[name] if mfu and changes.get("train.compile") else None
+    yield judged("speed", what, f"MFU {MFU[name]:.0%}", shown, good=good)
+
+
+def _beside(here: Here, name: str, what: str, best: float) -> Iterator[Row]:
     """The stock Trainer with the same switches, in the same minute."""
-    what = f"{name}, the best of these beside the stock Trainer's"
     if find_spec("accelerate") is None:
         yield left_out("speed", what, "this Python lacks accelerate")
         return
@@ -218,6 +257,6 @@ def _held(loop: Any) -> tuple[float, float, float, int]:  # noqa: ANN401  dray's
 
 
 PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
-    "machine": (machine, 90), "checkpoint": (checkpoint, 150), "memory": (memory, 200), "speed": (speed, 600),
+    "machine": (machine, 90), "checkpoint": (checkpoint, 150), "memory": (memory, 260), "speed": (speed, 600),
 }  # fmt: skip
 """Each with its limit in seconds."""

@@ -11,12 +11,13 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from processes import call
-from rows import Row, judged, left_out
+from rows import Row, judged, left_out, tried
 from training import HERE, Here, joined, look, planned, step, train, without_triton
 
 GPT2 = {
@@ -27,8 +28,30 @@ LLAMA = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+DOCUMENTS: dict[str, Any] = {
+    "model.type": "llama", "model.config": {**LLAMA, "max_position_embeddings": 512},
+    "data.document_mask": True, "data.sequence_length": 512,  # of several documents a row
+}  # fmt: skip
 SAME = 5e-3  # of a loss near 5.5: TF32 rounds products to 10 bits, and nothing else differs
 HALF = 5e-2
+FLASH = ("flash", "sdpa", "attn_fwd")  # torch's own kernels, cuDNN's, and AOTriton's for AMD
+SYNC = "called a synchronizing"  # not torch's other warning: that it does not see all synchronizing operations
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+Case = tuple[str, str, dict[str, Any], float]
+CASES: tuple[Case, ...] = (
+    *(
+        ("strategies", f"{strategy}, fp32", {"train.strategy": strategy}, SAME)
+        for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    ),
+    ("strategies", "ddp, bf16", {"train.precision": "bf16"}, HALF),
+    ("strategies", "ddp, bf16, master weights", {"train.precision": "bf16", "train.master_weights": True}, HALF),
+    ("fp16", "ddp, fp16", {"train.precision": "fp16"}, HALF),
+    *(
+        ("losses", f"{loss}, {precision}", {"train.loss": loss, "train.precision": precision}, within)
+        for loss, precision, within in (("chunked", "fp32", SAME), ("triton", "fp32", SAME), ("triton", "bf16", HALF))
+    ),
+)
+"""Parts, what runs in them, how it differs from the CPU's run, and by how much the losses may."""
 
 
 def checks(here: Here) -> Iterator[Row]:
@@ -68,26 +91,46 @@ def _near(part: str, what: str, found: list[float], wanted: list[float], within:
 def losses(here: Here) -> Iterator[Row]:
     """Three steps of each strategy beside the CPU's."""
     wanted = train(here, "losses-cpu", {"variant": "cpu"}).losses
-    for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3"):
-        if strategy.startswith("zero") and find_spec("deepspeed") is None:
-            yield left_out("strategies", strategy, "this Python lacks deepspeed")
-            continue
-        found = train(here, f"losses-{strategy}", {"train.strategy": strategy})
-        yield _near("strategies", f"{strategy}, fp32", found.losses, wanted, SAME)
-    for precision in ("bf16", "fp16"):
-        found = train(here, f"losses-{precision}", {"train.precision": precision})
-        yield _near("fp16" if precision == "fp16" else "strategies", f"ddp, {precision}", found.losses, wanted, HALF)
-        if precision == "fp16":
-            scale = found.steps[-1].get("loss_scale", 0)
-            skipped = found.steps[-1].get("skipped_steps")
-            seen = f"scale {scale:g}, {skipped} steps left out"
-            yield judged("fp16", "loss scale", "a scale above 1", seen, good=scale > 1)
-    for loss, precision, within in (("chunked", "fp32", SAME), ("triton", "fp32", SAME), ("triton", "bf16", HALF)):
-        if loss == "triton" and (why := without_triton(here)):
-            yield left_out("losses", f"{loss}, {precision}", why)
-            continue
-        found = train(here, f"losses-{loss}-{precision}", {"train.loss": loss, "train.precision": precision})
-        yield _near("losses", f"{loss}, {precision}", found.losses, wanted, within)
+    for case in CASES:
+        part, what, *_ = case
+        why = without_triton(here) if what.startswith("triton") else ""
+        if what.startswith("zero") and find_spec("deepspeed") is None:
+            why = "this Python lacks deepspeed"
+        if why:
+            yield left_out(part, what, why)
+        else:
+            yield from tried(part, what, partial(_case, here, case, wanted))
+
+
+def _case(here: Here, case: Case, wanted: list[float]) -> Iterator[Row]:
+    part, what, changes, within = case
+    found = train(here, f"losses-{what}".replace(" ", "-"), changes)
+    yield _near(part, what, found.losses, wanted, within)
+    if part == "fp16":
+        scale, skipped = found.steps[-1].get("loss_scale", 0), found.steps[-1].get("skipped_steps")
+        shown = f"scale {scale:g}, {skipped} steps left out"
+        yield judged("fp16", "loss scale", "a scale above 1", shown, good=scale > 1)
+
+
+def documents(here: Here) -> Iterator[Row]:
+    """Masked documents, which a GPU hides by flex attention, and a CPU by a mask."""
+    wanted = train(here, "documents-cpu", {**DOCUMENTS, "variant": "cpu"}).losses
+    found = train(here, "documents", {**DOCUMENTS, "train.precision": "bf16"})
+    chosen = next((line for line in found.log.splitlines() if "attention: " in line), "").partition("attention: ")[2]
+    yield _near("documents", f"llama, {chosen.partition(':')[0]}", found.losses, wanted, HALF)
+
+
+def deterministic(here: Here) -> Iterator[Row]:
+    """Two runs, whose losses and gradients are to be the same numbers."""
+    os.environ |= DETERMINISTIC
+    changes = {"train.deterministic": True, "train.precision": "bf16", "train.steps": 6}
+    first, second = (
+        [(one["loss"], one["grad_norm"]) for one in train(here, f"deterministic-{number}", changes).steps]
+        for number in (1, 2)
+    )
+    same = sum(one == other for one, other in zip(first, second, strict=True))
+    shown = f"{same} of {len(first)} steps"
+    yield judged("deterministic", "a run twice", "the same numbers", shown, good=same == len(first) > 0)
 
 
 def attention(here: Here) -> Iterator[Row]:
@@ -101,10 +144,20 @@ def attention(here: Here) -> Iterator[Row]:
         for compiled in (False,) if here.on_cpu else (False, True):  # on a CPU it takes a minute of a C++ compiler
             what = f"{name}, {'compiled' if compiled else 'eager'}"
             changes = {**model, **changed, "train.compile": compiled}
-            kernels = look(here, f"attention-{name}-{compiled}", changes, _kernels, limit=180)
-            flash = sorted({one for one in kernels if "flash" in one.lower() or "fmha" in one.lower()})
-            shown = ", ".join(one[:48] for one in flash[:2]) or f"none of {len(kernels)} kernels"
-            yield judged("attention", what, "a flash kernel", shown, good=bool(flash))
+            yield from tried("attention", what, partial(_flash, here, what, changes))
+
+
+def _flash(here: Here, what: str, changes: dict[str, Any]) -> Iterator[Row]:
+    kernels = look(here, f"attention-{what.replace(' ', '-')}", changes, _kernels, limit=180)
+    found = flash(kernels)
+    others = [one for one in kernels if "fmha" in one.lower()] or [f"none of {len(kernels)} kernels"]
+    shown = ", ".join(one[:48] for one in (found or others)[:2])
+    yield judged("attention", what, "a flash kernel", shown, good=bool(found))
+
+
+def flash(kernels: list[str]) -> list[str]:
+    """Those of flash attention; fmha, the memory-efficient one, is no faster than half of it."""
+    return sorted({one for one in kernels if any(word in one.lower() for word in FLASH)})
 
 
 def _kernels(loop: Any) -> list[str]:  # noqa: ANN401  dray's Loop
@@ -122,10 +175,22 @@ def _kernels(loop: Any) -> list[str]:  # noqa: ANN401  dray's Loop
 
 def syncs(here: Here) -> Iterator[Row]:
     """What of a step waits for the GPU: torch's own warnings, and copies of single numbers."""
-    for name, changes in (("ddp", {}), ("fsdp", {"train.strategy": "fsdp"})):
-        found = look(here, f"syncs-{name}", {"train.precision": "bf16", **changes}, _waits)
-        shown = ", ".join(f"{count} x {where}" for where, count in found.items()) or "none"
-        yield judged("syncs", f"3 steps of {name}", "none", shown, good=not found)
+    cases: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"train.strategy": "fsdp"}}
+    if not here.on_cpu:
+        cases |= {"ddp, loss in chunks": {"train.loss": "chunked"}, "ddp, masked documents": DOCUMENTS}
+    for name, changes in cases.items():
+        yield from tried("syncs", name, partial(_syncs, here, name, {"train.precision": "bf16", **changes}))
+
+
+def _syncs(here: Here, name: str, changes: dict[str, Any]) -> Iterator[Row]:
+    found = look(here, f"syncs-{name}".replace(" ", "-"), changes, _waits)
+    shown = ", ".join(f"{count} x {where}" for where, count in found.items()) or "none"
+    yield judged("syncs", f"3 steps of {name}", "none", shown, good=not found)
+
+
+def waiting(warned: list[warnings.WarningMessage]) -> Counter[str]:
+    """Where torch has warned that the host waits."""
+    return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in warned if SYNC in str(one.message))
 
 
 def _waits(loop: Any) -> dict[str, int]:  # noqa: ANN401  dray's Loop
@@ -138,7 +203,6 @@ def _waits(loop: Any) -> dict[str, int]:  # noqa: ANN401  dray's Loop
     read = [loop._read(number) for number in range(5)]
     for number in range(2):
         step(loop, number, read[number])
-    found: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as warned, profile(activities=[ProfilerActivity.CPU]) as seen:
         warnings.simplefilter("always")
         if on_gpu:
@@ -147,9 +211,7 @@ def _waits(loop: Any) -> dict[str, int]:  # noqa: ANN401  dray's Loop
             step(loop, number, read[number])
         if on_gpu:
             torch.cuda.set_sync_debug_mode("default")
-    for one in warned if on_gpu else ():
-        if "synchroniz" in str(one.message):
-            found[f"{Path(one.filename).name}:{one.lineno}"] += 1
+    found = waiting(warned)
     found["item()"] = sum(event.name == "aten::_local_scalar_dense" for event in seen.events() or ()) if on_gpu else 0
     return {where: count for where, count in found.items() if count}
 
@@ -184,13 +246,17 @@ def generate(here: Here) -> Iterator[Row]:
     """`dray generate` and `dray eval` of a saved model, where they run by themselves."""
     made = train(here, "generate", {"train.steps": 2})
     model, plan = made.folder / "checkpoints" / "final", made.folder / "attempt-1" / "plan.json"
-    for job in ("generate", "evaluate"):
-        log = here.log(job)
-        used = call(_job, job, str(model), str(plan), limit=here.limit(120), log=log)
-        text = log.read_text(errors="replace").strip().splitlines()
-        seen = f"on the {used}: {text[-1][:40] if text else 'nothing'}"
-        good = bool(text) and (used == "CPU") == here.on_cpu
-        yield judged("generate", f"dray {job if job == 'generate' else 'eval'}", "text, by the GPU", seen, good=good)
+    for job, verb in (("generate", "dray generate"), ("evaluate", "dray eval")):
+        yield from tried("generate", verb, partial(_used, here, job, verb, str(model), str(plan)))
+
+
+def _used(here: Here, job: str, verb: str, model: str, plan: str) -> Iterator[Row]:
+    log = here.log(job)
+    used = call(_job, job, model, plan, limit=here.limit(120), log=log)
+    text = log.read_text(errors="replace").strip().splitlines()
+    shown = f"on the {used}: {text[-1][:40] if text else 'nothing'}"
+    good = bool(text) and (used == "CPU") == here.on_cpu
+    yield judged("generate", verb, "text, by the GPU", shown, good=good)
 
 
 def _job(kind: str, model: str, plan: str) -> str:
@@ -210,6 +276,7 @@ def _job(kind: str, model: str, plan: str) -> str:
 
 PARTS: dict[str, tuple[Callable[[Here], Iterator[Row]], float]] = {
     "checks": (checks, 200), "preflight": (runner, 150), "strategies": (losses, 260), "attention": (attention, 240),
-    "syncs": (syncs, 90), "resume": (resume, 90), "analog": (analog, 200), "generate": (generate, 120),
+    "documents": (documents, 200), "syncs": (syncs, 90), "resume": (resume, 90), "deterministic": (deterministic, 90),
+    "analog": (analog, 200), "generate": (generate, 120),
 }  # fmt: skip
 """Each with its limit in seconds."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from processes import Failed
 
 OK, BELOW, FAILED, LEFT_OUT, SEEN = "ok", "below its aim", "failed", "left out", "no aim"
 
@@ -25,6 +28,14 @@ def judged(part: str, what: str, aim: str, seen: str, *, good: bool | None) -> R
 def left_out(part: str, what: str, why: str) -> Row:
     """What this machine or Python lacks."""
     return Row(part, what, "", why, LEFT_OUT)
+
+
+def tried(part: str, what: str, look: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """What it sees, and how it ended if not well: what comes after it is looked at all the same."""
+    try:
+        yield from look()
+    except Failed as failed:
+        yield Row(part, what, "", str(failed), FAILED)
 
 
 def table(rows: list[Row]) -> str:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -27,6 +28,7 @@ from rows import BELOW, FAILED, Row, left_out, table
 
 PARTS = {**right.PARTS, **fast.PARTS}
 BESIDE = 4  # parts at the same time, of those that measure no time
+LAST = 15.0  # seconds for the end: who ends commands after ten minutes would also end the page
 PAGES = training.HERE.parents[1] / "docs" / "measurements"
 
 
@@ -34,10 +36,10 @@ def main() -> int:
     """0 where nothing failed and nothing is below its aim."""
     options = _options()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+    with nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         _prepare(folder, cpu=options.cpu)
         variant, memory = ("cpu", 0.0) if options.cpu else _device(folder)
-        here = training.Here(folder, variant, memory, began + 60 * options.minutes)
+        here = training.Here(folder, variant, memory, began + 60 * options.minutes - LAST)
         rows = []
         for lists, at_once in ((right.PARTS, 2 if options.cpu else BESIDE), (fast.PARTS, 1)):
             chosen = [name for name in lists if not options.only or name in options.only]
@@ -59,11 +61,21 @@ def _options() -> argparse.Namespace:
         "--only", type=lambda names: names.split(","), default=[], metavar="PART,...", help=", ".join(PARTS)
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="all of it ends by then (10)")
+    parser.add_argument("--keep", type=_empty, metavar="FOLDER", help="a new folder, where runs and logs stay")
     parser.add_argument("--page", help="write this file; else docs/measurements/DATE-gpu.md, with a GPU and all parts")
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: {', '.join(PARTS)}")
     return options
+
+
+def _empty(name: str) -> str:
+    """Not one of before, whose checkpoints runs would go on from."""
+    try:
+        Path(name).mkdir(mode=0o700)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return os.path.abspath(name)  # noqa: PTH100  as text
 
 
 def _prepare(folder: str, *, cpu: bool) -> None:
@@ -72,6 +84,7 @@ def _prepare(folder: str, *, cpu: bool) -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(training.SRC), os.environ.get("PYTHONPATH")]))}
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "GPU_CHECK_START": "fork"}  # else asking for a GPU is using it
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # one GPU
     if cpu:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     Path(folder, "scratch").mkdir(mode=0o700)

@@ -22,6 +22,7 @@ from dray.images import store
 from dray.planning import image, questions
 from dray.planning.schema import Plan
 from dray.render import summary
+from dray.runs import lookup
 from dray.runs.paths import RunPaths
 from dray.runs.write import at_site, decide, read_recipe
 from helpers import PYTHON, ROOT, golden
@@ -95,6 +96,22 @@ class TestV100:
             made = decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")))
             assert (made.recipe.train.precision, [one for one in made.findings if one.code]) == (shown[:4], [])
             assert shown in made.reasons["training"]
+
+    def test_what_the_model_keeps_is_counted_with_the_precision_that_is_chosen(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = (ROOT / "recipes" / "smoke-cpu.toml").read_text()
+        (tmp_path / "r.toml").write_text(text.replace('precision = "fp32"\n', "").replace('image = "cpu"\n', ""))
+        counted: list[tuple[str, str]] = []
+        monkeypatch.setattr(
+            lookup, "_counted", lambda recipe, *_, **__: counted.append((recipe.image, recipe.train.precision))
+        )
+        for site, words in (("iris", ()), ("iris", ("image=cpu",)), ("meluxina", ())):
+            seen = facts(login="here", account="p", gpus_per_node=4, site=site)
+            recipe = read_recipe(tmp_path / "r.toml", words)
+            made = decide(recipe, *at_site(seen), RunPaths(Path("/runs/r")), exact=True)
+            assert counted.pop() == (made.recipe.image, made.recipe.train.precision)
+            assert counted == []
 
 
 class TestTheImage:

@@ -54,6 +54,7 @@ def both(raw: dict[str, Any], length: int, way: str, **more: Any) -> tuple[dict[
         name: activations.kept(shape.block, shape.layers, activations.Use(
             length, products=2 if autocast or weights == "bf16" else 4, residual=2 if weights == "bf16" else 4,
             autocast=bool(autocast), checkpointed=name == "checkpointed", eager=eager,
+            masked=bool(more.get("documents")),
         ))
         for name in ("kept", "checkpointed")
     }  # fmt: skip
@@ -67,6 +68,28 @@ def test_the_formula_is_what_the_model_keeps(kind: str, way: str) -> None:
     for length in (128, 1024):
         counted, formula = both(configuration(kind), length, way)
         assert formula == pytest.approx(counted, rel=0.15), (kind, way, length)
+
+
+def _auto(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(kind))]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_the_formula_has_the_mask_that_hides_other_documents(kind: str) -> None:
+    """SDPA makes a bias of it, in each layer: at 4,096 tokens a tenth of all, and heads are expanded beside it."""
+    raw = configuration(kind, **({"n_positions": 4096} if kind == "gpt2" else {"max_position_embeddings": 4096}))
+    plain, _ = both(raw, 4096, "ddp")
+    counted, formula = both(raw, 4096, "ddp", documents=True)
+    assert formula == pytest.approx(counted, rel=0.15)
+    assert counted["kept"] > 1.1 * plain["kept"]
+    # On GPUs flex attention hides them, in all models but GPT-2.
+    recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=9", "data.document_mask=true"])
+    shape = memory.shape(raw)
+    assert shape
+    assert memory.use(recipe, flex=shape.block.flex).masked == (kind == "gpt2")
+    assert shape.block.flex == _auto(kind)._supports_flex_attn
 
 
 def parameters(raw: dict[str, Any], **more: Any) -> dict[str, int]:

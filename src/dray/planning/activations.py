@@ -13,6 +13,8 @@ from typing import Any
 # Where a configuration does not say: the function between a block's two linear layers, and its dropout.
 _ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neo": "gelu_new", "opt": "relu", "bert": "gelu"}
 _DROPOUTS = {"gpt2": 0.1, "opt": 0.1, "bert": 0.1}
+WITHOUT_FLEX = ("gpt2",)
+"""Models for which transformers has no flex attention: on GPUs too a mask hides other documents."""
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")  # in single operations, of which each keeps something
 _LOSS = 12
 """Of a logit: its logarithm and two gradients, in 32 bits."""
@@ -46,6 +48,8 @@ class Block:
     dropout: bool
     eager: bool
     """Whether the scores are kept: the model has no other attention."""
+    flex: bool
+    """Whether transformers has flex attention for it."""
     window: int
     """How far attention reaches back; 0: to the beginning."""
     head: int
@@ -80,6 +84,7 @@ def block(raw: Mapping[str, Any], *, hidden: int, width: int, shared: int, heads
     return Block(
         hidden=hidden, width=width, shared=shared, heads=heads, inner=inner * active, activation=activation,
         gated=gated, fused=kind == "gpt2", normed=kind in ("qwen3", "qwen3_moe"), eager=kind == "gpt_neo",
+        flex=kind not in WITHOUT_FLEX,
         dropout=bool(dropouts[0] if dropouts else _DROPOUTS.get(kind, 0)),
         window=(raw.get("sliding_window") or 0) if windowed else 0, head=9 if kind == "bert" else 0,
     )  # fmt: skip

@@ -150,8 +150,8 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     return Estimate(gpu, host)
 
 
-def use(recipe: Recipe) -> activations.Use:
-    """How the recipe runs the model."""
+def use(recipe: Recipe, *, flex: bool) -> activations.Use:
+    """How the recipe runs the model; `flex` is whether that has flex attention, which makes no mask of numbers."""
     train, model = recipe.train, recipe.model
     assert train is not None
     stage, deepspeed = STRATEGIES[train.strategy][:2]
@@ -166,14 +166,15 @@ def use(recipe: Recipe) -> activations.Use:
         compiled=train.compile,
         checkpointed=train.activation_checkpointing,
         eager=model.attn_implementation == "eager",
-        masked=recipe.data.document_mask and model.attn_implementation == "sdpa",
+        masked=recipe.data.document_mask and model.attn_implementation in (("sdpa",) if flex else ("sdpa", "auto")),
     )
 
 
 def _activations(recipe: Recipe, model: Shape, ranks: int) -> float:
     """Of one micro-batch, at the beginning of its backward pass."""
     assert recipe.batch is not None
-    rows, how = batch.divide(recipe.batch, world_size=ranks).per_device or 1, use(recipe)
+    rows = batch.divide(recipe.batch, world_size=ranks).per_device or 1
+    how = use(recipe, flex=model.block.flex)
     if model.counted and not how.compiled:
         row = float(model.counted.checkpointed if how.checkpointed else model.counted.kept)
     else:

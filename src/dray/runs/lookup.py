@@ -21,7 +21,7 @@ from dray.contract import exit_codes
 from dray.contract.files import parse_json, read
 from dray.contract.findings import ConfigError, DrayError, Finding
 from dray.facts import Counted, Facts, Files
-from dray.planning import memory
+from dray.planning import activations, memory
 
 _TYPES = Path(__file__).with_name("model_types.toml")
 
@@ -68,7 +68,7 @@ def _configuration(recipe: Recipe, home: str) -> dict[str, Any] | None:
 def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> Counted | None:
     """By a program that needs torch; where it does not end well, only `exact` makes that an error."""
     assert recipe.train is not None
-    use = memory.use(recipe)
+    use = memory.use(recipe, flex=configuration.get("model_type") not in activations.WITHOUT_FLEX)
     question = {
         "configuration": configuration,
         "masked": recipe.train.objective == "masked",

@@ -21,7 +21,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import lint
-from dray.planning import image
+from dray.planning import image, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import layers, lookup
@@ -112,7 +112,9 @@ def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
 
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
-    files = lookup.files(recipe, facts, exact=exact)
+    # What a model keeps depends on the variant and the precision that the plan chooses.
+    chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
+    files = lookup.files(chosen, facts, exact=exact)
     files = files.model_copy(update={"layer": layers.look(recipe, choice.site, facts)})
     made = plan(
         recipe, choice.site, facts, files, run_folder=PurePosixPath(paths.run),
