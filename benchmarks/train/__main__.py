@@ -251,7 +251,7 @@ print(json.dumps({"tokens": len(made.ids)}))
 
 
 def stream(rounds: int = 5, steps: int = 400) -> None:
-    """32 samples a step by one rank, of 32 files: their shards are tokenized beside one another."""
+    """32 samples a step by one rank: of 32 files, and of one with short lines, as a whole for each shard and cut."""
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(Path(made), 12)
         (bench.folder / "parts").mkdir()
@@ -259,24 +259,28 @@ def stream(rounds: int = 5, steps: int = 400) -> None:
         documents = [json.dumps({"text": "".join(lines[at : at + 100])}) for at in range(0, len(lines), 100)]
         for part in range(32):
             (bench.folder / "parts" / f"{part}.jsonl").write_text("\n".join(documents[part::32]))
+        (bench.folder / "one").mkdir()
+        shutil.copy(bench.text, bench.folder / "one")
         cores = sorted({1, os.cpu_count() or 1})
-        seen: dict[int, list[float]] = {count: [] for count in cores}
+        ways = [("parts", 32, count) for count in cores] + [("one", readers, cores[-1]) for readers in (1, 32)]
+        seen: dict[tuple[str, int, int], list[float]] = {way: [] for way in ways}
         for _ in range(rounds):
-            for count in cores:
-                argv = [sys.executable, "-c", STREAM, str(bench.folder), str(count), str(steps), str(BLOCK)]
-                seen[count].append(float(bench._run(argv)[1].splitlines()[-1]))
-        print(f"\nDocuments of 4 KB in 32 files; 32 samples of {BLOCK} tokens a step, {steps} steps; "
-              f"median of {rounds} rounds in turn\n")  # fmt: skip
-        print("| cores | tokens/s | ratio in the same round |\n|---|---|---|")
-        for count, speeds in seen.items():
-            ratio = statistics.median(one / base for one, base in zip(speeds, seen[1], strict=True))
-            print(f"| {count} | {statistics.median(speeds):,.0f} | {ratio:.2f} |")
+            for way in ways:
+                argv = [sys.executable, "-c", STREAM, str(bench.folder), *map(str, (*way, steps, BLOCK))]
+                seen[way].append(float(bench._run(argv)[1].splitlines()[-1]))
+        print(f"\nparts: documents of 4 KB in 32 files; one: 12 MB of lines in a file. 32 samples of {BLOCK} tokens a "
+              f"step, {steps} steps; median of {rounds} rounds in turn\n")  # fmt: skip
+        print("| files | cut for | cores | tokens/s | ratio in the same round |\n|---|---|---|---|---|")
+        for (files, readers, count), speeds in seen.items():
+            base = seen[ways[0] if files == "parts" else ("one", 1, cores[-1])]
+            ratio = statistics.median(one / other for one, other in zip(speeds, base, strict=True))
+            print(f"| {files} | {readers} | {count} | {statistics.median(speeds):,.0f} | {ratio:.2f} |")
 
 
 STREAM = """
 import os, sys, time
 from pathlib import Path
-folder, (cores, steps, length) = Path(sys.argv[1]), map(int, sys.argv[2:])
+folder, files, (readers, cores, steps, length) = Path(sys.argv[1]), sys.argv[2], map(int, sys.argv[3:])
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the plan sets it
 from transformers import PreTrainedTokenizerFast
@@ -284,8 +288,9 @@ from dray.train.data import datasets, sources
 from dray.train.data.stream import Stream
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 encode = datasets.PLAIN.encoder(tokenizer, datasets.end_token(tokenizer))
-pieces = sources.pieces(sources.files(str(folder / "parts")))
-feed = Stream(pieces, sources.Reading("text"), encode, shards=32, length=length, seed=1)
+reading = sources.Reading("text")
+pieces = sources.cut(sources.pieces(sources.files(str(folder / files))), readers, reading)
+feed = Stream(pieces, reading, encode, shards=32, length=length, seed=1)
 feed.rows(range(32))
 began = time.perf_counter()
 for step in range(1, steps + 1):

@@ -106,6 +106,20 @@ class TestFiles:
         refused = refusal(checkout, sif)
         assert (refused.problem, refused.details["found"]) == ("the image is for another architecture", "arm64")
 
+    def test_a_failure_at_the_end_leaves_the_one_of_before(self, checkout, tmp_path, monkeypatch):
+        monkeypatch.setattr(adopt, "probe", lambda *_: FOUND)
+        monkeypatch.setattr(adopt.beside, "fill", lambda *_, **__: ())
+        monkeypatch.setattr(adopt, "_require_start", lambda *_: None)
+        sif = str(self.sif(tmp_path))
+        adopt.adopt(checkout, sif, name="mine", say=lambda _: None)
+        before = {path.name: path.stat().st_mtime_ns for path in (checkout / "build").glob("dray-mine*")}
+        monkeypatch.setattr(adopt.record, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            adopt.adopt(checkout, sif, name="mine", force=True, say=lambda _: None)
+        assert len(before) == 3
+        assert {path.name: path.stat().st_mtime_ns for path in (checkout / "build").glob("dray-mine*")} == before
+        assert whole(checkout) == sorted(before)
+
     def test_an_oci_sif_of_singularity(self, checkout, tmp_path):
         """Its table has blobs and an index in the place of a root file system."""
         sif = self.sif(tmp_path)

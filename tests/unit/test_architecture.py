@@ -89,6 +89,17 @@ def test_only_process_opens_subprocesses() -> None:
     assert users == {"process.py"}
 
 
+def test_hosts_speak_to_apptainer_by_one_client() -> None:
+    """It finds the program, and ends what hangs. Beside it are those that docs/adr/0019 names, with their reasons."""
+    names = re.compile(r"apptainer\.program\(|singularity\.name\(|builder\.APPTAINER")
+    users = {str(path.relative_to(SRC)) for path in modules() if names.search(path.read_text(encoding="utf-8"))}
+    client = {"containers/builder.py", "containers/singularity.py"}
+    in_words = {"fitness/doctor.py", "images/rootfs/cotainr.py"}
+    at_a_terminal = {"images/sif/sign.py"}
+    in_the_builder = {f"images/{name}" for name in ("layers/__main__.py", "rootfs/__main__.py", "rootfs/make.py")}
+    assert users == client | in_words | at_a_terminal | in_the_builder
+
+
 def test_only_these_rooms_import_torch() -> None:
     users = {
         room(path) for path in modules() if {name.split(".")[0] for name in imports(path)} & {"torch", "transformers"}

@@ -110,20 +110,36 @@ def test_a_base_that_was_made_is_found(tmp_path, monkeypatch):
     assert builder.trixie(tmp_path) == "named"
 
 
+def _puts_apptainer(folder, monkeypatch, does):
+    """A program of its name; the calls of it."""
+    folder.mkdir()
+    (folder / "apptainer").write_text(f'#!/bin/sh\necho "$*" >>"{folder}/calls"\n{does}\n')
+    (folder / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder / "calls"
+
+
 def test_a_reference_is_pulled_once(tmp_path, monkeypatch):
-    pulls = []
-
-    def pull(checkout, argv, *, binds, on_line, network):
-        assert (argv[:2], argv[3], network) == (["apptainer", "pull"], f"docker://debian@{DIGEST}", True)
-        assert list(binds.values()) == [True]
-        pulls.append(argv)
-        Path(argv[2]).write_text("sif")
-
-    monkeypatch.setattr(bases.builder, "run", pull)
+    calls = _puts_apptainer(tmp_path / "bin", monkeypatch, 'echo "$APPTAINER_DISABLE_CACHE" >"$3"')
     found = {bases.fetched(tmp_path, f"debian:x@{DIGEST}", say=print) for _ in range(2)}
-    assert len(pulls) == 1
-    assert [path.read_text() for path in found] == ["sif"]
-    assert sorted(path.suffix for path in (tmp_path / "build" / "base").iterdir()) == [".sif"]
+    (pulled,) = (tmp_path / "build" / "base").iterdir()
+    assert (found, pulled.suffix, pulled.read_text()) == ({pulled}, ".sif", "1\n")
+    verb, option, part, named = calls.read_text().splitlines()[0].split()
+    assert (verb, option, named) == ("pull", "--name", f"docker://debian@{DIGEST}")
+    assert Path(part).parent.parent == pulled.parent
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_a_base_that_no_registry_has(tmp_path, monkeypatch):
+    _puts_apptainer(tmp_path / "bin", monkeypatch, "echo 'INFO: looks' >&2\necho 'FATAL:   no such name' >&2\nexit 255")
+    with pytest.raises(UnfitError, match="the base cannot be pulled") as refused:
+        bases.fetched(tmp_path, "debian:x", say=print)
+    assert refused.value.details == {
+        "wanted": "debian:x",
+        "found": "FATAL:   no such name",
+        "fix": "containers/base/make-base.sh bookworm build/base/bookworm.tar",
+    }
+    assert not [*(tmp_path / "build" / "base").iterdir()]
 
 
 def test_tar_is_unpacked_without_devices(tmp_path):

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
 from dray.train import objectives  # noqa: E402
-from dray.train.data import corpus, datasets, encoding, lines, sources, tokenizer  # noqa: E402
+from dray.train.data import corpus, datasets, encoding, lines, resolve, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402
 from dray.train.objectives.base import Objective  # noqa: E402
@@ -104,6 +104,22 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, kind: str) 
 def test_a_file_cut_anywhere_gives_each_line_once(tmp_path: Path, size: int, monkeypatch) -> None:
     monkeypatch.setattr(sources, "_PIECE", size)
     assert read(written(tmp_path, "jsonl")) == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow", "txt.gz"])
+@pytest.mark.parametrize(("split", "rows"), [("", slice(0, 300)), (":train[75:205]", slice(75, 205))])
+def test_pieces_for_many_readers_have_each_row_once(tmp_path: Path, kind: str, split: str, rows: slice, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE", 5000)
+    monkeypatch.setattr(sources, "_LEAST", 100)
+    reading, named = sources.Reading("text"), resolve.dataset(f"{written(tmp_path, kind)}{split}", "train")
+    counts = []
+    for readers in (1, 2, 7, 40, 1000):
+        pieces = resolve.pieces(named, reading, readers)
+        assert [text for piece in pieces for text in sources.documents(piece, reading)] == TEXTS[rows]
+        counts.append(len(pieces))
+    # A slice's first and last piece of lines stay whole; pyarrow finds any row.
+    least = {"jsonl": 1 if split else 40, "parquet": 40, "arrow": 40}.get(kind, 1)
+    assert counts[3] >= least
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
@@ -299,7 +315,8 @@ class TestStream:
 
     def stream(self, folder: Path, kind: str, shards: int = 8) -> Stream:
         path = folder / f"my texts.{kind}"
-        pieces = sources.pieces((str(path if path.exists() else written(folder, kind)),))
+        named = resolve.of_files((str(path if path.exists() else written(folder, kind)),))
+        pieces = resolve.pieces(named, sources.Reading("text"), shards)
         return Stream(pieces, sources.Reading("text"), self.encode, shards=shards, length=16, seed=3)
 
     @staticmethod
@@ -319,6 +336,25 @@ class TestStream:
                 row += shard.take(1).tolist()
             seen += Counter(row[:-1])  # the last one was asked of the next pass
         assert seen == Counter(dict.fromkeys(range(len(TEXTS)), 3))
+
+    @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "arrow"])
+    def test_shards_of_one_file_do_not_each_read_all_of_it(self, tmp_path: Path, kind: str, monkeypatch) -> None:
+        monkeypatch.setattr(sources, "_LEAST", 100)
+        made, rows = [], sources._rows
+
+        def counted(*arguments):
+            for row in rows(*arguments):
+                made.append(row)
+                yield row
+
+        monkeypatch.setattr(sources, "_rows", counted)
+        stream = self.stream(tmp_path, kind, 32)
+        for number in range(32):
+            shard = stream._shard(number)
+            while shard.part < stream.parts:
+                shard.take(1)
+        # Each has begun another part too; a txt file has an empty line after each document.
+        assert len(TEXTS) <= len(made) < 5 * len(TEXTS)
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
     def test_the_samples_are_the_same_on_any_ranks_and_after_a_resume_on_others(self, tmp_path, ranks, monkeypatch):

@@ -92,7 +92,8 @@ def adopt(
             sif=record.File(sha256=digest.removeprefix("sha256:"), size=new.stat().st_size),
             signed=next(iter(sif.signers()), None),
         )
-        _replace(present, Path(scratch) / "old")
+        old = Path(scratch) / "old"
+        _move(present, old)
         try:
             put.rename(folder)
             record.write(file, made)
@@ -100,6 +101,7 @@ def adopt(
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             described.unlink(missing_ok=True)
+            _move([old / path.name for path in present], build)
             raise
     lacks = tuple(_lacking(found["packages"]))
     return Adopted(file=file, variant=variant, digest=digest, versions=versions, brought=brought, lacks=lacks)
@@ -235,8 +237,8 @@ def _require_start(image: Path, folder: Path, source: str) -> None:
         )  # fmt: skip
 
 
-def _replace(present: list[Path], old: Path) -> None:
-    """Out of the way, to be removed with the scratch folder."""
-    old.mkdir()
-    for path in present:
-        path.rename(old / path.name)
+def _move(paths: list[Path], to: Path) -> None:
+    """Out of the way, to be removed with the scratch folder; or back."""
+    to.mkdir(exist_ok=True)
+    for path in paths:
+        path.rename(to / path.name)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray.containers import builder
-from dray.contract.findings import ConfigError, UnfitError
+from dray.containers import builder, singularity
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
@@ -37,7 +37,7 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
     pulled = checkout / "build" / "base" / f"{hashlib.sha256(base.encode()).hexdigest()[:16]}.sif"
     if not pulled.exists():
         say(f"dray: pull {base}")
-        _pull(checkout, base, pulled, say=say)
+        _pull(base, pulled)
     return pulled
 
 
@@ -55,24 +55,15 @@ def reference(base: str) -> str:
     return f"{scheme or 'docker'}://{re.sub(r':[^:/@]+(?=@)', '', name)}"
 
 
-def _pull(checkout: Path, base: str, out: Path, *, say: Callable[[str], None]) -> None:
+def _pull(base: str, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
-
-    def on_line(line: str) -> None:
-        lines.append(line)
-        say(line)
-
     with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
-        argv: list[str | Path] = [builder.APPTAINER, "pull", Path(made) / "base.sif", reference(base)]
         try:
-            builder.run(checkout, argv, binds={Path(made): True}, on_line=on_line, network=True)
-        except builder.BuildError as error:
+            singularity.fetch(reference(base), Path(made) / out.name)
+        except DrayError as error:
+            lines = (error.finding.found or error.problem).splitlines()
             failures = [line for line in lines if "FATAL" in line or "rror" in line]
             raise UnfitError(
-                "the base cannot be pulled",
-                wanted=base,
-                found="\n".join(failures[-3:]) or error.problem,
-                fix=_MAKE,
+                "the base cannot be pulled", wanted=base, found="\n".join(failures[-3:] or lines), fix=_MAKE
             ) from error
-        (Path(made) / "base.sif").replace(out)
+        (Path(made) / out.name).replace(out)

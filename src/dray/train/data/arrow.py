@@ -21,8 +21,12 @@ def row_groups(path: str) -> list[int]:
         return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
 
 
-def rows(path: str, column: str | None, groups: range) -> Iterator[Any]:
-    """The column's cells, in order, or whole rows; of parquet those of these row groups."""
+def rows(path: str, column: str | None, groups: range, only: tuple[int, int] | None = None) -> Iterator[Any]:
+    """The column's cells, in order, or whole rows; of parquet those of these row groups.
+
+    `only` is the first of these and the one at which to end.
+    """
+    first, last = only or (0, 1 << 62)
     with _damaged():
         if dataset.ending(path) == ".parquet":
             file: Any = pq.ParquetFile(_file(path))
@@ -33,8 +37,13 @@ def rows(path: str, column: str | None, groups: range) -> Iterator[Any]:
             mapped = _mapped(path)
             _require(path, column, mapped.schema.names)
             batches = mapped.to_batches()
+        begin = 0
         for batch in batches:
-            yield from (batch if column is None else batch.column(column)).to_pylist()
+            some = batch.slice(min(max(0, first - begin), len(batch)), max(0, last - max(first, begin)))
+            yield from (some if column is None else some.column(column)).to_pylist()
+            begin += len(batch)
+            if begin >= last:
+                return
 
 
 def unzstd(source: str | BinaryIO) -> BinaryIO:

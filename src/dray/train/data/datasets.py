@@ -57,7 +57,7 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     if data.streaming:
         encoding, reading = _of_objective(config)
         feed: Feed = Stream(
-            resolve.pieces(resolve.dataset(data.train, "train", streamed=True), reading),
+            resolve.pieces(resolve.dataset(data.train, "train", streamed=True), reading, config.global_size),
             reading,
             encoding.encoder(tokenizer, end_token(tokenizer)),
             shards=config.global_size,

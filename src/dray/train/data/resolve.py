@@ -82,11 +82,12 @@ def of_files(names: tuple[str, ...]) -> Dataset:
     return Dataset((Part("", sources.identity(names)),))
 
 
-def pieces(found: Dataset, reading: Reading) -> list[Piece]:
-    """All of it; rank 0 looks, and counts rows where there are slices."""
+def pieces(found: Dataset, reading: Reading, readers: int = 1) -> list[Piece]:
+    """All of it, cut for so many readers; rank 0 looks, and counts rows where there are slices."""
 
     def look() -> list[tuple[str, int, int, tuple[int, int] | None, tuple[int, str] | None]]:
-        return [(one.path, one.begin, one.end, one.rows, one.seen) for one in found.pieces(reading)]
+        cut = sources.cut(found.pieces(reading), readers, reading)
+        return [(one.path, one.begin, one.end, one.rows, one.seen) for one in cut]
 
     return [
         Piece(path, begin, end, rows and (rows[0], rows[1]), seen and (seen[0], seen[1]))

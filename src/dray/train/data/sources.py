@@ -1,6 +1,6 @@
 """Documents from files: a document a line or row. Files are cut into pieces, so that many can read at once.
 
-Where the pieces begin is decided by the files alone, never by who reads.
+Where the pieces begin follows from the files and from how many readers there are in all, never from who reads.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
-from itertools import islice
+from itertools import islice, pairwise
 from types import ModuleType
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
@@ -24,9 +24,9 @@ from dray.train.data.listing import ARROW, LINES, builder_of, files, identity, r
 from dray.train.data.mapping import Map
 from dray.train.data.remote import Seen
 
-__all__ = ["Piece", "Reading", "count", "documents", "files", "identity", "pieces"]
+__all__ = ["Piece", "Reading", "count", "cut", "documents", "files", "identity", "pieces"]
 
-_PIECE = 1 << 24  # bytes of a file of lines
+_PIECE, _LEAST = 1 << 24, 1 << 14  # bytes of a file of lines; of a piece of it, where readers are many
 _AT_ONCE = 32  # footers
 
 
@@ -109,9 +109,27 @@ def _footer(path: str, seen: Seen) -> tuple[int, ...]:
     return tuple(_arrow().row_groups(path))
 
 
+def cut(found: list[Piece], readers: int, reading: Reading) -> list[Piece]:
+    """Pieces for so many readers, where a part of one can be read without what is before it."""
+    parts = -(-readers // max(1, len(found)))
+    return [part for piece in found for part in _cut(piece, parts, reading)] if parts > 1 else found
+
+
+def _cut(piece: Piece, parts: int, reading: Reading) -> Iterator[Piece]:
+    by_rows = _in_arrow(piece.path)
+    if not by_rows and (piece.rows or not piece.end):
+        yield piece
+        return
+    begin, end = (piece.rows or (0, count(piece, reading))) if by_rows else (piece.begin, piece.end)
+    parts = max(1, min(parts, (end - begin) // (1 if by_rows else _LEAST)))
+    bounds = [begin + (end - begin) * part // parts for part in range(parts + 1)]
+    for first, last in pairwise(bounds):
+        yield replace(piece, rows=(first, last)) if by_rows else replace(piece, begin=first, end=last)
+
+
 def count(piece: Piece, reading: Reading) -> int:
     """How many rows it has: by the footer of parquet, else by reading it."""
-    if not builder_of(piece.path)[0] and ending(piece.path) == ".parquet":
+    if _in_arrow(piece.path) and ending(piece.path) == ".parquet":
         return _row_groups(piece.path, piece.seen)[piece.begin]
     with readable(piece.path):
         return sum(1 for _ in _rows(piece, None, reading))
@@ -176,6 +194,8 @@ def _mapped(
 
 def _rows(piece: Piece, column: str | None, reading: Reading) -> Iterator[Any]:
     """The column's cells, or whole rows."""
+    if _in_arrow(piece.path):
+        return cast(Iterator[Any], _arrow().rows(piece.path, column, range(piece.begin, piece.end), piece.rows))
     return islice(_all_rows(piece, column, reading), *(piece.rows or (None,)))
 
 
@@ -185,8 +205,6 @@ def _all_rows(piece: Piece, column: str | None, reading: Reading) -> Iterator[An
         yield from builders.rows(builder, path, column, reading.options(builder))
     elif piece.path == BUILTIN:
         yield from (text if column is not None else {"text": text} for text in corpus.documents())
-    elif kind in ARROW:
-        yield from _arrow().rows(piece.path, column, range(piece.begin, piece.end))
     elif kind in (".csv", ".tsv"):
         yield from _csv_rows(piece, column, "\t" if kind == ".tsv" else ",")
     elif kind == ".json" and _begins_with_list(piece.path):
@@ -196,6 +214,11 @@ def _all_rows(piece: Piece, column: str | None, reading: Reading) -> Iterator[An
     else:
         lines = (line.rstrip("\r\n") for _, line in read(piece.path, piece.begin, piece.end))
         yield from lines if column is not None else ({"text": line} for line in lines)
+
+
+def _in_arrow(name: str) -> bool:
+    """Whether pyarrow reads it, which finds a row without making those before it."""
+    return ending(name) in ARROW and not builder_of(name)[0]
 
 
 def _is_compressed(name: str) -> bool:

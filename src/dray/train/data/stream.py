@@ -82,7 +82,8 @@ class Stream:
             raise ConfigError("the training dataset is empty", wanted="documents", found="none", fix="check data.train")
         self.pieces, self.reading, self.encode = pieces, reading, encode
         self.count, self.length, self.seed = shards, length, seed
-        # Where pieces are fewer than shards, several shards read one, and each takes its share of the documents.
+        # Where pieces are fewer than shards and could not be cut, several shards read one, and each takes its share of
+        # the documents.
         self.sharers = -(-shards // len(pieces))
         self.parts = len(pieces) * self.sharers
         files = (pieces, reading.least, *([reading] if reading.chats else []))
