@@ -458,6 +458,8 @@ def kept(folder: Path, *command: str, **env: str):
 def record_of(folder: Path) -> dict[str, Any]:
     record = json.loads((folder / "failures" / "rank-1.json").read_text())
     del record["time"]
+    evidence = [line.partition(":")[0] for line in record.pop("evidence")]
+    assert evidence[:2] == ["disk of the run folder", "/dev/shm"]
     return record
 
 

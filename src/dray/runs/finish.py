@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dray.contract import exit_codes, files, run_folder, secrets
+from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import counted
 from dray.contract.values import printable
 from dray.planning.schema import Plan
@@ -49,7 +49,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
-    cause, first = (one and _redacted(left.explained(one), plan) for one in (cause, first))
+    cause, first = (one and records.redacted(left.explained(one), plan) for one in (cause, first))
     result = Result(
         **printable(
             {
@@ -90,15 +90,6 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
         line = f"{'spare' if then.spare else 'requeue'} {then.exclude or ''}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
-
-
-def _redacted(cause: Cause, plan: Plan | None) -> Cause:
-    """Without what pass_env handed in: a launcher's or an engine's own lines pass no filter of the ranks'."""
-    values = secrets.passed(plan.recipe.pass_env if plan else (), os.environ)
-    lines = [secrets.redacted(line, values) for line in cause.last_lines]
-    evidence = [secrets.redacted(line, values) for line in cause.evidence]
-    why = secrets.redacted(cause.why, values)
-    return cause.model_copy(update={"why": why, "last_lines": lines, "evidence": evidence})
 
 
 class _Left:

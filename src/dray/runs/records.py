@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import exit_codes, files
+from dray.contract import exit_codes, files, secrets
 from dray.contract.findings import DrayError
+from dray.planning.schema import Plan
 from dray.runs.result import Cause
 
 RECORD = 1 << 20
@@ -66,6 +68,17 @@ def by_slurm(logs: Path) -> list[str]:
     """What Slurm itself wrote into the nodes' logs of why it ended them."""
     lines = [line for log in sorted(logs.glob("node-*.log"))[:256] for line in files.tail(log)]
     return list(dict.fromkeys(f"Slurm: {line[:300]}" for line in lines if _SLURM.match(line[:1000])))[:4]
+
+
+def redacted(cause: Cause, plan: Plan | None) -> Cause:
+    """Without what pass_env handed in: a launcher's or an engine's own lines pass no filter of the ranks'."""
+    values = secrets.passed(plan.recipe.pass_env if plan else (), os.environ)
+
+    def clean(lines: list[str]) -> list[str]:
+        return [secrets.redacted(line, values) for line in lines]
+
+    changed = {"last_lines": clean(cause.last_lines), "evidence": clean(cause.evidence)}
+    return cause.model_copy(update={"why": secrets.redacted(cause.why, values), **changed})
 
 
 def modified(path: Path) -> float:
