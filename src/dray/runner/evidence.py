@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 
 from dray.contract import node
@@ -16,7 +17,7 @@ from dray.contract import node
 BEFORE = "DRAY_OOM_KILLS"  # what `oom_kills` was before the launcher was started
 _MOST, _LONGEST = 12, 600
 _LOG, _KERNEL_LOG = 1 << 16, 1 << 18  # bytes from their ends
-_DRIFT_S = 600.0  # the kernel's log counts by a clock that is not NTP's
+_SOON_S, _DRIFT = 60.0, 5e-5  # before the start; and of the clock of the kernel's log, which NTP does not set
 _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL of syslog(2), which dmesg uses too
 _STAMP = re.compile(r"(?:<\d{1,4}>)?\[ {0,6}(\d{1,10}\.\d{6})\]")
 _OWNER = re.compile(r"(?:\buid=|UID:)(\d{1,10})")
@@ -25,6 +26,7 @@ _TELLING = re.compile(
     r"|amdgpu.{0,120}(?:GPU reset|page fault|RAS|ring .{0,40}timeout)|I/O error|nfs: server .{1,80} not responding",
     re.IGNORECASE,
 )
+_KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
 _HELD = re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate")
 
 
@@ -60,12 +62,17 @@ def _groups() -> Iterator[str]:
                 yield f"/sys/fs/cgroup{path}/memory.events"
 
 
-def _memory() -> list[str]:
+def _killed() -> int | None:
+    """How many of them since the ranks were started; None where nobody knows."""
     before, after = os.environ.get(BEFORE, ""), oom_kills()
-    if not before.isdigit() or not after or int(after) <= int(before):
+    return int(after) - int(before) if before.isdigit() and after else None
+
+
+def _memory() -> list[str]:
+    if (killed := _killed() or 0) <= 0:
         return []
     limit = next(filter(None, map(_limit, _groups())), "")
-    return [f"memory cgroup: oom_kill rose from {before} to {after} since the ranks were started{limit}"]
+    return [f"memory cgroup: oom_kill rose by {killed} since the ranks were started{limit}"]
 
 
 def _limit(path: str) -> str:
@@ -110,13 +117,17 @@ def _kernel() -> list[str]:
     """Lines about memory, GPUs and disks since this process was started, where this user may read them."""
     buffer = ctypes.create_string_buffer(_KERNEL_LOG)
     size = ctypes.CDLL(None).klogctl(_READ_ALL, buffer, _KERNEL_LOG)
-    began = int(_read("/proc/self/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    own = _outside(os.getuid())
+    now, hertz = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    began = int(_read("/proc/self/stat").rpartition(")")[2].split()[19]) / hertz
+    oldest = began - _SOON_S - now * _DRIFT
+    own, others = _outside(os.getuid()), _killed() == 0
     found = []
     for line in buffer.raw[: max(size, 0)].decode("utf-8", "replace").splitlines():
         stamp, owner = _STAMP.match(line), _OWNER.search(line)
-        of_this_run = stamp and float(stamp[1]) > began - _DRIFT_S and (owner is None or int(owner[1]) == own)
-        if of_this_run and _TELLING.search(line[:2000]):
+        if not stamp or float(stamp[1]) < oldest or (owner and int(owner[1]) != own):
+            continue
+        told = _TELLING.search(line[:2000])
+        if told and not (others and _KILL.match(told[0])):  # else it was a process of another job
             found.append(f"kernel log: {line[line.index('[') :]}")
     return found[-6:]
 

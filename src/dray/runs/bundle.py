@@ -135,9 +135,8 @@ def _tail(file: io.BufferedReader, found: os.stat_result) -> str:
     file.seek(max(0, begin - 1))
     content = file.read(_TAIL + (begin > 0))
     if begin:
-        before, line_end, rest = content.partition(b"\n")
-        content = rest if line_end else b""
-        content = f"({begin + len(before):,} bytes before this are left out)\n".encode() + content
+        rest = content.partition(b"\n")[2]
+        content = f"({found.st_size - len(rest):,} bytes before this are left out)\n".encode() + rest
     return content.decode("utf-8", "replace")
 
 
