@@ -245,6 +245,7 @@ QUOTED = [
     ("srun: error: Node failure on n2", "node failure"),
     ("slurmstepd: error: *** STEP 17.0 ON n1 CANCELLED AT 2026-09-30T16:00:24 ***", UNKNOWN),
     ("all is well", UNKNOWN),
+    ("ValueError: hang on", UNKNOWN),
     ("the text of this recipe is about running out of memory, hanging and full disks", UNKNOWN),
 ]  # fmt: skip
 
@@ -308,7 +309,7 @@ def test_every_cause_has_a_fix_and_every_sign_a_source_without_a_host() -> None:
         for sign in one.sign:
             assert sign.source
             assert not re.search(r"://|www\.|\.(?:org|com|io)\b", f"{sign.source} {one.fix}")
-            assert sign.lines or sign.evidence or sign.codes or sign.reason
+            assert sign.why or sign.lines or sign.evidence or sign.codes or sign.reason
 
 
 HOSTILE_LINES = {

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from damage import HOSTILE, RECORD, replace
 from dray.facts import Facts
-from dray.runs import bundle, why
+from dray.runs import bundle, causes, why
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.result import summary
@@ -92,6 +93,23 @@ def test_the_whole_page(paths: RunPaths) -> None:
         FIX,
     )
     assert told["cause"]["rank"] == 3
+
+
+def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
+    finish(paths, code=1)
+    page = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    program = tmp_path / "bin" / "dray"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    program.chmod(0o755)
+    env = {**PYTHON, "PATH": f"{program.parent}:{os.environ['PATH']}", "RUN": str(paths.run)}
+    subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "report.tar.gz").exists()
+    names = {
+        name.strip() for row in re.findall(r"^\| \w+ \| (.*;.*) \|$", page, re.MULTILINE) for name in row.split(";")
+    }
+    assert {re.sub(r" \(.*\)$", "", name) for name in names} == {one.name for one in causes.known()}
 
 
 def test_the_result_and_the_last_words_name_it(paths: RunPaths) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dray.contract import node
 
@@ -32,8 +32,15 @@ _HELD = re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate")
 
 def collect(folder: str, log: object) -> list[str]:
     """What is seen now, at most twelve lines; whatever cannot be read here is left out."""
+    looks: tuple[Callable[[], list[str]], ...] = (
+        lambda: _held(log),
+        _memory,
+        _image,
+        lambda: _disks(folder),
+        _kernel,
+    )
     found: list[str] = []
-    for look in (lambda: _held(log), _memory, _image, lambda: _disks(folder), _kernel):
+    for look in looks:
         try:
             found += look()
         except Exception:  # noqa: S112  no defect of this may hide the failure itself

@@ -22,8 +22,10 @@ class Sign(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    why: Pattern[str] | None = None
+    """Of what the record gives as the reason, which is dray's own text."""
     lines: Pattern[str] | None = None
-    """In one of the last lines, or in why the rank or node has failed."""
+    """In one of the last lines, or in that reason."""
     evidence: Pattern[str] | None = None
     codes: tuple[int, ...] = ()
     reason: tuple[str, ...] = ()
@@ -65,9 +67,8 @@ def of_reason(reason: str) -> tuple[Known, Sign] | None:
 
 
 def _fits(sign: Sign, cause: Cause, lines: list[str]) -> bool:
-    return (
-        (not sign.codes or cause.code in sign.codes) and _any(sign.lines, lines) and _any(sign.evidence, cause.evidence)
-    )
+    texts = ((sign.why, cause.why.splitlines()), (sign.lines, lines), (sign.evidence, cause.evidence))
+    return (not sign.codes or cause.code in sign.codes) and all(_any(pattern, where) for pattern, where in texts)
 
 
 def _any(pattern: Pattern[str] | None, lines: list[str]) -> bool:
