@@ -328,3 +328,23 @@ def test_no_line_takes_a_pattern_long(piece: str) -> None:
     assert causes.explained(cause(*lines, seen=tuple(line[:1000] for line in lines), code=137)).name == UNKNOWN
     evidence._TELLING.search(piece * 2000)
     assert time.process_time() - before < 5
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("torch.empty(1 << 60, dtype=torch.uint8)", "out of memory on the host"),
+        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')", "out of memory on the GPU"),
+        (
+            "class Data(torch.utils.data.Dataset):\n"
+            "    def __len__(self): return 2\n"
+            "    def __getitem__(self, number): os.kill(os.getpid(), 7)\n"
+            "list(torch.utils.data.DataLoader(Data(), num_workers=1))",
+            "shared memory is too small",
+        ),
+    ],
+)
+def test_torch_itself(tmp_path: Path, code: str, name: str) -> None:
+    pytest.importorskip("torch")
+    assert failed(tmp_path, *python(f"import os, torch\n{code}")).name == name

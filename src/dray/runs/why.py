@@ -122,8 +122,9 @@ def _asked(paths: RunPaths) -> tuple[str, str | None]:
         if known.job and process.which("sacct"):
             cluster = [f"--clusters={known.cluster}"] if _CLUSTER.fullmatch(known.cluster) else []
             argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.job}", *cluster, "--format=State"]
-            state = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()[-1][:100]
-            return f"Slurm: job {known.job}: {state}", stop.of_state(state) or None
+            lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
+            if lines:  # else its accounting does not know the job
+                return f"Slurm: job {known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
     return "", None
 
 
