@@ -256,6 +256,7 @@ def test_a_line_of_a_library(line: str, name: str) -> None:
 
 
 XID = "kernel log: [ 1092.439831] NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python, GPU has an error."
+GONE = "RuntimeError: DataLoader worker (pid(s) 4237, 4238) exited unexpectedly"
 EVIDENCE = [
     (135, "", ("/dev/shm: 0.000 GB free of 0.067 GB",), "shared memory is too small"),
     (135, "", ("/dev/shm: 12.000 GB free of 25.277 GB",), "bus error"),
@@ -273,6 +274,9 @@ EVIDENCE = [
     (1, "", ("memory cgroup: oom_kill rose by 1 since the ranks were started",), UNKNOWN),
     (143, "", ("Slurm: slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT x DUE TO TIME LIMIT ***",), "time limit"),
     (69, "", (), "a node is unfit"),
+    (1, GONE, ("log: DataLoader worker (pid 7) is killed by signal: Bus error. It is",), "shared memory is too small"),
+    (1, GONE, ("log: DataLoader worker (pid 7) is killed by signal: Killed. ",), UNKNOWN),
+    (1, GONE, ("memory cgroup: oom_kill rose by 1 since the ranks were started",), "out of memory on the host"),
 ]  # fmt: skip
 
 

@@ -28,12 +28,13 @@ _TELLING = re.compile(
 )
 _KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
 _HELD = re.compile(r"[A-Z]{2,4} out of memory\. Tried to allocate")
+_WORKER = re.compile(r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: ")
 
 
 def collect(folder: str, log: object) -> list[str]:
     """What is seen now, at most twelve lines; whatever cannot be read here is left out."""
     looks: tuple[Callable[[], list[str]], ...] = (
-        lambda: _held(log),
+        lambda: _said(log),
         _memory,
         _image,
         lambda: _disks(folder),
@@ -148,12 +149,15 @@ def _outside(uid: int) -> int:
     return uid
 
 
-def _held(log: object) -> list[str]:
-    """How full the GPU was, in torch's own words."""
+def _said(log: object) -> list[str]:
+    """How full the GPU was, and what killed a data worker: torch says more after it than a record's last lines hold."""
     with open(str(log), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    return [f"GPU memory: {line[found.start() :]}" for line in lines if (found := _HELD.search(line[:2000]))][-1:]
+    told = []
+    for name, pattern in (("GPU memory", _HELD), ("log", _WORKER)):
+        told += [f"{name}: {line[found.start() :]}" for line in lines if (found := pattern.search(line[:2000]))][-1:]
+    return told
 
 
 def _read(path: str) -> str:
