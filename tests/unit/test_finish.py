@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from damage import DEEP, HOSTILE, RECORD, replace
 from dray.facts import Facts
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
@@ -24,7 +24,6 @@ from dray.runs.write import read_recipe, write
 pytestmark = pytest.mark.hostile("finish")
 
 FACTS = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
-RECORD = {"time": 10.0, "node": "n2", "rank": 3, "code": 3, "why": "exit code 3", "log": "l", "last_lines": ["x"]}
 
 
 def begun(root: Path, runs: Path, *words: str) -> RunPaths:
@@ -44,40 +43,6 @@ def paths(root: Path, tmp_path: Path) -> RunPaths:
 def ended(paths: RunPaths, *words: str, code: int = 1, known: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", str(code), *words]
     return subprocess.run(argv, input=known, capture_output=True, timeout=60, check=False)
-
-
-def replace(path: Path, content: bytes | str | Callable[[Path], object]) -> None:
-    """With bytes, a link that leads there, or whatever the function makes in its place."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    if callable(content):
-        content(path)
-    elif isinstance(content, str):
-        path.symlink_to(content)
-    else:
-        path.write_bytes(content)
-
-
-DEEP = b"[" * 100000
-HOSTILE: dict[str, bytes | str | Callable[[Path], object]] = {
-    "empty": b"",
-    "half": b'{"time": 10.0, "no',
-    "an empty table": b"{}",
-    "no table": b"[1, null]",
-    "NUL": b"\0" * 4096 + b"\n",
-    "UTF-16": json.dumps(RECORD).encode("utf-16"),
-    "Latin-1": b'{"why": "\xe9"}\n',
-    "deep": DEEP,
-    "5,000 digits": b'{"time": ' + b"9" * 5000 + b', "step": ' + b"9" * 5000 + b', "event": "step"}\n',
-    "other kinds": b'{"time": "x", "event": ["step"], "version": [], "rank": {}, "code": "y", "step": {}}\n',
-    "a FIFO": os.mkfifo,
-    "a folder": Path.mkdir,
-    "a loop": "loop",
-    "a device": "/dev/zero",
-    "nothing": lambda path: None,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)

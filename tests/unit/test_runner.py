@@ -19,7 +19,7 @@ import pytest
 from dray.contract.cores import parse, render
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, cores, introduction, locks
+from dray.runner import address, cores, evidence, introduction, locks
 from dray.runner import rank as rank_module
 from helpers import PYTHON
 from nodes import UNBOUND, Start, ended, free_port, rendezvous
@@ -186,6 +186,12 @@ def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, 
     (tmp_path / "failures" / "node-0.json").rename(tmp_path / "failures" / "rank-1.json")
     assert ended(start(0, 1, "node1"))[0] == 3
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]
+
+
+def test_a_launcher_is_told_how_many_processes_the_kernel_had_killed(plan, start: Start) -> None:
+    """Where this machine counts them; a rank that fails compares."""
+    one_node(plan, f"import os; raise SystemExit(os.environ[{evidence.BEFORE!r}] != {evidence.oom_kills()!r})")
+    assert ended(start(0, 1, "node1"))[0] == 0
 
 
 def test_a_launcher_that_is_killed_is_recorded_with_the_signal(plan, start: Start, tmp_path: Path) -> None:
@@ -458,6 +464,8 @@ def kept(folder: Path, *command: str, **env: str):
 def record_of(folder: Path) -> dict[str, Any]:
     record = json.loads((folder / "failures" / "rank-1.json").read_text())
     del record["time"]
+    evidence = [line.partition(":")[0] for line in record.pop("evidence")]
+    assert evidence[:2] == ["disk of the run folder", "/dev/shm"]
     return record
 
 

@@ -155,6 +155,24 @@ def test_what_cannot_be_written_whole_is_not_left(words: str, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.toml"))
 
 
+@pytest.mark.hostile("trainer")
+def test_a_gpu_that_is_full_is_no_defect() -> None:
+    """torch's own class, by its name: to import torch takes seconds."""
+    text = "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 14.57 GiB"
+    code = (
+        "from dray.train.errors import guarded\n"
+        "class OutOfMemoryError(RuntimeError): pass\n"
+        f"def main(): raise OutOfMemoryError({text!r})\n"
+        "guarded(main)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(
+        f"the GPU has no memory left\n  found:  {text}\n"
+        "  fix:    batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3\n"
+    )
+
+
 @pytest.mark.hostile("runner")
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, "\0", '{"world": {}}', '{"world": 1}'])
 def test_a_plan_that_no_runner_reads(text: str, tmp_path: Path) -> None:

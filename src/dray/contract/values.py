@@ -1,12 +1,16 @@
-"""Values that reach bash, srun or a comment of a script: each is one line, without control characters."""
+"""Values that reach bash, srun, a comment of a script or a terminal: none has a control character in it."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def control_characters(values: object, key: str = "") -> Iterator[Finding]:
@@ -28,3 +32,12 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
     elif isinstance(values, Iterable):
         for number, value in enumerate(values):
             yield from control_characters(value, f"{key}[{number}]")
+
+
+def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """The same without what no JSON can hold and no terminal should be sent."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {name: printable(one) for name, one in value.items()}
+    return [printable(one) for one in value] if isinstance(value, list) else value

@@ -16,7 +16,7 @@ from typing import Any
 from dray.contract import files, run_folder, scratch, unexpected
 from dray.contract.cores import render
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
-from dray.runner import address, children, control, cores, node, output, record, rendezvous
+from dray.runner import address, children, control, cores, evidence, node, output, record, rendezvous
 from dray.runner.start import Start
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -83,6 +83,7 @@ def launch(
 ) -> int:
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world, since = plan["world"], time.time()
+    os.environ[evidence.BEFORE] = evidence.oom_kills()
     environ = {
         # Where nobody has set another; torchrun and torch leave files in the first.
         "TMPDIR": plan["scratch"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 # By file, since -m would look for dray where -S and -E have forbidden it. What Python itself has comes first.
 if __name__ == "__main__":
@@ -92,13 +93,34 @@ def _bind() -> None:
 
 
 def _failed(folder: str, rank: str, node: str, code: int, why: str, log: str) -> int:
-    from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
-    from dray.runner import record  # noqa: PLC0415
-
     number = int(rank) if rank.isdigit() else None
     name = f"rank-{rank or 'unknown'}"
+    try:
+        from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
+        from dray.runner import record  # noqa: PLC0415
+    except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
+        _failed_alone(f"{folder}/{run_folder.failure(name)}", node, number, code, f"{why}; the image is gone: {error}")
+        return code
     record.write(folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=files.tail(log))
     return code
+
+
+def _failed_alone(target: str, node: str, rank: int | None, code: int, why: str) -> None:
+    """A record without anything that is still to be loaded; the lines of the log are read later."""
+
+    def quoted(text: str) -> str:
+        plain = (letter.isascii() and letter.isalnum() for letter in text)
+        letters = (one if ok else f"\\u{min(ord(one), 0xFFFD):04x}" for one, ok in zip(text, plain, strict=True))
+        return f'"{"".join(letters)}"'
+
+    number = "null" if rank is None else rank
+    text = f'{{"time": {time.time()}, "node": {quoted(node)}, "rank": {number}, "code": {code}, "why": {quoted(why)}, '
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.write(file, f'{text}"log": null, "last_lines": []}}\n'.encode())
+    except OSError as error:
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

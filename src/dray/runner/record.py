@@ -15,6 +15,10 @@ from dray.runner import output
 def write(folder: str, name: str, **fields: object) -> None:
     """failures/NAME.json. A disk that is full must not hide the exit code as well."""
     target = f"{folder}/{run_folder.failure(name)}"
+    if not fields.get("lost"):  # this node tells nothing of another that is gone
+        from dray.runner import evidence  # noqa: PLC0415  only what has failed pays for it
+
+        fields["evidence"] = evidence.collect(folder, fields.get("log"))
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, json.dumps({"time": time.time(), **output.redacted(fields)}, indent=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -13,22 +12,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dray.contract import exit_codes, files, run_folder, secrets
-from dray.contract.findings import DrayError, counted
+from dray.contract import exit_codes, files, run_folder
+from dray.contract.findings import counted
+from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again
+from dray.runs import again, causes, records
 from dray.runs.paths import RunPaths
+from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 T = TypeVar("T")
-
-_RECORD = 1 << 20  # bytes of a record, a report or a line of metrics
-_UNNOTICED_S = 5.0
-"""Seconds in which ranks may die of a node that is lost before its loss is noticed."""
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False) -> Result:
@@ -53,9 +49,9 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
-    cause, first = (one and _redacted(one, plan) for one in (cause, first))
+    cause, first = (one and records.redacted(left.explained(one), plan) for one in (cause, first))
     result = Result(
-        **_printable(
+        **printable(
             {
                 "run": plan.run if plan else paths.run.name,
                 "status": status,
@@ -96,13 +92,6 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     return result
 
 
-def _redacted(cause: Cause, plan: Plan | None) -> Cause:
-    """Without what pass_env handed in: a launcher's or an engine's own lines pass no filter of the ranks'."""
-    values = secrets.passed(plan.recipe.pass_env if plan else (), os.environ)
-    lines = [secrets.redacted(line, values) for line in cause.last_lines]
-    return cause.model_copy(update={"why": secrets.redacted(cause.why, values), "last_lines": lines})
-
-
 class _Left:
     """What an attempt left, read piece by piece: none that cannot be read hides another."""
 
@@ -115,14 +104,14 @@ class _Left:
         try:
             return look()
         except Exception as error:  # the last words of a run are said whatever is in its folder
-            self.warnings.append(f"{what} cannot be read: {_reason(error)}")
+            self.warnings.append(f"{what} cannot be read: {records.reason(error)}")
             return None
 
     def restarts(self) -> list[tuple[float, Cause | None]]:
         """What failed, and when, before each time that the runners have started all ranks again."""
         count = sum(path.is_dir() for path in self.paths.failures.glob("restart-*"))
         folders = [self.paths.folder / run_folder.restart(number) for number in range(1, count + 1)]
-        return [self.first_cause(folder) or (_modified(folder), None) for folder in folders]
+        return [self.first_cause(folder) or (records.modified(folder), None) for folder in folders]
 
     def asked(self) -> Stop | None:
         """Whether ranks have ended since somebody had asked them to, in the file that is for that."""
@@ -136,44 +125,29 @@ class _Left:
         """From the end of the attempt before this one, and from each restart."""
         own, before = self.paths, RunPaths(self.paths.run, self.paths.attempt - 1)
         failures, events = [], self._events
-        if before.attempt and (ended := _modified(before.result)):
+        if before.attempt and (ended := records.modified(before.result)):
             earlier = _Left(before, 0)
             time, cause = earlier.first_cause(before.failures) or (ended, None)
-            failures.append(Failure(cause.why if cause else "the job ended", time, ended, _modified(own.plan)))
+            failures.append(Failure(cause.why if cause else "the job ended", time, ended, records.modified(own.plan)))
             events = lambda: chain(earlier._events(), self._events())  # noqa: E731
         for number, (time, cause) in enumerate(within, 1):
-            ended = _modified(own.folder / run_folder.restart(number))
+            ended = records.modified(own.folder / run_folder.restart(number))
             failures.append(Failure(cause.why if cause else "unknown", time, ended))
         return [one.model_dump() for one in recoveries(failures, events())] if failures else []
 
     def first_cause(self, folder: Path) -> tuple[float, Cause] | None:
-        """The earliest record of a failure, and its time. A node that was lost is the cause of what died of that."""
-        paths = self.tried(folder, lambda: sorted(folder.iterdir())) or []
-        records = [self._record(path) for path in paths if path.suffix == ".json"]
-        lost = {cause.node for _, cause, lost in records if lost}
-        # What the lost node's own ranks recorded says more than that it was lost.
-        began = [(time - _UNNOTICED_S * (cause.node in lost), cause) for time, cause, _ in records]
-        return min(began, key=lambda record: record[0]) if began else None
+        """The earliest record of a failure, and its time."""
+        found = self.tried(folder, lambda: records.read(folder, self.paths.logs, code=self.code, warn=self.warn))
+        return found[0][:2] if found else None
 
-    def _record(self, path: Path) -> tuple[float, Cause, bool]:
-        """When it was, the cause, and whether it is that a node was lost. A damaged one still tells who failed."""
-        try:
-            record = json.loads(files.read(path, limit=_RECORD))
-            time = float(record["time"])
-            if not math.isfinite(time):
-                raise ValueError(f"its time is {time}")
-            return time, Cause.model_validate(record), bool(record.get("lost"))
-        except Exception as error:
-            reason = f"{path} cannot be read: {_reason(error)}"
-            self.warnings.append(reason)
-        kind, _, number = path.stem.partition("-")
-        rank = int(number) if kind == "rank" and re.fullmatch("[0-9]{1,9}", number) else None
-        log = self.paths.logs / f"{path.stem}.log"
-        why = f"it failed, and its record is damaged ({path.name})"
-        lines = files.tail(log)
-        code = self.code or exit_codes.FAILED
-        cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
-        return _modified(path), cause, False
+    def warn(self, text: str) -> None:
+        """Something of the run's files cannot be read."""
+        self.warnings.append(text)
+
+    def explained(self, cause: Cause) -> Cause:
+        """With its name, where one of runs/causes.toml fits; Slurm's own lines are evidence too."""
+        slurm = self.tried(self.paths.logs, lambda: records.by_slurm(self.paths.logs)) or []
+        return causes.explained(cause.model_copy(update={"evidence": [*cause.evidence, *slurm]}))
 
     def unrecorded(self) -> Cause:
         """The cause of a failure that nobody recorded."""
@@ -188,7 +162,7 @@ class _Left:
 
     def _is_full(self) -> bool:
         disk = os.statvfs(self.paths.folder)
-        return disk.f_bavail * disk.f_frsize < _RECORD // 16
+        return disk.f_bavail * disk.f_frsize < RECORD // 16
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
         """Rank 0 is the cause where a training ended with 0 and left less than one does that ended well."""
@@ -214,7 +188,7 @@ class _Left:
     def preflight(self) -> str | None:
         """What the nodes proved before the launch, in a line."""
         try:
-            report = json.loads(files.read(self.paths.preflight_report, limit=_RECORD))
+            report = json.loads(files.read(self.paths.preflight_report, limit=RECORD))
         except FileNotFoundError:
             return None
         transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
@@ -261,11 +235,11 @@ class _Left:
         except FileNotFoundError:
             return
         with file:
-            while line := file.readline(_RECORD):
+            while line := file.readline(RECORD):
                 try:
                     event = json.loads(line)
                 except (ValueError, RecursionError):
-                    damaged += line.endswith(b"\n") or len(line) == _RECORD
+                    damaged += line.endswith(b"\n") or len(line) == RECORD
                     continue
                 if isinstance(event, dict):
                     yield event
@@ -285,28 +259,3 @@ def _number(event: dict[str, Any], name: str) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor what JSON cannot hold
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _reason(error: Exception) -> str:
-    """In a line."""
-    if isinstance(error, DrayError):
-        text = ": ".join(filter(None, [error.problem, error.finding.found]))
-    else:
-        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:300]
-
-
-def _printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The same without what no JSON can hold and no terminal should be sent."""
-    if isinstance(value, str):
-        return _UNPRINTABLE.sub("\ufffd", value)
-    if isinstance(value, dict):
-        return {name: _printable(one) for name, one in value.items()}
-    return [_printable(one) for one in value] if isinstance(value, list) else value

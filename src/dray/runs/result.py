@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from dray.contract.findings import counted
 from dray.runs.paths import RunPaths
 from dray.runs.recovery import Recovery
+
+UNKNOWN = "unknown"
+_MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
+
+
+def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damaged part hides no failure
+    texts = lines if isinstance(lines, list) else []
+    return [line[:_LONGEST] for line in texts if isinstance(line, str)][:_MOST]
 
 
 class Cause(BaseModel):
@@ -23,6 +31,13 @@ class Cause(BaseModel):
     why: str
     log: str | None
     last_lines: list[str]
+    evidence: Annotated[list[str], BeforeValidator(_evidence)] = []
+    """What the node saw when it failed: memory, kernel log, disks."""
+    name: str = UNKNOWN
+    """Of runs/causes.toml."""
+    fix: str = ""
+    source: str = ""
+    """Where the sign comes from by which it was named."""
 
 
 class Attempt(BaseModel):
@@ -109,7 +124,7 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
     ended, go_on = _ended(result, again, shown), _next(result)
-    lines = [*ended, *_restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
+    lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
     lines += [f"warning: {warning}" for warning in result.warnings]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
@@ -118,25 +133,36 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
 def _ended(result: Result, again: str, shown: int | None) -> list[str]:
     if result.cause:
         cause = result.cause
-        lines = [f"failed: {_who(cause)}: {cause.why}"]
+        lines = [f"failed: {who(cause)}: {cause.why}"]
         known = cause.why.splitlines()
         last = [] if cause.rank is not None and cause.rank == shown else cause.last_lines[-12:]
         lines += [f"  | {line}" for line in last if line not in known]
         lines += [f"  log: {cause.log}"] if cause.log else []
+        lines += named(cause)
         return [*lines, *_left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
 
 
-def _who(cause: Cause) -> str:
-    who = f"rank {cause.rank}" if cause.rank is not None else "the launch"
-    return f"{who}{' on ' + cause.node if cause.node else ''}"
+def named(cause: Cause) -> list[str]:
+    """The cause by its name; the fix, unless the message has a better one of its own."""
+    if cause.name == UNKNOWN:
+        return []
+    own = any(line.startswith("  fix:") for line in cause.why.splitlines() + cause.last_lines)
+    return [f"  cause: {cause.name}", *([] if own or not cause.fix else [f"  fix: {cause.fix}"])]
 
 
-def _restarts(result: Result) -> list[str]:
+def who(cause: Cause) -> str:
+    """Whose failure it is."""
+    rank = f"rank {cause.rank}" if cause.rank is not None else "the launch"
+    return f"{rank}{' on ' + cause.node if cause.node else ''}"
+
+
+def restarts(result: Result) -> list[str]:
+    """How often all ranks were started again, and why the first time."""
     if not result.restarts:
         return []
     first = result.restart_cause
-    why = f", the first time after {_who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
+    why = f", the first time after {who(first)}: {first.why.partition(chr(10))[0]}" if first else ""
     return [f"restarts: {result.restarts}{why}"]
 
 

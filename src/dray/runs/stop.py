@@ -14,6 +14,7 @@ _BY_STATE = {
     "NODE_FAIL": "a node failure",
     "DEADLINE": "its deadline",
     "CANCELLED": "scancel",
+    "OUT_OF_MEMORY": "the memory limit",
 }
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
 _SOON_S = 240  # the batch scripts ask for SIGUSR1 two minutes before the time limit, and Slurm may be a minute early
@@ -32,6 +33,11 @@ def parse(text: str, *, now: float) -> Stop:
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     at = _seconds(fields, "at") or now
     return Stop(_reason(fields, at), utc(at))
+
+
+def of_state(state: str) -> str:
+    """What stopped a job in this state of sacct's, such as `CANCELLED by 1000`; empty where it stopped by itself."""
+    return _BY_STATE.get(state.split(" ", maxsplit=1)[0], "")
 
 
 def of_a_batch_job(text: str) -> bool:

@@ -30,6 +30,18 @@ def _nondeterministic(raised: Exception) -> DrayError | None:
     )
 
 
+def _memory(raised: Exception) -> DrayError | None:
+    """A GPU that is full is no defect; torch says what held it."""
+    if type(raised).__name__ != "OutOfMemoryError":  # torch's own, without the seconds that torch takes
+        return None
+    traceback.print_exception(raised)
+    return DrayError(
+        "the GPU has no memory left",
+        found=" ".join(str(raised).split())[:600],
+        fix="batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3",
+    )
+
+
 def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoReturn:
     """Run it and end the process at once, without taking anything apart. A finding begins with this name.
 
@@ -41,7 +53,7 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
     try:
         main(*arguments)
     except Exception as raised:
-        found = _nondeterministic(raised) or unexpected.error(raised, log=True)
+        found = _nondeterministic(raised) or _memory(raised) or unexpected.error(raised, log=True)
         print(f"{name}{found}", file=sys.stderr)
         code = found.finding.code
     except BaseException:

@@ -1,0 +1,39 @@
+"""`dray why`: why a run failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli.options import Runs
+from dray.contract.findings import ConfigError
+from dray.runs import bundle as bundles
+from dray.runs import why as reasons
+from dray.runs.paths import default_runs, last_attempt, newest_run
+
+
+def why(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, or one attempt's; else the newest run.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="With --bundle: the archive; else dray-why-RUN.tar.gz.")
+    ] = None,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="Pack plan, result, failures and the ends of logs, without secrets.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    runs: Runs = None,
+) -> None:
+    """Show why a run failed: the first failure, its cause and the fix; --bundle packs what a bug report needs."""
+    if file and not bundle:
+        raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
+    paths = last_attempt(run or newest_run((runs or default_runs()).absolute()))
+    report = reasons.look(paths)
+    if not bundle:
+        print(report.model_dump_json(indent=1) if as_json else reasons.text(report))
+        return
+    made = bundles.make(paths, report, file or Path(f"dray-why-{paths.run.name}.tar.gz"))
+    print(made.model_dump_json(indent=1) if as_json else bundles.text(made))

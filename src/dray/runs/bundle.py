@@ -1,0 +1,225 @@
+"""One archive for a bug report: what tells why a run failed, and nothing that is secret, large or the user's data."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import platform
+import pwd
+import re
+import stat
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from dray import __version__
+from dray.contract import files, secrets
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.values import printable
+from dray.runs import why
+from dray.runs.paths import RunPaths, attempts
+from dray.runs.write import read
+
+_WHOLE, _TAIL = 4 << 20, 1 << 16  # bytes of a file that is taken whole, and of the end of a log
+_LOGS, _RECORDS, _EARLIER = 24, 64, 4  # at most so many logs, records and earlier attempts
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "triton", "numpy", "pydantic", "typer")
+_SHORTEST = 8  # letters of a secret, as in contract/secrets.py
+_ABOUT = """\
+What tells why the run {run} failed, for a bug report or the cluster's administrators. Made by dray {dray}.
+
+Replaced: values of pass_env and of variables whose names hold secrets, as they are in the environment of who made this,
+by [NAME]; what has the shape of a secret, and the attempt's own secret, by [secret]; home folders, by ~; the names of
+their users in paths, by [user].
+Not replaced: names of nodes and projects, other paths, the command, and what else programs printed. Read it before you
+send it.
+Not in it: checkpoints, models, datasets, compiled code, secrets. Of logs and metrics the last {tail} KiB.
+
+{names}
+"""
+
+
+class Bundle(BaseModel):
+    """What was made."""
+
+    file: str
+    size: int
+    names: list[str]
+    left_out: list[str]
+
+
+def make(paths: RunPaths, report: why.Report, out: Path) -> Bundle:
+    """Write it, for this user alone; a file that is there already stays as it is."""
+    left_out: list[str] = []
+    clean = _cleaner(paths)
+    content = {"versions.json": clean(_versions())}
+    if paths.run.stat().st_uid == os.geteuid():
+        content["why.txt"] = clean(why.text(report))
+    else:  # reading for it followed links, which in another user's folder may lead to files of this one's
+        left_out.append("why.txt: the run is another user's")
+    for path in _chosen(paths):
+        name = path.relative_to(paths.run).as_posix()
+        if name in content:
+            continue
+        try:
+            text = _text(path, paths.run)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            left_out.append(printable(f"{name}: {error.strerror}"))
+            continue
+        content[_plain(name)] = clean(text)
+    names = [*content, *(f"({line}, left out)" for line in left_out)]
+    about = _ABOUT.format(run=paths.run.name, dray=__version__, tail=_TAIL >> 10, names="\n".join(sorted(names)))
+    content["README"] = clean(about)
+    _write(out, _packed(f"dray-why-{_plain(paths.run.name)}", content))
+    return Bundle(file=str(out), size=out.stat().st_size, names=sorted(content), left_out=left_out)
+
+
+def text(made: Bundle) -> str:
+    """What is in it, and what to do before it is sent."""
+    out = [f"{made.file}: {made.size:,} bytes, {len(made.names)} files:", *(f"  {name}" for name in made.names)]
+    out += [f"left out: {line}" for line in made.left_out]
+    return "\n".join([*out, "Read it before you send it: its README says what was replaced, and what was not."])
+
+
+def _chosen(paths: RunPaths) -> Iterator[Path]:
+    """Most telling first, of each kind at most so many."""
+    yield from (paths.plan, paths.result, paths.facts, paths.node_script, paths.srun_options, paths.preflight_report)
+    failures = _listed(paths.failures, "*.json", _RECORDS)
+    yield from failures
+    yield from _listed(paths.failures, "restart-*/*.json", _RECORDS)
+    failed = [paths.logs / f"{path.stem}.log" for path in failures]
+    logs = [*failed, paths.rank_log(0), *_listed(paths.logs, "node-*.log", _LOGS), *_listed(paths.logs, "*.log", _LOGS)]
+    yield from list(dict.fromkeys(logs))[:_LOGS]
+    yield paths.metrics
+    yield from _listed(paths.run, "job-*.log", 2)
+    earlier = [RunPaths(paths.run, number) for number in attempts(paths.run) if number < paths.attempt]
+    for before in earlier[-_EARLIER:]:
+        yield before.result
+        yield from _listed(before.failures, "*.json", _RECORDS)
+
+
+def _listed(folder: Path, pattern: str, most: int) -> list[Path]:
+    with suppress(OSError):
+        return sorted(folder.glob(pattern))[:most]
+    return []
+
+
+def _text(path: Path, run: Path) -> str:
+    """A file of the run folder itself: no link of another user's may lead to a file of this one's."""
+    with files.open_regular(path, link=False) as file:
+        opened = Path(f"/proc/self/fd/{file.fileno()}").readlink()
+        if opened != run.resolve() / path.relative_to(run):
+            raise OSError(0, "a link in its path")
+        found = os.fstat(file.fileno())
+        if found.st_uid == os.geteuid() != run.stat().st_uid:
+            raise OSError(0, "a file of yours in a folder of another user")
+        if path.suffix in (".log", ".jsonl"):
+            return _tail(file, found)
+        content = file.read(_WHOLE + 1)
+    if len(content) > _WHOLE:
+        raise OSError(0, f"more than {_WHOLE >> 20} MiB")
+    return content.decode("utf-8", "replace")
+
+
+def _tail(file: io.BufferedReader, found: os.stat_result) -> str:
+    """Whole lines: the half of one may be the half of a secret, which nothing would recognise."""
+    begin = max(0, found.st_size - _TAIL)
+    file.seek(max(0, begin - 1))
+    content = file.read(_TAIL + (begin > 0))
+    if begin:
+        rest = content.partition(b"\n")[2]
+        content = f"({found.st_size - len(rest):,} bytes before this are left out)\n".encode() + rest
+    return content.decode("utf-8", "replace")
+
+
+class _Cleaner:
+    """Replaces what nobody else is to read."""
+
+    def __init__(self, values: dict[str, str], homes: dict[str, str]) -> None:
+        self._values = dict(sorted(values.items(), key=lambda one: len(one[0]), reverse=True))
+        names = sorted({name for name in homes.values() if len(name) > 1 and name != "root"}, key=len, reverse=True)
+        self._homes = sorted((home for home in homes if len(home) > 1), key=len, reverse=True)
+        user = "|".join(map(re.escape, names))
+        self._user = re.compile(rf"(?<=/)(?:{user})(?=[/\s\"':;,.)\]]|$)|\b(?:{user})(?=@)") if names else None
+
+    def __call__(self, text: str) -> str:
+        text = secrets.redacted(text, self._values)
+        for home in self._homes:
+            text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+        text = self._user.sub("[user]", text) if self._user else text
+        return str(printable(text))
+
+
+def _cleaner(paths: RunPaths) -> _Cleaner:
+    """By this user's environment, and by whose run it is."""
+    names = {name for name, value in os.environ.items() if secrets.is_variable(name, value)}
+    homes = {os.environ.get("HOME", "").rstrip("/"): ""}
+    with suppress(DrayError, OSError):
+        plan = read(paths)
+        names |= {*plan.recipe.pass_env, *plan.pass_env}
+    with suppress(OSError, ValueError):
+        found = files.read(paths.facts, limit=_WHOLE).decode("utf-8", "replace")
+        homes |= {line[5:].rstrip("/"): "" for line in found.splitlines() if line.startswith("home=/")}
+    for uid in (os.geteuid(), paths.run.stat().st_uid):
+        with suppress(KeyError):
+            known = pwd.getpwuid(uid)
+            homes[known.pw_dir.rstrip("/")] = known.pw_name
+    values = secrets.passed(names, os.environ)
+    with suppress(OSError):
+        own = files.read(paths.secret, limit=_TAIL).decode("utf-8", "replace").strip()
+        values |= {own: "secret"} if len(own) >= _SHORTEST else {}
+    # In JSON a quote, a backslash or a letter beyond ASCII has another form.
+    forms = {form: name for value, name in values.items() for form in (value, json.dumps(value)[1:-1])}
+    return _Cleaner(forms, homes)
+
+
+def _versions() -> str:
+    found = {"dray": __version__, "python": sys.version, "platform": platform.platform()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _plain(name: str) -> str:
+    """A name for any file system, whatever made the folder."""
+    return re.sub(r"[^\w./-]|\.\.", "_", name, flags=re.ASCII)
+
+
+def _packed(folder: str, content: dict[str, str]) -> bytes:
+    """The same bytes for the same content."""
+    raw = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name in sorted(content):
+            data = content[name].encode("utf-8", "replace")
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size, entry.mode = len(data), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+    return raw.getvalue()
+
+
+def _write(out: Path, data: bytes) -> None:
+    try:
+        file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
+    except FileExistsError:
+        raise ConfigError("the archive exists already", where=out, fix="name another FILE, or remove it") from None
+    except OSError as error:
+        wanted = "a FILE in a folder that you may write"
+        raise ConfigError("the archive cannot be written", where=out, wanted=wanted, found=error.strerror) from error
+    try:
+        with open(file, "wb") as stream:  # noqa: PTH123  a number
+            stream.write(data)
+    except OSError as error:
+        out.unlink()
+        raise UnfitError("the archive cannot be written", where=out, found=error.strerror) from error

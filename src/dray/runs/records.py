@@ -1,0 +1,98 @@
+"""The failures that nodes and ranks have recorded, the first one first."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from dray.contract import exit_codes, files, secrets
+from dray.contract.findings import DrayError
+from dray.planning.schema import Plan
+from dray.runs.result import Cause
+
+RECORD = 1 << 20
+"""Bytes of a record, a report or a line of metrics."""
+_MOST = 65_536
+_UNNOTICED_S = 5.0
+"""Seconds in which ranks may die of a node that is lost before its loss is noticed."""
+_SLURM = re.compile(r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |[Nn]ode failure)")
+
+
+class Record(NamedTuple):
+    """One record."""
+
+    time: float
+    cause: Cause
+    lost: bool
+    """Whether it is that a node was lost, as another tells."""
+
+
+def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) -> list[Record]:
+    """In their order. A node that was lost comes before what died of that; `code` is that of a damaged record."""
+    paths = [path for path in sorted(folder.iterdir())[:_MOST] if path.suffix == ".json"]
+    found = [_record(path, logs, code, warn) for path in paths]
+    lost = {one.cause.node for one in found if one.lost}
+    # What the lost node's own ranks recorded says more than that it was lost.
+    return sorted(found, key=lambda one: one.time - _UNNOTICED_S * (one.cause.node in lost))
+
+
+def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> Record:
+    """A damaged one still tells who failed."""
+    try:
+        record = json.loads(files.read(path, limit=RECORD))
+        time = float(record["time"])
+        if not math.isfinite(time):
+            raise ValueError(f"its time is {time}")
+        cause = Cause.model_validate(record)
+        if cause.log is None and cause.rank is not None:  # its supervisor could write no more than a line
+            log = logs / f"{path.stem}.log"
+            cause = cause.model_copy(update={"log": str(log), "last_lines": files.tail(log)})
+        return Record(time, cause, bool(record.get("lost")))
+    except Exception as error:
+        warn(f"{path} cannot be read: {reason(error)}")
+    kind, _, number = path.stem.partition("-")
+    rank = int(number) if kind == "rank" and re.fullmatch("[0-9]{1,9}", number) else None
+    log = logs / f"{path.stem}.log"
+    why = f"it failed, and its record is damaged ({path.name})"
+    lines = files.tail(log)
+    code = code or exit_codes.FAILED
+    return Record(modified(path), Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines), False)
+
+
+def by_slurm(logs: Path) -> list[str]:
+    """What Slurm itself wrote into the nodes' logs of why it ended them."""
+    lines = [line for log in sorted(logs.glob("node-*.log"))[:256] for line in files.tail(log)]
+    return list(dict.fromkeys(f"Slurm: {line[:300]}" for line in lines if _SLURM.match(line[:1000])))[:4]
+
+
+def redacted(cause: Cause, plan: Plan | None) -> Cause:
+    """Without what pass_env handed in: a launcher's or an engine's own lines pass no filter of the ranks'."""
+    values = secrets.passed(plan.recipe.pass_env if plan else (), os.environ)
+
+    def clean(lines: list[str]) -> list[str]:
+        return [secrets.redacted(line, values) for line in lines]
+
+    changed = {"last_lines": clean(cause.last_lines), "evidence": clean(cause.evidence)}
+    return cause.model_copy(update={"why": secrets.redacted(cause.why, values), **changed})
+
+
+def modified(path: Path) -> float:
+    """When it was written; 0 where there is none."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def reason(error: Exception) -> str:
+    """In a line."""
+    if isinstance(error, DrayError):
+        text = ": ".join(filter(None, [error.problem, error.finding.found]))
+    else:
+        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300]

@@ -1,0 +1,197 @@
+"""Why a run failed, from what is in its folder, whatever state that is in. It reads and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+from pydantic import BaseModel, ConfigDict
+
+from dray import facts, process
+from dray.contract import files
+from dray.contract.findings import DrayError, counted
+from dray.contract.values import printable
+from dray.planning.schema import Plan
+from dray.runs import again, causes, records, stop
+from dray.runs.paths import RunPaths
+from dray.runs.result import UNKNOWN, Attempt, Cause, Result, restarts, who
+from dray.runs.write import read
+
+_RESULT = 4 << 20
+_SHOWN, _WIDE = 12, 400  # last lines, and letters of each
+_AFTER = 6
+_ASK_S = 10.0
+_CLUSTER = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NO_RESULT = "no result"
+
+
+class Report(BaseModel):
+    """What `dray why` tells."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    attempt: int
+    folder: str
+    status: str
+    """done, failed, stopped, or `no result`: it runs, or was killed before it could write one."""
+    exit_code: int | None = None
+    reason: str | None = None
+    """What stopped it."""
+    at: str | None = None
+    cause: Cause | None = None
+    """The first failure."""
+    after: list[str] = []
+    """The others that ended after it, and are no cause."""
+    name: str = UNKNOWN
+    """The cause's, or that of what stopped it."""
+    fix: str = ""
+    source: str = ""
+    evidence: list[str] = []
+    notes: list[str] = []
+    """Restarts, and whether the job goes on by itself."""
+    history: list[Attempt] = []
+    warnings: list[str] = []
+
+
+def look(paths: RunPaths) -> Report:
+    """Read an attempt's folder."""
+    warnings: list[str] = []
+    result, plan = _result(paths, warnings), _plan(paths, warnings)
+    found: list[records.Record] = []
+    with suppress(OSError):  # a run without a failure has no such folder
+        found = records.read(paths.failures, paths.logs, code=result.exit_code if result else 0, warn=warnings.append)
+    status = result.status if result else NO_RESULT
+    cause = result.cause if result else found[0].cause if found else None
+    if cause and cause.name == UNKNOWN:
+        evidence = [*cause.evidence, *records.by_slurm(paths.logs)]
+        named = causes.explained(cause.model_copy(update={"evidence": list(dict.fromkeys(evidence))}))
+        cause = records.redacted(named, plan)
+    slurm, reason = ("", None) if result else _asked(paths)
+    reason = result.reason if result else reason
+    told = Report(
+        run=result.run if result else paths.run.name,
+        attempt=paths.attempt,
+        folder=str(paths.run),
+        status=status,
+        exit_code=result.exit_code if result else None,
+        reason=reason,
+        at=result.at if result else None,
+        cause=cause,
+        after=[_after(one, found[0]) for one in found[1:]] if cause and status != "stopped" else [],
+        evidence=[*(cause.evidence if cause else []), *filter(None, [slurm])],
+        notes=_notes(result),
+        history=result.history if result else again.history(paths),
+        warnings=[*(result.warnings if result else []), *warnings],
+    )
+    return Report.model_validate(printable(told.model_dump() | _named(cause, reason)))
+
+
+def _named(cause: Cause | None, reason: str | None) -> dict[str, str]:
+    if cause and cause.name != UNKNOWN:
+        return {"name": cause.name, "fix": cause.fix, "source": cause.source}
+    if reason and (known := causes.of_reason(reason)):
+        return {"name": known[0].name, "fix": known[0].fix, "source": known[1].source}
+    return {}
+
+
+def _result(paths: RunPaths, warnings: list[str]) -> Result | None:
+    try:
+        return Result.model_validate(printable(json.loads(files.read(paths.result, limit=_RESULT))))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.append(f"{paths.result} cannot be read: {records.reason(error)}")
+        return None
+
+
+def _plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
+    try:
+        return read(paths)
+    except (DrayError, OSError) as error:
+        warnings.append(f"{paths.plan} cannot be read: {records.reason(error)}")
+        return None
+
+
+def _asked(paths: RunPaths) -> tuple[str, str | None]:
+    """What Slurm tells of the job of a run without a result, where this machine can ask it."""
+    with suppress(DrayError, OSError, ValueError):
+        known = facts.parse(files.read(paths.facts, limit=_RESULT).decode(errors="replace"), where=str(paths.facts))
+        if known.job and process.which("sacct"):
+            cluster = [f"--clusters={known.cluster}"] if _CLUSTER.fullmatch(known.cluster) else []
+            argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.job}", *cluster, "--format=State"]
+            lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
+            if lines:  # else its accounting does not know the job
+                return f"Slurm: job {known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
+    return "", None
+
+
+def _after(one: records.Record, first: records.Record) -> str:
+    seconds = one.time - first.time
+    later = f", {seconds:.1f} s later" if 0 <= seconds < 1e7 else ""
+    return f"{who(one.cause)} ({one.cause.why.partition(chr(10))[0][:80]}{later})"
+
+
+def _notes(result: Result | None) -> list[str]:
+    if result is None:
+        return []
+    recovered = [f"recovered: {one}" for one in result.recoveries]
+    then = [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}"] if result.next else []
+    return [*restarts(result), *recovered, *then]
+
+
+def text(report: Report) -> str:
+    """Half a page."""
+    return "\n".join(line if len(line) <= _WIDE else f"{line[:_WIDE]} ..." for line in _lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"{report.run}, attempt {report.attempt}: {_status(report)}"
+    if report.cause:
+        yield from _first(report.cause)
+        if report.after:
+            shown = ", ".join(report.after[:_AFTER]) + ", ..." * (len(report.after) > _AFTER)
+            yield f"{counted(len(report.after), 'other')} ended after it, which is no cause: {shown}"
+    if report.cause or report.name != UNKNOWN:
+        yield f"cause: {report.name}"
+        yield from (f"  {name + ':':<8}{value}" for name, value in _details(report) if value)
+    if report.evidence:
+        yield "evidence:"
+        yield from (f"  {line}" for line in report.evidence)
+    yield from report.notes
+    yield from map(_earlier, report.history)
+    yield from (f"warning: {warning}" for warning in report.warnings)
+    yield f"run folder: {report.folder}"
+
+
+def _details(report: Report) -> Iterator[tuple[str, str]]:
+    yield "fix", report.fix
+    yield "source", report.source
+
+
+def _status(report: Report) -> str:
+    if report.status == NO_RESULT:
+        return "no result: it runs, or it was killed before it could write one"
+    if report.status == "done":
+        return "done, nothing failed"
+    stopped = f" by {report.reason} at {report.at}" if report.reason else ""
+    return f"{report.status}{stopped}, exit code {report.exit_code}"
+
+
+def _first(cause: Cause) -> Iterator[str]:
+    head, *rest = cause.why.splitlines() or [""]
+    yield f"first to fail: {who(cause)}: {head}"
+    yield from rest[:_SHOWN]
+    known = cause.why.splitlines()
+    yield from (f"  | {line}" for line in cause.last_lines[-_SHOWN:] if line not in known)
+    if cause.log:
+        yield f"  log: {cause.log}"
+
+
+def _earlier(one: Attempt) -> str:
+    why = f", {one.why}" if one.why else ""
+    steps = f", step {one.steps}" if one.steps else ""
+    saved = f", saved up to {one.saved_step}" if one.saved_step else ""
+    return f"attempt {one.attempt}: {one.status}{why}{steps}{saved}"

@@ -1,0 +1,430 @@
+"""`dray why`: half a page on a run in any state, and the archive for a bug report."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from damage import HOSTILE, RECORD, replace
+from dray.facts import Facts
+from dray.runs import bundle, causes, why
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths, last_attempt
+from dray.runs.result import summary
+from dray.runs.stop import Stop
+from dray.runs.write import read_recipe, write
+from helpers import PYTHON, ROOT
+
+FACTS = Facts(
+    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
+)
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 14.57 GiB"
+FIX = (
+    "batch.per_device smaller, train.activation_checkpointing = true, or more GPUs with fsdp or zero3; dray plan "
+    "estimates the memory"
+)
+
+
+def begun(runs: Path, *words: str, run: str | None = "mine") -> RunPaths:
+    return write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words), FACTS, runs=runs, run=run)[1]
+
+
+def record(paths: RunPaths, name: str, **fields: object) -> None:
+    (paths.failures / f"{name}.json").write_text(json.dumps(RECORD | fields))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """Rank 3 has failed first, two others of it."""
+    paths = begun(tmp_path / "my runs")
+    seen = ["GPU memory: CUDA out of memory. Tried to allocate 1.95 GiB", "/dev/shm: 9.000 GB free of 9.000 GB"]
+    record(paths, "rank-3", last_lines=["Traceback (most recent call last):", OOM], evidence=seen)
+    record(paths, "rank-0", time=12.5, rank=0, node="n1", code=134, why="killed by SIGABRT")
+    record(paths, "node-0", time=13.0, rank=None, node="n1", why="rank 0 on n1: killed by SIGABRT")
+    return paths
+
+
+def dray(*words: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dray", "why", *words]
+    env = {**PYTHON, "HOME": "/home/me", **env}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def page(run: Path) -> list[str]:
+    """Its lines, without a process of its own."""
+    return why.text(why.look(last_attempt(run))).splitlines()
+
+
+PAGE = """\
+mine, attempt 1: failed, exit code 3
+first to fail: rank 3 on n2: exit code 3
+  | Traceback (most recent call last):
+  | {oom}
+  log: l
+2 others ended after it, which is no cause: rank 0 on n1 (killed by SIGABRT, 2.5 s later), \
+the launch on n1 (rank 0 on n1: killed by SIGABRT, 3.0 s later)
+cause: out of memory on the GPU
+  fix:    {fix}
+  source: torch, c10/cuda/CUDACachingAllocator.cpp
+evidence:
+  GPU memory: CUDA out of memory. Tried to allocate 1.95 GiB
+  /dev/shm: 9.000 GB free of 9.000 GB
+run folder: {run}
+"""
+
+
+def test_the_whole_page(paths: RunPaths) -> None:
+    finish(paths, code=1)
+    ended = dray(paths.run)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == PAGE.format(oom=OOM, fix=FIX, run=paths.run)
+    assert dray("--runs", paths.run.parent).stdout == ended.stdout
+    assert dray(paths.folder).stdout == ended.stdout
+    told = json.loads(dray(paths.run, "--json").stdout)
+    assert (told["status"], told["exit_code"], told["name"], told["fix"]) == (
+        "failed",
+        3,
+        "out of memory on the GPU",
+        FIX,
+    )
+    assert told["cause"]["rank"] == 3
+
+
+def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
+    finish(paths, code=1)
+    text = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    program = tmp_path / "bin" / "dray"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    program.chmod(0o755)
+    env = {**PYTHON, "PATH": f"{program.parent}:{os.environ['PATH']}", "RUN": str(paths.run)}
+    subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "report.tar.gz").exists()
+    names = {
+        name.strip() for row in re.findall(r"^\| \w+ \| (.*;.*) \|$", text, re.MULTILINE) for name in row.split(";")
+    }
+    assert {re.sub(r" \(.*\)$", "", name) for name in names} == {one.name for one in causes.known()}
+
+
+def test_the_result_and_the_last_words_name_it(paths: RunPaths) -> None:
+    result = finish(paths, code=1)
+    assert json.loads(paths.result.read_text())["cause"]["name"] == "out of memory on the GPU"
+    assert summary(result, paths).splitlines()[3:6] == [
+        "  log: l",
+        "  cause: out of memory on the GPU",
+        f"  fix: {FIX}",
+    ]
+
+
+def test_a_message_with_a_fix_of_its_own_keeps_it(tmp_path: Path) -> None:
+    paths = begun(tmp_path)
+    record(paths, "node-1", code=78, why="n2 has another image\n  fix:    use one image", last_lines=[])
+    assert summary(finish(paths, code=1), paths).splitlines()[1:5] == [
+        "  fix:    use one image", "  log: l", "  cause: the configuration is wrong", f"run folder: {paths.run}",
+    ]  # fmt: skip
+
+
+def test_slurm_s_own_lines_are_evidence(tmp_path: Path) -> None:
+    paths = begun(tmp_path)
+    record(paths, "rank-3", code=137, why="killed by SIGKILL", last_lines=["step 5"])
+    line = "slurmstepd: error: Detected 1 oom_kill event in StepId=17.0. Some of the step tasks have been OOM Killed."
+    paths.node_log(1).write_text(f"slurmstepd: error: *** STEP 17.0 ON n1 CANCELLED AT 2026 ***\n{line}\n")
+    result = finish(paths, code=1)
+    assert result.cause
+    assert (result.cause.name, result.cause.evidence) == ("out of memory on the host", [f"Slurm: {line}"])
+    paths.node_log(1).unlink()
+    unknown = finish(paths, code=1)
+    assert unknown.cause
+    assert unknown.cause.name == "unknown"
+    assert "cause:" not in summary(unknown, paths)
+    assert "cause: unknown\n" in dray(paths.run).stdout
+
+
+class TestStates:
+    """Whatever state a run is in, it is told, and nothing is changed."""
+
+    def test_done(self, tmp_path: Path) -> None:
+        paths = write(read_recipe(None, command=["true"]), FACTS, runs=tmp_path, run="mine")[1]
+        finish(paths, code=0)
+        assert page(paths.run) == ["mine, attempt 1: done, nothing failed", f"run folder: {paths.run}"]
+
+    @pytest.mark.parametrize(
+        ("reason", "name"),
+        [("the time limit", "time limit"), ("preemption", "preemption"), ("scancel", "cancelled"),
+         ("a node failure", "node failure"), ("Ctrl-C", "asked to end"), ("SIGSYS", None)],
+    )  # fmt: skip
+    def test_stopped(self, paths: RunPaths, reason: str, name: str | None) -> None:
+        finish(paths, code=143, stopped=Stop(reason, "2026-11-24T05:00:00Z"))
+        lines = page(paths.run)
+        assert lines[0] == f"mine, attempt 1: stopped by {reason} at 2026-11-24T05:00:00Z, exit code 143"
+        assert [line for line in lines if line.startswith("cause:")] == ([f"cause: {name}"] if name else [])
+        assert not any("first to fail" in line for line in lines)  # what ranks die of then is no cause
+
+    def test_no_result_yet(self, paths: RunPaths) -> None:
+        lines = page(paths.run)
+        assert lines[0] == "mine, attempt 1: no result: it runs, or it was killed before it could write one"
+        assert lines[1] == "first to fail: rank 3 on n2: exit code 3"
+        assert "cause: out of memory on the GPU" in lines
+
+    @pytest.mark.parametrize(
+        ("state", "name"),
+        [("TIMEOUT", "time limit"), ("CANCELLED by 1000", "cancelled"), ("NODE_FAIL", "node failure"),
+         ("RUNNING", None), ("OUT_OF_MEMORY", "out of memory on the host"), ("", None), ("\x1b[2J", None)],
+    )  # fmt: skip
+    def test_no_result_and_slurm_tells(self, tmp_path: Path, monkeypatch, state: str, name: str | None) -> None:
+        """sacct's own interface, by a small program."""
+        paths = begun(tmp_path)
+        fake = tmp_path / "bin" / "sacct"
+        fake.parent.mkdir()
+        fake.write_text(f"#!/bin/sh\necho \"$*\" >{tmp_path}/argv\nprintf '%s\\n' '{state}'\n")
+        fake.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+        lines = page(paths.run)
+        assert (tmp_path / "argv").read_text() == "-X -n -P --jobs=17 --format=State\n"
+        told = [line for line in lines if line.startswith(("cause:", "  Slurm:"))]
+        shown = state.replace("\x1b", "\ufffd")
+        assert told == [*([f"cause: {name}"] if name else []), *([f"  Slurm: job 17: {shown}"] if state else [])]
+
+    def test_earlier_attempts_and_restarts(self, tmp_path: Path) -> None:
+        first = begun(tmp_path)
+        first.metrics.write_text('{"event": "step", "step": 7, "loss": 1.5}\n')
+        finish(first, code=143, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"))
+        begun(tmp_path)
+        third = begun(tmp_path)
+        (third.failures / "restart-1").mkdir()
+        (third.failures / "restart-1" / "rank-1.json").write_text(json.dumps(RECORD))
+        record(third, "rank-3")
+        finish(third, code=1)
+        lines = page(tmp_path / "mine")
+        assert lines[0] == "mine, attempt 3: failed, exit code 3"
+        assert "restarts: 1, the first time after rank 3 on n2: exit code 3" in lines
+        assert "attempt 1: stopped, the time limit, step 7" in lines
+        assert "attempt 2: unknown, it left no result" in lines
+
+    def test_an_attempt_without_a_plan(self, paths: RunPaths) -> None:
+        finish(paths, code=1)
+        paths.plan.unlink()
+        lines = page(paths.run)
+        assert lines[0] == "mine, attempt 1: failed, exit code 3"
+        assert any(line.startswith(f"warning: {paths.plan} cannot be read: ") for line in lines)
+
+    def test_it_changes_nothing(self, paths: RunPaths) -> None:
+        before = sorted((str(path), path.stat().st_mtime_ns) for path in paths.run.rglob("*"))
+        page(paths.run)
+        assert sorted((str(path), path.stat().st_mtime_ns) for path in paths.run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "problem"),
+    [
+        (["gone"], 78, "this is not a run folder"),
+        (["file"], 78, "this is not a run folder"),
+        (["queued"], 78, "this is not a run folder"),
+        (["--runs", "gone"], 78, "there is no run"),
+        (["--runs", "queued"], 78, "there is no run"),
+        (["queued", "x.tar.gz"], 78, "a FILE goes with --bundle"),
+        (["x" * 300], 78, "File name too long"),
+        (["a", "b", "c"], 78, "got unexpected extra argument(s) (c)"),
+    ],
+)
+@pytest.mark.hostile("why")
+def test_what_is_no_run(tmp_path: Path, words: list[str], code: int, problem: str) -> None:
+    (tmp_path / "queued").mkdir()
+    (tmp_path / "file").touch()
+    ended = dray(*words, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[0]) == (code, "", f"dray: {problem}")
+
+
+@pytest.mark.hostile("why")
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_whatever_is_in_the_place_of_a_file(paths: RunPaths, tmp_path: Path, content: object) -> None:
+    """One file after another; the report and the archive are made all the same."""
+    link = tmp_path / "loop"
+    link.symlink_to(link)
+    finish(paths, code=1)
+    (paths.preflight).mkdir(exist_ok=True)
+    for path in (
+        paths.plan, paths.result, paths.facts, paths.metrics, paths.preflight_report, paths.failures / "rank-3.json",
+        paths.secret, paths.logs, paths.failures,
+    ):  # fmt: skip
+        replace(path, str(link) if content == "loop" else content)  # type: ignore[arg-type]
+        report = why.look(paths)
+        assert why.text(report).isprintable() or "\n" in why.text(report)
+        made = bundle.make(paths, report, tmp_path / f"{path.name}.tar.gz")
+        assert "README" in made.names
+        assert not {"attempt-1/secret"} & set(made.names)
+
+
+@pytest.mark.hostile("why")
+def test_what_no_terminal_should_be_sent(paths: RunPaths) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\u0000\ud800" + "x" * 100_000
+    record(
+        paths, "rank-3", why=evil, node=evil, log=evil, last_lines=[evil] * 500, evidence=[evil, 5, None, [evil]] * 99
+    )
+    for result in (None, finish(paths, code=1)):
+        if result:
+            paths.result.write_text(paths.result.read_text().replace('"mine"', '"\\u001b[2J"'))
+        ended = dray(paths.run)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert "\x1b" not in ended.stdout
+        assert len(ended.stdout) < 20_000
+        assert "\x1b" not in dray(paths.run, "--json").stdout
+
+
+@pytest.mark.hostile("why")
+def test_a_log_of_gigabytes_and_of_one_line(paths: RunPaths) -> None:
+    (paths.failures / "rank-3.json").write_text("{")
+    with paths.rank_log(3).open("wb") as log:
+        log.truncate(8 << 30)  # a sparse file of NULs
+    ended = dray(paths.run)
+    assert (ended.returncode, len(ended.stdout) < 10_000) == (0, True)
+    made = bundle.make(paths, why.look(paths), paths.run.parent / "a.tar.gz")
+    assert made.size < 1 << 20
+
+
+@pytest.mark.hostile("why")
+def test_another_user_s_folder_that_may_not_be_read(paths: RunPaths) -> None:
+    paths.run.chmod(0)
+    # Root reads all; what is imported before is in nobody's reach after.
+    code = (
+        "import os, sys, dray.cli.why, dray.runs.layers\n"
+        "if not os.geteuid(): os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "dray.cli.main()"
+    )
+    argv = [sys.executable, "-c", code, "why", str(paths.run)]
+    env = {**PYTHON, "HOME": "/nonexistent"}
+    ended = subprocess.run(argv, cwd="/", env=env, capture_output=True, text=True, timeout=60, check=False)
+    paths.run.chmod(0o700)
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert "Traceback" not in ended.stderr
+
+
+def opened(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        return {
+            entry.name.partition("/")[2]: archive.extractfile(entry).read().decode()  # type: ignore[union-attr]
+            for entry in archive.getmembers()
+        }
+
+
+class TestBundle:
+    """What may be sent."""
+
+    TOKEN = 'a "token" of my own \u00e9'
+
+    @pytest.fixture
+    def secret(self, tmp_path: Path, monkeypatch) -> RunPaths:
+        """A run whose files hold what nobody else may read."""
+        monkeypatch.setenv("MY_TOKEN", self.TOKEN)
+        monkeypatch.setenv("HOME", "/home/me")
+        paths = begun(tmp_path / "runs", 'pass_env=["MY_TOKEN"]')
+        record(paths, "rank-3", last_lines=[f"MY_TOKEN={self.TOKEN}", "hf_" + "a1" * 10, "/home/me/data /home/metoo"])
+        own = paths.secret.read_text().strip()
+        paths.rank_log(3).write_text(f"{'x' * 99}\n" * 2000 + f"{self.TOKEN}\n{own}\n/home/me/x\n")
+        paths.node_log(0).write_text("y" * 200_000 + self.TOKEN)  # one line, cut in its middle
+        (paths.checkpoints / "step-1").mkdir()
+        (paths.checkpoints / "step-1" / "model.safetensors").write_bytes(b"weights")
+        (paths.folder / "rendezvous.json").write_text("{}")
+        (paths.run / "job-17.log").write_text("the end\n")
+        finish(paths, code=1)
+        return paths
+
+    def test_what_is_in_it(self, secret: RunPaths, tmp_path: Path) -> None:
+        out = tmp_path / "a b.tar.gz"
+        made = bundle.make(secret, why.look(secret), out)
+        content = opened(out)
+        assert sorted(content) == made.names == [
+            "README", "attempt-1/facts.txt", "attempt-1/failures/rank-3.json", "attempt-1/logs/node-0.log",
+            "attempt-1/logs/rank-3.log", "attempt-1/node.sh", "attempt-1/plan.json", "attempt-1/result.json",
+            "job-17.log", "versions.json", "why.txt",
+        ]  # fmt: skip
+        everything = "\n".join(content.values())
+        own = secret.secret.read_text().strip()
+        for hidden in (self.TOKEN, json.dumps(self.TOKEN)[1:-1], own, "hf_a1a1", "/home/me/", "safetensors\n"):
+            assert hidden not in everything, hidden
+        assert "~/data /home/metoo" in content["attempt-1/failures/rank-3.json"]
+        assert content["attempt-1/logs/rank-3.log"].endswith("\n[MY_TOKEN]\n[secret]\n~/x\n")
+        assert content["attempt-1/logs/rank-3.log"].startswith("(")
+        assert content["attempt-1/logs/node-0.log"] == "(200,022 bytes before this are left out)\n"
+        assert json.loads(content["attempt-1/plan.json"])["recipe"]["pass_env"] == ["MY_TOKEN"]
+        assert (out.stat().st_mode & 0o777, made.size) == (0o600, out.stat().st_size)
+
+    def test_the_same_run_gives_the_same_bytes(self, secret: RunPaths, tmp_path: Path) -> None:
+        out = [tmp_path / name for name in ("a.tar.gz", "b.tar.gz")]
+        for one in out:
+            bundle.make(secret, why.look(secret), one)
+        assert out[0].read_bytes() == out[1].read_bytes()
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(out[0].read_bytes()))) as archive:
+            assert {(one.uid, one.gid, one.uname, one.mtime, one.mode) for one in archive} == {(0, 0, "", 0, 0o600)}
+
+    def test_by_the_command(self, secret: RunPaths, tmp_path: Path) -> None:
+        ended = dray(secret.run, "--bundle", cwd=tmp_path, MY_TOKEN=self.TOKEN)
+        out = tmp_path / "dray-why-mine.tar.gz"
+        lines = ended.stdout.splitlines()
+        assert (ended.returncode, lines[0]) == (0, f"dray-why-mine.tar.gz: {out.stat().st_size:,} bytes, 11 files:")
+        assert lines[-1] == "Read it before you send it: its README says what was replaced, and what was not."
+        before = out.read_bytes()
+        again = dray(secret.run, "--bundle", cwd=tmp_path)
+        assert (again.returncode, again.stderr.splitlines()[0]) == (78, "dray: the archive exists already")
+        assert out.read_bytes() == before
+        assert dray(secret.run, "b.tar.gz", "--bundle", cwd=tmp_path).returncode == 0
+        missing = dray(secret.run, "no/b.tar.gz", "--bundle", cwd=tmp_path)
+        assert (missing.returncode, "the archive cannot be written" in missing.stderr) == (78, True)
+
+    @pytest.mark.hostile("why")
+    def test_no_link_leads_out_of_the_run(self, secret: RunPaths, tmp_path: Path) -> None:
+        private = tmp_path / "private"
+        private.mkdir()
+        (private / "rank-0.log").write_text("private")
+        secret.rank_log(0).symlink_to(private / "rank-0.log")
+        shutil.rmtree(secret.failures)
+        (private / "rank-1.json").write_text('"private"')
+        secret.failures.symlink_to(private)
+        secret.metrics.unlink(missing_ok=True)
+        os.mkfifo(secret.metrics)
+        made = bundle.make(secret, why.look(secret), tmp_path / "a.tar.gz")
+        assert "private" not in "".join(
+            text for name, text in opened(tmp_path / "a.tar.gz").items() if name != "README"
+        )
+        assert [line.partition(":")[0] for line in made.left_out] == [
+            "attempt-1/failures/rank-1.json", "attempt-1/logs/rank-0.log", "attempt-1/metrics.jsonl",
+        ]  # fmt: skip
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+    def test_a_run_of_another_user(self, secret: RunPaths, tmp_path: Path) -> None:
+        """A file of this user in it was put there, as by a hard link; and what reading followed is not packed."""
+        for path in (secret.run, *secret.run.rglob("*")):
+            os.chown(path, 65534, 65534)
+        os.chown(secret.rank_log(3), 0, 0)
+        made = bundle.make(secret, why.look(secret), tmp_path / "a.tar.gz")
+        assert made.left_out == [
+            "why.txt: the run is another user's",
+            "attempt-1/logs/rank-3.log: a file of yours in a folder of another user",
+        ]
+
+    def test_a_disk_that_is_full(self, secret: RunPaths, tmp_path: Path) -> None:
+        line = f'ulimit -f 0; exec "{sys.executable}" -m dray why "$0" "$1" --bundle'
+        out = tmp_path / "x.tar.gz"
+        argv = ["sh", "-c", line, str(secret.run), str(out)]
+        env = {**PYTHON, "PYTHONDONTWRITEBYTECODE": "1"}
+        ended = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.returncode, out.exists()) == (69, False)
+        assert ended.stderr.startswith("dray: the archive cannot be written\n")
+
+
+def test_a_name_that_is_this_user_s(tmp_path: Path) -> None:
+    clean = bundle._Cleaner({}, {"/home/ada": "ada", "/root": "root", "/": "x", "": ""})
+    assert clean("/home/ada/x /scratch/ada/y ada@n1 canada ada /home/adam root /root/z") == (
+        "~/x /scratch/[user]/y [user]@n1 canada ada /home/adam root ~/z"
+    )
