@@ -95,6 +95,11 @@ def test_on_with_a_spare_node(slurm: Slurm) -> None:
     assert (done.stdout, calls) == ("lost n2\n", [])
 
 
+def test_on_with_several(slurm: Slurm) -> None:
+    done, calls = slurm.after("spare n2 n5\n")
+    assert (done.stdout, calls) == ("lost n2 n5\n", [])
+
+
 REFUSED = {"scontrol requeue": "!Job requeue disabled for job 17"}
 
 
@@ -110,6 +115,13 @@ def test_it_is_put_back(slurm: Slurm) -> None:
 def test_without_a_node_that_is_unfit(slurm: Slurm, excluded: str, list_: str) -> None:
     _, calls = slurm.after("requeue n2\n", excluded=excluded)
     assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", f"ExcNodeList={list_}"]]
+
+
+def test_without_several(slurm: Slurm) -> None:
+    _, calls = slurm.after("requeue n2 n5\n", excluded="n7")
+    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", "ExcNodeList=n7,n2,n5"]]
+    _, (_, follow) = slurm.after("requeue n2 n5\n", answers=REFUSED, excluded="n7")
+    assert "--exclude=n7,n2,n5" in follow
 
 
 def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
@@ -166,7 +178,7 @@ def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -
 
 
 @pytest.mark.parametrize(
-    "decided", ["cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3\n", "x" * 5000]
+    "decided", ["cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3,n4\n", "spare n2 -w\n", "x" * 5000]
 )
 def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: str) -> None:
     done, calls = slurm.after(decided)

@@ -60,6 +60,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "world_size": plan.world.size if plan else None,
                 "hosts": [node.name for node in plan.world.nodes] if plan else [],
                 "cause": cause.model_dump() if cause else None,
+                "failing_nodes": left.tried(paths.failing_nodes, lambda: left.failing_nodes(plan)) or [],
                 "restarts": restarts,
                 "restart_cause": first.model_dump() if first else None,
                 "reason": stopped.reason if stopped else None,
@@ -86,7 +87,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             print(problem, text, sep="\n", file=sys.stderr)
         return result
     if (then := result.next) and (then.requeue or then.spare):
-        line = f"{'spare' if then.spare else 'requeue'} {then.exclude or ''}\n"
+        line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
 
@@ -154,6 +155,14 @@ class _Left:
         code = self.code or exit_codes.FAILED
         cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
         return _modified(path), cause, False
+
+    def failing_nodes(self, plan: Plan | None) -> list[str]:
+        """Those of the plan that their own check has found unfit."""
+        try:
+            named = files.read(self.paths.failing_nodes, limit=_RECORD).decode().strip().split(",")
+        except FileNotFoundError:
+            return []
+        return [node.name for node in plan.world.nodes if node.name in {*named}] if plan else []
 
     def unrecorded(self) -> Cause:
         """The cause of a failure that nobody recorded."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dray.contract.findings import counted
 from dray.runs.paths import RunPaths
+
+_SHOWN = 20  # nodes in a line
 
 
 class Cause(BaseModel):
@@ -45,14 +48,14 @@ class Attempt(BaseModel):
 
 
 class Next(BaseModel):
-    """Whether the job goes back into the queue, or on with a spare node, and why."""
+    """Whether the job goes back into the queue, or on with spare nodes, and why."""
 
     model_config = ConfigDict(frozen=True)
 
     requeue: bool
     spare: bool = False
-    exclude: str | None = None
-    """A node that was lost or found unfit, and that the next attempt is not to have."""
+    exclude: list[str] = []
+    """Nodes that were lost or found unfit, and that the next attempt is not to have."""
     why: str
 
 
@@ -78,6 +81,8 @@ class Result(BaseModel):
     sample: str | None = None
     preflight: str | None = None
     cause: Cause | None = None
+    failing_nodes: list[str] = []
+    """Nodes that their own check before the rendezvous has found unfit."""
     restarts: int = 0
     """How often the runners have started all ranks again."""
     restart_cause: Cause | None = None
@@ -105,13 +110,13 @@ class Result(BaseModel):
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
-    ended, go_on = _ended(result, again, shown), _next(result)
+    ended, go_on = _ended(result, paths, again, shown), _next(result)
     lines = [*ended, *_restarts(result), *go_on, *(f"warning: {warning}" for warning in result.warnings)]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 
 
-def _ended(result: Result, again: str, shown: int | None) -> list[str]:
+def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> list[str]:
     if result.cause:
         cause = result.cause
         lines = [f"failed: {_who(cause)}: {cause.why}"]
@@ -119,6 +124,10 @@ def _ended(result: Result, again: str, shown: int | None) -> list[str]:
         last = [] if cause.rank is not None and cause.rank == shown else cause.last_lines[-12:]
         lines += [f"  | {line}" for line in last if line not in known]
         lines += [f"  log: {cause.log}"] if cause.log else []
+        if names := result.failing_nodes:
+            shown = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
+            file = shlex.quote(str(paths.failing_nodes))
+            lines += [f'failing nodes: {shown} (sbatch --exclude="$(cat {file})")']
         return [*lines, *_left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
 
@@ -140,9 +149,9 @@ def _next(result: Result) -> list[str]:
     """Whether it goes on by itself."""
     if not result.next:
         return []
+    without = f", without {' '.join(result.next.exclude)}" if result.next.exclude else ""
     if result.next.spare:
-        return [f"spare node: {result.next.why}, without {result.next.exclude}"]
-    without = f", without {result.next.exclude}" if result.next.exclude else ""
+        return [f"spare node{'s' * (len(result.next.exclude) > 1)}: {result.next.why}{without}"]
     return [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}{without}"]
 
 
