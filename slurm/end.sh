@@ -104,6 +104,9 @@ end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another on
     [[ -z "$value" ]] || words+=("--${option%%=*}=$value")
   done
   [[ "$(end::field OverSubscribe)" != NO ]] || words+=(--exclusive)
+  # scontrol does not tell a job's --signal; the plan has the seconds.
+  value="$(sed -n 's/^ "grace_s": \([0-9]\{1,5\}\),\{0,1\}$/\1/p' plan.json 2>/dev/null)" || true
+  [[ -z "$value" ]] || words+=("--signal=B:USR1@$value")
   local script=multinode
   ((SLURM_JOB_NUM_NODES > 1)) || script=singlenode
   words+=("$DRAY_HOME/slurm/$script.sh" --run="${attempt%/*}" "${given[@]}")

@@ -171,6 +171,22 @@ def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
     assert typed.stdout.split("\0")[:-1] == follow
 
 
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ('{\n "grace_s": 600,\n "x": 1\n}', ["--signal=B:USR1@600"]),
+        ('{\n "recipe": {\n  "grace_s": 700\n }\n}', []),  # of the recipe, which the site's may take the place of
+        ('{\n "grace_s": 1 --wrap=x,\n}', []),
+        ("", []),
+    ],
+)
+def test_it_is_told_as_early_as_this_one(slurm: Slurm, tmp_path: Path, text: str, option: list[str]) -> None:
+    """scontrol does not show a job's own --signal."""
+    (tmp_path / "plan.json").write_text(text)
+    _, (_, follow) = slurm.after("requeue\n", answers=REFUSED)
+    assert [word for word in follow if "signal" in word] == option
+
+
 @pytest.mark.parametrize("decided", [""])
 def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -> None:
     done, calls = slurm.after(decided)

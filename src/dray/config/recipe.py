@@ -113,6 +113,8 @@ class Recipe(Spec):
     """Nodes of the job, beside `nodes`, that take no part until another one fails; then the run goes on with one."""
     max_requeues: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often the job goes back into Slurm's queue by itself, if it has saved steps. 0: never. docs/survive.md."""
+    grace_s: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    """Seconds before the time limit at which Slurm asks the run to save and end. Default: the site's, else 120."""
     accelerate: str | None = None
     """The script's own configuration for accelerate, YAML or JSON, from the recipe's folder; held against [command]."""
     preflight: Preflight = Preflight()

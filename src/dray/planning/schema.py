@@ -54,6 +54,8 @@ class Plan(BaseModel):
     variant: str
     site: str
     sbatch: tuple[str, ...]
+    grace_s: int
+    """Seconds before the time limit at which Slurm is asked to tell the job."""
     fabric: Fabric
     annotations: dict[str, str]
     """What the engine's own hooks are told, by the name of the annotation."""

@@ -30,6 +30,15 @@ def _before(paths: RunPaths) -> Attempt:
     return Attempt(attempt=paths.attempt, status="unknown", why="it left no result")
 
 
+def failing_nodes(paths: RunPaths, plan: Plan | None) -> list[str]:
+    """Those of the plan that their own check has found unfit."""
+    try:
+        named = files.read(paths.failing_nodes, limit=_LIMIT).decode().strip().split(",")
+    except FileNotFoundError:
+        return []
+    return [node.name for node in plan.world.nodes if node.name in {*named}] if plan else []
+
+
 def attempt(result: Result, number: int) -> Attempt:
     """What the results of later attempts keep of this one."""
     why = result.cause.why.partition("\n")[0] if result.cause else result.reason

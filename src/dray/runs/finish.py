@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dray.contract import exit_codes, files, run_folder, secrets
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
-from dray.runs import again
+from dray.runs import again, grace
 from dray.runs.paths import RunPaths
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
@@ -60,13 +60,14 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "world_size": plan.world.size if plan else None,
                 "hosts": [node.name for node in plan.world.nodes] if plan else [],
                 "cause": cause.model_dump() if cause else None,
-                "failing_nodes": left.tried(paths.failing_nodes, lambda: left.failing_nodes(plan)) or [],
+                "failing_nodes": left.tried(paths.failing_nodes, lambda: again.failing_nodes(paths, plan)) or [],
                 "restarts": restarts,
                 "restart_cause": first.model_dump() if first else None,
                 "reason": stopped.reason if stopped else None,
                 "at": stopped.at if stopped else None,
                 "checkpoint": checkpoint,
                 "saved_step": saved,
+                "grace_s": grace.given(stopped, plan),
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
                 "history": [one.model_dump() for one in left.tried(paths.run, lambda: again.history(paths)) or ()],
@@ -75,6 +76,8 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             }
         )
     )
+    if found := grace.warning(result):
+        result.warnings.append(found)
     result = result.model_copy(update={"next": again.decide(result, plan, result.history, batch=batch)})
     if status == "done":
         left.tried(paths.preflight, left.tidy)
@@ -156,14 +159,6 @@ class _Left:
         cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
         return _modified(path), cause, False
 
-    def failing_nodes(self, plan: Plan | None) -> list[str]:
-        """Those of the plan that their own check has found unfit."""
-        try:
-            named = files.read(self.paths.failing_nodes, limit=_RECORD).decode().strip().split(",")
-        except FileNotFoundError:
-            return []
-        return [node.name for node in plan.world.nodes if node.name in {*named}] if plan else []
-
     def unrecorded(self) -> Cause:
         """The cause of a failure that nobody recorded."""
         logs = self.tried(self.paths.logs, lambda: sorted(self.paths.logs.glob("node-*.log"))) or []
@@ -223,6 +218,10 @@ class _Left:
         kept = last_time = None
         for event in self._events():
             kind = event.get("event")
+            if kind == "checkpoint":
+                seconds = _number(event, "seconds")
+                found |= {"save_s": max(seconds, found.get("save_s", 0.0))} if seconds is not None else {}
+                continue  # it may be complete long after the last step
             if (now := _number(event, "time")) is not None:
                 last_time = now
                 if kept is None or (kind == "step" and (_whole(event, "step") or 0) <= (saved or 0)):

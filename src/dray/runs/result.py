@@ -97,6 +97,10 @@ class Result(BaseModel):
     """The step of that checkpoint."""
     lost_s: float | None = None
     """Seconds of training that were not saved."""
+    save_s: float | None = None
+    """Seconds that the slowest checkpoint took, to its name."""
+    grace_s: float | None = None
+    """Seconds before the time limit at which the run was asked to save; of one that was not asked, as planned."""
     next: Next | None = None
     """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
     history: list[Attempt] = []
@@ -104,7 +108,7 @@ class Result(BaseModel):
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
-    """What of the run's files could not be read."""
+    """What of the run's files could not be read, and a grace that is too short."""
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
