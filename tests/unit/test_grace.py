@@ -64,10 +64,8 @@ class Slurm:
         self.folder = folder / "bin"
         self.folder.mkdir()
         self.answers(mode="REQUEUE", parameters="send_user_signal", type="preempt/partition_prio")
-        for name in ("sbatch", "sinfo"):
-            self.tool(
-                name, "echo slurm 24.11.0" if name == "sbatch" else "echo 'main|2|4|(null)'; echo 'safe|2|4|(null)'"
-            )
+        self.tool("sbatch", "echo slurm 24.11.0")
+        self.tool("sinfo", "echo 'main|2|4|(null)'; echo 'safe|2|4|(null)'")
 
     def tool(self, name: str, script: str) -> None:
         (self.folder / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -303,8 +301,8 @@ class TestAfter:
         stopped = Stop("the time limit", "2026-11-24T05:00:00Z", 110)
         _, said = self.ended(tmp_path, code=75, stopped=stopped)
         assert (
-            "warning: the grace of 110 s is shorter than twice the slowest checkpoint: the slowest checkpoint took 80.0 s; "
-            "grace_s=160 with dray submit; with sbatch itself --signal=B:USR1@160"
+            "warning: the grace of 110 s is shorter than twice the slowest checkpoint: the slowest checkpoint took "
+            "80.0 s; grace_s=160 with dray submit; with sbatch itself --signal=B:USR1@160"
         ) in said.splitlines()
         result, said = self.ended(tmp_path, code=1)  # as planned, where no signal came
         assert (result.grace_s, "the grace of 120 s is shorter" in said) == (120, True)

@@ -181,6 +181,13 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "restart_cause": None,
         "at": None,
         "checkpoint": None,
+        "saved_step": None,
+        "lost_s": None,
+        "save_s": None,
+        "grace_s": 120.0,
+        "failing_nodes": [],
+        "next": None,
+        "history": [],
         "command": False,
         "warnings": [],
     }

@@ -51,8 +51,8 @@ def main(path: str, local: int) -> int:
     return exit_codes.DONE
 
 
-def _tell(**said: object) -> None:
-    print(json.dumps(said), flush=True)
+def _tell(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def _of(local: int, found: Finding) -> Finding:

@@ -76,7 +76,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             }
         )
     )
-    if found := grace.warning(result):
+    if found := grace.warning(result, stopped):
         result.warnings.append(found)
     result = result.model_copy(update={"next": again.decide(result, plan, result.history, batch=batch)})
     if status == "done":

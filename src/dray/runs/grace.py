@@ -49,12 +49,13 @@ def given(stopped: Stop | None, plan: Plan | None) -> int | None:
     return plan.grace_s if plan and plan.by_slurm else None
 
 
-def warning(result: Result) -> str | None:
+def warning(result: Result, stopped: Stop | None) -> str | None:
     """Of one that was too short, or is shorter than twice the slowest checkpoint."""
     given, save = result.grace_s, result.save_s
     if given is None or result.command:
         return None
-    late = result.reason == TIME_LIMIT and result.exit_code != exit_codes.RETRY
+    told = stopped is not None and stopped.left_s is not None
+    late = told and result.reason == TIME_LIMIT and result.exit_code != exit_codes.RETRY
     if not late and (save is None or given >= grace.wanted(save)):
         return None
     took = f"the slowest checkpoint took {save:.1f} s" if save is not None else "no checkpoint was complete"
