@@ -37,8 +37,8 @@ def of(about: Any) -> Iterator[Finding]:  # noqa: ANN401  torch's properties of 
     uuid = str(getattr(about, "uuid", ""))
     if uuid and (program := shutil.which("nvidia-smi")):
         yield from nvidia({name: _asked(program, uuid, *field) for name, field in _FIELDS.items()})
-    bus = [getattr(about, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if all(isinstance(number, int) for number in bus):
+    bus = [getattr(about, name, -1) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if min(bus) >= 0:
         yield from amd(_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*bus) / "ras" / "umc_err_count")
 
 

@@ -129,9 +129,9 @@ def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> li
         lines += [f"  | {line}" for line in last if line not in known]
         lines += [f"  log: {cause.log}"] if cause.log else []
         if names := result.failing_nodes:
-            shown = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
+            listed = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
             file = shlex.quote(str(paths.failing_nodes))
-            lines += [f'failing nodes: {shown} (sbatch --exclude="$(cat {file})")']
+            lines += [f'failing nodes: {listed} (sbatch --exclude="$(cat {file})")']
         return [*lines, *_left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
 
