@@ -1,4 +1,4 @@
-"""What dray adds to each launcher, what planning costs, and how long many nodes take to meet.
+"""What dray adds to each launcher, what planning costs, how long many nodes take to meet, and a node to check itself.
 
     .venv/bin/python benchmarks/launch.py [ROUNDS]
 
@@ -50,17 +50,24 @@ BARE = {
         *("--master_addr=127.0.0.1", "--master_port={port}"),
     ],
 }
+# The runner, without the ranks' part of the preflight.
+_RUNNER = """import sys
+from dray.runner import __main__ as runner, preflight
+preflight.check = lambda *_: None
+sys.exit(runner.main(sys.argv[1]))
+"""
 NODES = (2, 64, 1024, 9408)
 
 
 def main() -> None:
-    """All three."""
+    """All four."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     with tempfile.TemporaryDirectory() as made:
         scratch = Path(made)
         _launch(scratch, rounds)
         _plan()
-        _meet(scratch, 64)
+        print(f"\n64 nodes meet: {_meet(scratch / 'met', 64):.2f} s with the start of as many Pythons")
+        _check(scratch, rounds)
 
 
 def _launch(scratch: Path, rounds: int) -> None:
@@ -126,8 +133,22 @@ def _plan() -> None:
         print(f"{count:>6} nodes {min(seconds) * 1000:8.1f}")
 
 
-def _meet(scratch: Path, count: int) -> None:
-    """Nodes that are processes here, so most of this is starting Pythons on a few cores."""
+def _check(scratch: Path, rounds: int) -> None:
+    """What each node's look at itself adds to the launch of two, which do nothing else."""
+    added = []
+    for number in range(2 * rounds):
+        taken = {
+            on: _meet(scratch / f"{number}-{on}", 2, on=on) for on in sorted((False, True), reverse=number % 2 == 1)
+        }
+        added.append(taken[True] - taken[False])
+    spread = f"{min(added) * 1000:.0f} to {max(added) * 1000:.0f}"
+    print(
+        f"\na node's own check adds {statistics.median(added) * 1000:.0f} ms, median of {len(added)} pairs ({spread})"
+    )
+
+
+def _meet(scratch: Path, count: int, *, on: bool = False) -> float:
+    """Nodes that are processes here, so most of this is starting Pythons; `on`: they check themselves."""
     names = {"node": "N", "nodes": "NS", "name": "NN", "cpus": "NC", "image": "NI"}
     world = {
         "nodes": [{"name": f"n{number}", "address": "127.0.0.1"} for number in range(count)],
@@ -143,10 +164,12 @@ def _meet(scratch: Path, count: int) -> None:
         "shared_folder": True,
         "identity": names,
     }
-    folder, path = scratch / "met", scratch / "plan.json"
+    folder, path = scratch, scratch / "plan.json"
     (folder / "logs").mkdir(parents=True)
     (folder / "secret").write_text("5ec2e7" * 8)
-    launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": None}
+    room = {"free_gb": 0.1, "shared_memory_gb": 0.01, "memory_gb": 0.1}
+    launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": room if on else None}
+    launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}}
     path.write_text(
         json.dumps({"folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world})
     )
@@ -154,14 +177,16 @@ def _meet(scratch: Path, count: int) -> None:
     begun = time.perf_counter()
     started = [
         subprocess.Popen(  # noqa: S603  our own list
-            [sys.executable, "-S", "-m", "dray.runner", str(path)],
+            [sys.executable, "-S", "-c", _RUNNER, str(path)],
             env={**os.environ, "PYTHONPATH": source, "N": str(number), "NS": str(count), "NN": f"n{number}"},
             stdout=subprocess.DEVNULL,
         )
         for number in range(count)
     ]
     codes = {one.wait() for one in started}
-    print(f"\n{count} nodes meet: {time.perf_counter() - begun:.2f} s with the start of as many Pythons, codes {codes}")
+    if codes != {0}:
+        sys.exit(f"nodes ended with {codes}")
+    return time.perf_counter() - begun
 
 
 def _port() -> int:

@@ -35,26 +35,31 @@ end::job() { # CODE: whom to tell how it ended; of one that did not end well, wh
   ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
 }
 
-end::decided() { # what dray finish has decided: nothing, back into the queue, or on with a spare node (sets `lost`)
+end::decided() { # what dray finish has decided: nothing, back into the queue, or on with spare nodes (sets `lost`)
   local what node
+  local -a nodes=()
   [[ -s next ]] || return 0
-  read -r what node <next || true
+  read -ra nodes <next || true
+  what="${nodes[0]:-}"
+  nodes=("${nodes[@]:1}")
   lib::known decision "$what" requeue spare
-  [[ -z "$node" || "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || lib::known node "$node" "a host's name"
+  for node in "${nodes[@]}"; do
+    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || lib::known node "$node" "a host's name"
+  done
   if [[ "$what" == spare ]]; then
-    lost+=("$node")
+    lost+=("${nodes[@]}")
   else
-    end::requeue "$node"
+    end::requeue "${nodes[@]}"
   fi
 }
 
-end::requeue() { # [NODE]: this job, without that node
-  local -r node="$1"
+end::requeue() { # [NODE...]: this job, without these nodes
   local id="$SLURM_JOB_ID" answer
+  local -r without="$(IFS=,; echo "$*")"
   # The number of an array's last task is that of the array, and would put all of it back.
   [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
   if answer="$(timeout 20 scontrol requeue "$id" 2>&1)"; then
-    [[ -z "$node" ]] || end::exclude "$id" "$node"
+    [[ -z "$without" ]] || end::exclude "$id" "$without"
     echo "requeued: job $id goes on in this run folder; Slurm starts it in two minutes at the earliest (BeginTime)"
     return
   fi
@@ -64,7 +69,7 @@ end::requeue() { # [NODE]: this job, without that node
     echo "requeued: by Slurm itself; job $id goes on in this run folder"
   else
     echo "not requeued: $answer"
-    end::follow "$node"
+    end::follow "$without"
   fi
 }
 
@@ -75,15 +80,15 @@ end::field() { # NAME: of what scontrol shows of this job; nothing where it has 
   [[ "$value" == "(null)" || "$value" == N/A ]] || printf '%s' "$value"
 }
 
-end::exclude() { # ID NODE: for the next start of a job that waits in the queue
+end::exclude() { # ID NODE,NODE...: for the next start of a job that waits in the queue
   local shown before
   shown="$(timeout 20 scontrol show job "$1" 2>/dev/null)" || true
   before="$(end::field ExcNodeList)"
   timeout 20 scontrol update job="$1" ExcNodeList="${before:+$before,}$2" >/dev/null ||
-    echo "warning: Slurm may give this job the unfit node $2 again"
+    echo "warning: Slurm may give this job the unfit $2 again"
 }
 
-end::follow() { # [NODE]: where Slurm does not put jobs back, another one with the same options, once this one has ended
+end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another one with the same options, once this one has ended
   local value option answer
   local -a words=(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES")
   for option in job-name=JobName account=Account qos=QOS partition=Partition time=TimeLimit constraint=Features \
@@ -99,6 +104,9 @@ end::follow() { # [NODE]: where Slurm does not put jobs back, another one with t
     [[ -z "$value" ]] || words+=("--${option%%=*}=$value")
   done
   [[ "$(end::field OverSubscribe)" != NO ]] || words+=(--exclusive)
+  # scontrol does not tell a job's --signal; the plan has the seconds.
+  value="$(sed -n 's/^ "grace_s": \([0-9]\{1,5\}\),\{0,1\}$/\1/p' plan.json 2>/dev/null)" || true
+  [[ -z "$value" ]] || words+=("--signal=B:USR1@$value")
   local script=multinode
   ((SLURM_JOB_NUM_NODES > 1)) || script=singlenode
   words+=("$DRAY_HOME/slurm/$script.sh" --run="${attempt%/*}" "${given[@]}")

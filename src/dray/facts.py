@@ -73,6 +73,14 @@ class Facts(BaseModel):
     """Whose project sbatch is told to charge."""
     options: tuple[str, ...] = ()
     """What the user adds to sbatch."""
+    preempt_mode: str = ""
+    """PreemptMode of the job's partition; empty where nobody has told it."""
+    preempt_signal: bool = False
+    """Whether preemption sends the job's own --signal (PreemptParameters=send_user_signal)."""
+    preempt_grace_s: Annotated[int, Field(ge=0)] | None = None
+    """GraceTime of that partition: from SIGTERM to the job's end."""
+    kill_wait_s: Annotated[int, Field(ge=0)] | None = None
+    """KillWait: from a job's end to SIGKILL."""
     gpu_memory_gb: float | None = None
     """Memory of one GPU, in place of the site's; 0: any model fits."""
     home: str = ""
@@ -175,6 +183,10 @@ class Files(BaseModel):
     """The recipe's layer, where an engine binds it."""
     missing_on_hub: tuple[str, ...] = ()
     """Models and datasets of the hub that are not in its cache."""
+    save_s: float | None = None
+    """Seconds that the slowest checkpoint of an earlier run took."""
+    save_run: str = ""
+    """Which run that was."""
     findings: tuple[Finding, ...] = ()
     """What it shows to fail: a program that is not there, a type of model that transformers does not have."""
     missing_paths: dict[str, str] = {}

@@ -77,7 +77,10 @@ def test_it_is_put_back_and_goes_on_where_it_was(queue: Queue, sbatch, short) ->
     queue.until(lambda: queue.trains(1))
     queue.time_is_near()
     first = queue.result(1)
-    assert (first["exit_code"], first["next"]) == (75, {"requeue": True, "exclude": None, "why": "1 of 1"})
+    assert (first["exit_code"], first["next"]) == (
+        75,
+        {"requeue": True, "spare": False, "exclude": [], "why": "1 of 1"},
+    )
     queue.start_now()
     queue.until(lambda: queue.trains(2))
     queue.until(lambda: "JobState=COMPLETED" in queue.show(), 120)

@@ -36,17 +36,18 @@ class Run:
     def __init__(self, root: Path, runs: Path, *words: str) -> None:
         self.root, self.runs, self.words = root, runs, words
         self.name: str | None = None
+        self.facts = FACTS
 
     def attempt(
         self, *, code: int = 75, stopped: Stop | None = None, saved: int | None = None, first: int = 0,
-        batch: bool = True, record: dict[str, object] | None = None,
+        batch: bool = True, record: dict[str, object] | None = None, failing: str = "",
     ) -> tuple[Result, RunPaths]:  # fmt: skip
         """One more, and how it ended."""
         if self.words[:1] == (COMMAND,):
             recipe = read_recipe(None, self.words[1:], ["true"])
         else:
             recipe = read_recipe(self.root / "recipes" / "smoke-cpu.toml", self.words)
-        _, paths = write(recipe, FACTS, runs=self.runs, run=self.name)
+        _, paths = write(recipe, self.facts, runs=self.runs, run=self.name)
         self.name = paths.run.name
         if saved is not None:
             (paths.checkpoints / f"step-{saved}").mkdir(exist_ok=True)
@@ -55,6 +56,8 @@ class Run:
             {"event": "step", "time": 100.0 + step, "step": step, "loss": 1.0} for step in range(first, first + 60, 10)
         ]
         paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+        if failing:
+            paths.failing_nodes.write_text(failing)
         if record:
             (paths.failures / "node-1.json").write_text(json.dumps(record))
         return finish(paths, code=code, stopped=stopped, batch=batch), paths
@@ -152,6 +155,45 @@ class TestUnfit:
     @pytest.mark.parametrize("name", ["elsewhere", "", "n2; rm -rf", "-w"])
     def test_no_name_but_that_of_a_node(self, root: Path, tmp_path: Path, name: str) -> None:
         assert asked(Run(root, tmp_path, "max_requeues=3").attempt(code=69, record={**UNFIT, "node": name})[1]) is None
+
+
+class TestSeveral:
+    """Nodes that their own check has found unfit are left out at once."""
+
+    def run(self, root: Path, tmp_path: Path, *words: str) -> Run:
+        run = Run(root, tmp_path, "max_requeues=3", "batch.per_device=1", "batch.global_size=120", *words)
+        run.facts = FACTS.model_copy(update={"nodelist": "n[1-6]", "nodes": 6})
+        return run
+
+    def test_all_of_them_in_one_line(self, root: Path, tmp_path: Path) -> None:
+        result, paths = self.run(root, tmp_path).attempt(code=69, record=UNFIT, failing="n2,n5\n")
+        assert (asked(paths), result.failing_nodes) == ("requeue n2 n5\n", ["n2", "n5"])
+        said = summary(result, paths).splitlines()
+        assert f'failing nodes: n2 n5 (sbatch --exclude="$(cat {paths.failing_nodes})")' in said
+        assert "requeue: 1 of 3, without n2 n5" in said
+
+    def test_spare_nodes_take_their_place(self, root: Path, tmp_path: Path) -> None:
+        result, paths = self.run(root, tmp_path, "spares=2").attempt(code=69, record=UNFIT, failing="n2,n4\n")
+        assert (result.hosts, asked(paths)) == (["n1", "n2", "n3", "n4"], "spare n2 n4\n")
+        assert "spare nodes: n5 n6 take their place, without n2 n4" in summary(result, paths)
+
+    def test_where_spare_nodes_do_not_suffice_the_job_goes_back(self, root: Path, tmp_path: Path) -> None:
+        result, paths = self.run(root, tmp_path, "spares=1").attempt(code=69, record=UNFIT, failing="n2,n4\n")
+        assert asked(paths) == "requeue n2 n4\n"
+        assert result.next
+        assert not result.next.spare
+
+    def test_what_all_nodes_lack_is_no_node_s_fault(self, root: Path, tmp_path: Path) -> None:
+        result, paths = self.run(root, tmp_path).attempt(code=69, record=UNFIT, failing="n1,n2,n3,n4,n5,n6\n")
+        assert (asked(paths), result.next, len(result.failing_nodes)) == (None, None, 6)
+
+    @pytest.mark.parametrize("content", [b"", b"n2;touch bad,-w,n9\n", b"\xff\x00" * 99, b"n2 n3", b"," * 5000])
+    def test_no_name_but_those_of_the_plan(self, root: Path, tmp_path: Path, content: bytes) -> None:
+        run = self.run(root, tmp_path)
+        _, paths = run.attempt(code=69, record=UNFIT)
+        paths.failing_nodes.write_bytes(content)
+        result = finish(paths, code=69, batch=True)
+        assert (result.failing_nodes, asked(paths)) == ([], "requeue n2\n")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 99999, None])

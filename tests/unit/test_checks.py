@@ -207,30 +207,41 @@ def test_amd_s_driver_s_version(content: str, version: str | None, tmp_path: Pat
     ],
 )
 def test_a_driver_is_compared_where_a_gpu_is_seen(
-    root: Path, image: Path, monkeypatch: pytest.MonkeyPatch, variant: str, accelerator: str, found: str, fits: bool
+    root: Path,
+    image: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variant: str,
+    accelerator: str,
+    found: str,
+    fits: bool,
 ) -> None:
     """By image.toml, in whose CUDA all minor versions are compatible."""
     torch = pytest.importorskip("torch")
-    from dray.checks import collectives, device
+    from dray.checks import device, gpu, health
 
     definition = tomllib.loads((root / "containers" / variant / "image.toml").read_text())
     image.write_text(json.dumps({"variant": variant, "accelerator": accelerator, "driver": definition["driver"]}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(device, "accelerator", lambda: accelerator)
-    monkeypatch.setattr(device, "_works", lambda _: "it works")
+    monkeypatch.setattr(device, "works", lambda _: "it works")
+    monkeypatch.setattr(device, "right", lambda _: "right")
+    monkeypatch.setattr(device, "memory", lambda _: "free")
     monkeypatch.setattr(device, "_matmul", lambda _: "fast")
     monkeypatch.setattr(node, "driver", lambda _: found)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    driver, works, _ = device.results()
+    monkeypatch.setattr(health, "of", lambda _: [])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
+    driver, works, *_ = device.results()
     assert (driver.level, works.level) == ("ok" if fits else "error", "ok")
-    rank = type("Rank", (), {"plan": {"variant": variant, "world": {"ranks_per_node": 1}}, "node": "n7"})()
-    with pytest.raises((UnfitError, AttributeError, RuntimeError, AssertionError)) as refused:  # torch has no GPU here
-        collectives._device(rank)
-    assert isinstance(refused.value, UnfitError) != fits
-    if not fits:
-        assert refused.value.finding.where == "node n7"
-        assert refused.value.finding.wanted == f"{definition['driver']} or newer"
-        assert ("image=cuda12" in refused.value.finding.fix) == (accelerator == "cuda")
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"variant": variant, "world": {"ranks_per_node": 1}}))
+    assert gpu.main(str(plan), 0) == 0
+    told = [one for line in capsys.readouterr().out.splitlines() if (one := json.loads(line).get("finding"))]
+    assert bool(told) != fits
+    for one in told:
+        assert (one["problem"][:7], one["code"], one["wanted"]) == ("GPU 0: ", 69, f"{definition['driver']} or newer")
+        assert ("image=cuda12" in one["fix"]) == (accelerator == "cuda")
 
 
 def test_a_driver_whose_version_nobody_tells_is_tried() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -33,6 +34,7 @@ These are examples. A test produces each of them and compares it with this page.
 """
 
 Said = tuple[str, int, str]
+OTHERS = "other processes hold it: leave this node out (sbatch --exclude)"
 
 
 class Desk:
@@ -51,19 +53,22 @@ class Desk:
         shown = [f"{name}={value}" for name, value in env.items()]
         return self.said(" ".join([*shown, "dray", *words]), ended.returncode, ended.stderr)
 
-    def runner(self, port: int, **env: str) -> Said:
+    def runner(self, port: int, *words: str, **env: str) -> Said:
         facts = Facts(
             scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, address="127.0.0.1",
             engine="bare", image=sys.executable,
         )  # fmt: skip
-        _, paths = write(read_recipe(self.folder / "my.toml", [f"port={port}"]), facts, runs=self.folder / "runs")
+        _, paths = write(
+            read_recipe(self.folder / "my.toml", [f"port={port}", *words]), facts, runs=self.folder / "runs"
+        )
         ended = subprocess.run(
             [sys.executable, "-m", "dray.runner", paths.plan],
             env={**PYTHON, **env}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         record = json.loads((paths.failures / "node-0.json").read_text())
         assert record["why"] == ended.stderr.rstrip("\n")
-        return self.said("sbatch slurm/multinode.sh my.toml   (cause in result.json)", ended.returncode, ended.stderr)
+        command = " ".join(["sbatch slurm/multinode.sh my.toml", *words, "  (cause in result.json)"])
+        return self.said(command, ended.returncode, ended.stderr)
 
     def said(self, command: str, code: int, text: str) -> Said:
         for place, name in ((self.folder, "~"), (self.root, "~/dray")):
@@ -76,6 +81,10 @@ def cases(desk: Desk) -> dict[str, Said]:
     with socket.create_server(("", 0)) as busy:
         port = busy.getsockname()[1]
         command, code, text = desk.runner(port, **slurm)
+    words = ("preflight.memory_gb=9999", "rendezvous_timeout_s=4")  # the other node never comes
+    unfit, unfit_code, found = desk.runner(port, *words, **slurm)
+    shown = re.sub(r"(?m)[0-9.]+ GB (available|allowed).*$", "251.377 GB available", found)
+    memory = (unfit.replace(f" {words[1]}", ""), unfit_code, re.sub("fix:.*", f"fix:    {OTHERS}", shown))
     busy_port = (command, code, text.replace(str(port), "20017"))
     (desk.folder / "file").write_text("")
     return {
@@ -91,6 +100,7 @@ def cases(desk: Desk) -> dict[str, Said]:
         "A run folder that cannot be made": desk.dray("run", "my.toml", "--runs", "file/runs"),
         "Another number of nodes than planned": desk.runner(port, **{**slurm, "SLURM_STEP_NUM_NODES": "3"}),
         "A busy port": busy_port,
+        "A node that is unfit": memory,
         "An unknown site": desk.dray("submit", "my.toml", "--site", "lumy"),
         "A recipe that is not there": desk.dray("plan", "mine.toml"),
     }
@@ -112,7 +122,7 @@ def page(said: dict[str, Said]) -> str:
 @pytest.mark.torch
 def test_the_page_is_what_is_printed(root: Path, tmp_path: Path) -> None:
     said = cases(Desk(root, tmp_path))
-    assert [code for _, code, _ in said.values()] == [78, 78, 78, 78, 78, 78, 78, 75, 78, 78]
+    assert [code for _, code, _ in said.values()] == [78, 78, 78, 78, 78, 78, 78, 75, 69, 78, 78]
     golden(root / "docs" / "errors.md", page(said))
 
 

@@ -308,3 +308,18 @@ class TestRestarts:
     def test_what_is_no_folder_counts_nothing(self, paths: RunPaths) -> None:
         (paths.failures / "restart-1").touch()
         assert finish(paths, code=1).restarts == 0
+
+
+def test_a_rank_that_died_of_another_s_end_is_no_cause_though_its_record_is_older(root: Path, tmp_path: Path) -> None:
+    """As seen: gloo's connection ends with the other process, whose supervisor is the slower one to write."""
+    paths = begun(root, tmp_path)
+    gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [172.18.0.2]:17826."
+    for name, time, code, why, lines in (
+        ("rank-1", 10.0, 1, "exit code 1", [gloo]),
+        ("rank-0", 10.03, 137, "killed by SIGKILL", ["step 27"]),
+    ):
+        record = {"time": time, "node": "n1", "rank": int(name[-1]), "code": code, "why": why, "log": "l"}
+        (paths.failures / f"{name}.json").write_text(json.dumps({**record, "last_lines": lines}))
+    cause = finish(paths, code=1).cause
+    assert cause is not None
+    assert (cause.rank, cause.why) == (0, "killed by SIGKILL")

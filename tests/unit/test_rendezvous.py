@@ -231,6 +231,8 @@ RUBBISH = {
     "a name that speaks to the terminal": '"name": "\\u001b[2J"',
     "half a character": '"name": "\\ud800"',
     "a table as plan": '"plan": {}',
+    "a truth as finding": '"unfit": true',
+    "a finding that speaks to the terminal": '"unfit": "\\u001b[2J"',
     "one field more": '"more": 1',
     "depth": "[" * 60000,
     "no JSON": '{"node": ',

@@ -95,6 +95,11 @@ def test_on_with_a_spare_node(slurm: Slurm) -> None:
     assert (done.stdout, calls) == ("lost n2\n", [])
 
 
+def test_on_with_several(slurm: Slurm) -> None:
+    done, calls = slurm.after("spare n2 n5\n")
+    assert (done.stdout, calls) == ("lost n2 n5\n", [])
+
+
 REFUSED = {"scontrol requeue": "!Job requeue disabled for job 17"}
 
 
@@ -110,6 +115,13 @@ def test_it_is_put_back(slurm: Slurm) -> None:
 def test_without_a_node_that_is_unfit(slurm: Slurm, excluded: str, list_: str) -> None:
     _, calls = slurm.after("requeue n2\n", excluded=excluded)
     assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", f"ExcNodeList={list_}"]]
+
+
+def test_without_several(slurm: Slurm) -> None:
+    _, calls = slurm.after("requeue n2 n5\n", excluded="n7")
+    assert calls == [["scontrol", "requeue", "17"], ["scontrol", "update", "job=17", "ExcNodeList=n7,n2,n5"]]
+    _, (_, follow) = slurm.after("requeue n2 n5\n", answers=REFUSED, excluded="n7")
+    assert "--exclude=n7,n2,n5" in follow
 
 
 def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
@@ -159,6 +171,22 @@ def test_where_a_node_may_not_submit_the_line_is_printed(slurm: Slurm) -> None:
     assert typed.stdout.split("\0")[:-1] == follow
 
 
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ('{\n "grace_s": 600,\n "x": 1\n}', ["--signal=B:USR1@600"]),
+        ('{\n "recipe": {\n  "grace_s": 700\n }\n}', []),  # of the recipe, which the site's may take the place of
+        ('{\n "grace_s": 1 --wrap=x,\n}', []),
+        ("", []),
+    ],
+)
+def test_it_is_told_as_early_as_this_one(slurm: Slurm, tmp_path: Path, text: str, option: list[str]) -> None:
+    """scontrol does not show a job's own --signal."""
+    (tmp_path / "plan.json").write_text(text)
+    _, (_, follow) = slurm.after("requeue\n", answers=REFUSED)
+    assert [word for word in follow if "signal" in word] == option
+
+
 @pytest.mark.parametrize("decided", [""])
 def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -> None:
     done, calls = slurm.after(decided)
@@ -166,7 +194,7 @@ def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -
 
 
 @pytest.mark.parametrize(
-    "decided", ["cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3\n", "x" * 5000]
+    "decided", ["cancel\n", "requeue $(touch bad)\n", "requeue -w\n", "requeue n2 n3,n4\n", "spare n2 -w\n", "x" * 5000]
 )
 def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: str) -> None:
     done, calls = slurm.after(decided)

@@ -81,7 +81,7 @@ def test_the_job_goes_on_with_a_spare_node(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (run,) = job.runs.iterdir()
     first, second = (json.loads((run / f"attempt-{number}" / "result.json").read_text()) for number in (1, 2))
-    assert (first["exit_code"], first["hosts"], first["next"]["exclude"]) == (69, ["n1"], "n1")
+    assert (first["exit_code"], first["hosts"], first["next"]["exclude"]) == (69, ["n1"], ["n1"])
     assert (second["status"], second["hosts"]) == ("done", ["n2"])
     assert "spare node: n2 takes its place, without n1\n" in ended.stdout
     assert (run / "attempt-2" / "logs" / "rank-0.log").read_text() == "here is n2\n"

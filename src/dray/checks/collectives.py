@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dray.checks import drivers, image, transport
-from dray.checks.check import Skip
-from dray.contract import node
-from dray.contract.findings import DrayError, UnfitError
+from dray.checks import transport
+from dray.contract.findings import UnfitError
 
 if TYPE_CHECKING:
     from dray.checks.preflight import Rank
@@ -91,27 +89,13 @@ def _all_gather(value: object, device: torch.device) -> list[Any]:
 
 
 def _device(rank: Rank) -> torch.device:
+    """The node's own check has looked at each GPU."""
     if rank.plan["variant"] == "cpu":
         return torch.device("cpu")
-    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if count <= local:
-        raise UnfitError(
-            f"node {rank.node} has too few GPUs",
-            wanted=f"{rank.plan['world']['ranks_per_node']}, one for each rank",
-            found=f"torch sees {count}{_why_none(rank)}",
-            fix="ask for GPUs (--gpus-per-node), or leave this node out; python -m dray.checks in the image says why",
-        )
-    accelerator = "rocm" if rank.plan["variant"] == "rocm" else "cuda"
-    try:
-        drivers.require(image.declared().driver, node.driver(accelerator), accelerator)
-    except Skip:
-        pass
-    except UnfitError as unfit:
-        unfit.amend(where=f"node {rank.node}")
-        raise
-    torch.cuda.set_device(local)
-    torch.ones(8, device="cuda").sum().item()
-    return torch.device("cuda", local)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.ones(8, device=device).sum().item()
+    return device
 
 
 def _require_right_data(rank: Rank, reports: list[list[int]]) -> None:
@@ -129,17 +113,6 @@ def _require_right_data(rank: Rank, reports: list[list[int]]) -> None:
         node=rank.node_of(faulty[0]),
         rank=faulty[0],
     )
-
-
-def _why_none(rank: Rank) -> str:
-    try:
-        if rank.plan["variant"] == "rocm":
-            drivers.explain_amd()
-        else:
-            drivers.explain_nvidia(image.declared().driver, node.nvidia_driver())
-    except DrayError as error:
-        return f": {error.problem}"
-    return ""
 
 
 def _pattern(rank: int, length: int) -> torch.Tensor:

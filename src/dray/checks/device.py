@@ -26,7 +26,8 @@ def results() -> Iterator[Finding]:
     elif accelerator() in ("cuda", "rocm"):
         yield check("driver", _driver)
     for index in range(count):
-        yield check(f"device {index}", partial(_works, index))
+        yield check(f"device {index}", partial(works, index))
+        yield check(f"products {index}", partial(right, index))
         yield check(f"matmul {index}", partial(_matmul, torch.device("cuda", index)))
 
 
@@ -39,13 +40,13 @@ def _driver() -> str:
     return drivers.require(image.declared().driver, node.driver(accelerator()), accelerator())
 
 
-def _works(index: int) -> str:
+def works(index: int) -> str:
+    """What it is, once it has run a kernel."""
     about = torch.cuda.get_device_properties(index)
     kind = about.gcnArchName if torch.version.hip else f"compute capability {about.major}.{about.minor}"
     found = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {kind}"
-    ones = torch.ones(64, 64, device=f"cuda:{index}")
     try:
-        total = (ones @ ones).sum().item()
+        torch.ones(8, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
         if not any(message in str(error) for message in _NO_CODE):
             raise
@@ -54,9 +55,52 @@ def _works(index: int) -> str:
             wanted=f"one of {' '.join(torch.cuda.get_arch_list())}",
             fix="use the image variant for this GPU",
         ) from None
-    if total != 64**3:
-        raise UnfitError(f"{found}: a product of ones is {total}", wanted=str(64**3), fix="take the GPU out of service")
     return found
+
+
+def right(index: int | str) -> str:
+    """Products of small whole numbers, which no order of sums and no 16-bit type rounds: the CPU's, to the bit."""
+    device = torch.device("cuda", index) if isinstance(index, int) else torch.device(index)
+    numbers = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        left, other = (torch.randint(-1, 2, shape, generator=numbers).to(dtype) for shape in ((1024, 128), (128, 1024)))
+        found, wanted = (left.to(device) @ other.to(device)).cpu().float(), left.float() @ other.float()
+        if wrong := int((found != wanted).sum()):
+            raise UnfitError(
+                "it computes wrong products",
+                wanted=f"the CPU's product of whole numbers, in {str(dtype).removeprefix('torch.')}",
+                found=f"{wrong} of {wanted.numel()} numbers differ",
+                fix="leave this node out (sbatch --exclude), and tell the administrators",
+            )
+    return "right in fp32, fp16 and bf16"
+
+
+def memory(index: int | str, size: int = 1 << 30) -> str:
+    """Whether memory can be taken, keeps what is written and is given back; at most half of what is free."""
+    device = torch.device("cuda", index) if isinstance(index, int) else torch.device(index)
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (2 * size, 2 * size)
+    count = min(size, free // 2) // 8
+    try:
+        held = torch.arange(count, dtype=torch.int64, device=device)
+        kept = int(held.sum())
+    except torch.OutOfMemoryError as error:
+        raise UnfitError(
+            "it has no free memory",
+            wanted=f"{count * 8 / 2**30:.2f} GiB",
+            found=f"{free / 2**30:.2f} of {total / 2**30:.0f} GiB free: {str(error).splitlines()[0]}",
+            fix="another program holds it: leave this node out (sbatch --exclude)",
+        ) from error
+    if kept != count * (count - 1) // 2:
+        raise UnfitError(
+            "its memory does not keep what is written",
+            wanted="the sum of the numbers that were written",
+            found=f"another sum over {count * 8 / 2**30:.2f} GiB",
+            fix="leave this node out (sbatch --exclude), and tell the administrators",
+        )
+    del held
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
 
 
 def _matmul(device: torch.device) -> str:

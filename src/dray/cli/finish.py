@@ -12,10 +12,12 @@ from typing import Annotated
 
 import typer
 
+from dray.planning.grace import DEFAULT_S
 from dray.runs import stop, webhook
 from dray.runs.finish import finish as conclude
-from dray.runs.paths import attempt_at
+from dray.runs.paths import RunPaths, attempt_at
 from dray.runs.result import summary
+from dray.runs.write import read
 
 
 def finish(
@@ -31,7 +33,7 @@ def finish(
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
     paths = attempt_at(folder)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
-    why = stop.parse(known, now=time.time()) if stopped else None
+    why = stop.parse(known, now=time.time(), grace=_grace(paths)) if stopped else None
     result = conclude(paths, code=code, stopped=why, batch=stop.of_a_batch_job(known))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -41,3 +43,10 @@ def finish(
         if url and (failed := webhook.tell(url, result, text)):
             print(f"warning: {failed}")
     raise typer.Exit(result.exit_code)
+
+
+def _grace(paths: RunPaths) -> int:
+    """As the run was planned; a damaged plan is told later."""
+    with suppress(Exception):
+        return read(paths).grace_s
+    return DEFAULT_S

@@ -149,6 +149,8 @@ class Site(Spec):
     """Logical CPUs of a node."""
     sbatch: tuple[str, ...] = ()
     """Options that `dray submit` adds to sbatch, such as `--partition=gpu`."""
+    grace_s: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Seconds before the time limit at which `dray submit` has Slurm ask a run to save and end; 0: the scripts' 120."""
     binds: tuple[SiteBind, ...] = ()
     """Folders that ranks need."""
     env: tuple[SiteVariable, ...] = ()

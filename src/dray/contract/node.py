@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 
 from dray.contract import exit_codes
@@ -14,7 +15,20 @@ TOKENS = f"{SCRATCH}/dray-tokens-"  # and the user's number: where a node keeps 
 OWN = f"{SCRATCH}/dray-"  # and the user's number, and what nobody can guess: a node's own folder of an attempt
 _NVIDIA = "/proc/driver/nvidia/version"
 _AMD = "/sys/module/amdgpu/version"  # of AMD's own packages; the kernel's own module has none
+_KERNEL_LOG = "/dev/kmsg"  # mostly root's alone
+# NVIDIA's numbers of errors after which a GPU needs a reset or a repair; most others are a program's own fault.
+_XIDS = {
+    48: "an ECC error of two bits",
+    64: "a row of memory that cannot be remapped",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    95: "an uncontained ECC error",
+    119: "its GSP does not answer",
+    120: "an error of its GSP",
+}
 _LOCKED_GB = 1.0  # less than this, and the buffers of a few connections fill it
+_WRITTEN = 65536  # bytes
+_NO_LIMIT = 1 << 60  # what cgroup v1 has in its place is a little less than 1 << 63
 
 
 def has_gpu(accelerator: str) -> bool:
@@ -88,6 +102,101 @@ def free_space(folder: str, wanted_gb: float) -> Finding:
     fix = "remove what is not needed in it, or leave this node out (sbatch --exclude)"
     problem = Finding(f"{folder} is full", wanted=f"{wanted_gb} GB free (preflight.free_gb)", fix=fix)
     return _room(problem, folder, free, wanted_gb)
+
+
+def writable(folder: str) -> Finding:
+    """Whether a file can be written there: room alone tells of no quota, no mount that is read-only, no bad disk."""
+    path = f"{folder}/.check-{os.uname().nodename}-{os.getpid()}"
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            left = bytes(_WRITTEN)
+            while left:
+                left = left[os.write(file, left) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+            os.unlink(path)
+    except OSError as error:
+        return Finding(
+            f"nothing can be written in {folder}",
+            wanted="a folder in which this node can write",
+            found=error.strerror or str(error),
+            fix="look at quota and mount; where other nodes can write there, leave this one out (sbatch --exclude)",
+            code=exit_codes.UNFIT,
+        )
+    return Finding(folder, found="can be written", kind="ok")
+
+
+def memory(
+    wanted_gb: float,
+    meminfo: str = "/proc/meminfo",
+    own: str = "/proc/self/cgroup",
+    groups: str = "/sys/fs/cgroup",
+) -> Finding:
+    """Whether the job has memory here: what is available, and what its cgroup, which Slurm makes, lets it have."""
+    with open(meminfo, encoding="ascii") as file:
+        found = re.search(r"^MemAvailable: +([0-9]+) kB$", file.read(), re.MULTILINE)
+    available = int(found[1]) * 1024 / 1e9 if found else float("inf")
+    limit = memory_limit(own, groups)
+    allowed = float("inf") if limit is None else limit / 1e9
+    fix = "other processes hold it: leave this node out (sbatch --exclude)"
+    what = "available"
+    if allowed < available:
+        fix, what = "ask Slurm for more: --mem=SIZE, or --mem=0 for all of a node's", "allowed by the job's cgroup"
+    problem = Finding("the job has too little memory", wanted=f"{wanted_gb} GB (preflight.memory_gb)", fix=fix)
+    size = _room(problem, "memory", min(available, allowed), wanted_gb)
+    return size._replace(found=f"{size.found} {what}")
+
+
+def memory_limit(own: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
+    """The lowest limit of this process's cgroups, in bytes; none where there is none, or none is seen here."""
+    limits = []
+    try:
+        with open(own, encoding="utf-8", errors="replace") as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return None
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (groups, "memory.max") if not controllers else (f"{groups}/memory", "memory.limit_in_bytes")
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            try:
+                with open("/".join([top, *parts[:depth], name]), encoding="ascii") as file:
+                    text = file.read().strip()
+            except OSError:  # the root has none, and a container may see its own part alone
+                continue
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def xids(path: str = _KERNEL_LOG) -> list[Finding]:
+    """Errors of NVIDIA's GPUs in the kernel's log since the machine started, where this user may read it."""
+    seen: dict[tuple[str, int], None] = {}
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        while line := os.read(log, 8192):
+            for bus, number in re.findall(rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,4})", line):
+                seen[bus.decode(), int(number)] = None
+    except OSError:  # its end, or a record that was overwritten
+        pass
+    finally:
+        os.close(log)
+    return [
+        Finding(
+            f"the kernel's log has Xid {number} of the GPU at {bus}",
+            found=_XIDS[number],
+            fix="if it comes again, leave this node out (sbatch --exclude), and tell the administrators",
+        )
+        for bus, number in seen
+        if number in _XIDS
+    ]
 
 
 def _room(problem: Finding, path: str, found_gb: float, wanted_gb: float) -> Finding:

@@ -22,6 +22,7 @@ SRUN_OPTIONS = "srun.options"
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
+FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"
 PREFLIGHT = "preflight"

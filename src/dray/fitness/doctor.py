@@ -6,14 +6,14 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dray import __version__, process
 from dray.config import checkout, sites
 from dray.config.image import ACCELERATORS, Image
 from dray.config.model import load
-from dray.config.recipe import Preflight
+from dray.config.preflight import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, UnfitError, counted
@@ -133,10 +133,27 @@ def _slurm() -> Iterator[Finding]:
         fix = "run scontrol ping; is this machine a login node of the cluster?"
         yield _unfit("Slurm", error.details.get("found", "sinfo does not answer"), fix)
         return
-    yield _ok("Slurm", f"{version}, cluster {host.cluster_name() or '(no name)'}")
+    config = host.slurm_config()
+    ends = f", KillWait {config['KillWait']}" if "KillWait" in config else ""
+    yield _ok("Slurm", f"{version}, cluster {host.cluster_name(config) or '(no name)'}{ends}")
     for partition in partitions[:12]:
         size = f"{counted(partition.nodes, 'node')}, {counted(partition.cpus, 'CPU')}"
         yield _ok("partition", f"{partition.name}, {size}, {partition.gres}")
+    yield from _preemption(config, [partition.name for partition in partitions[:12]])
+
+
+def _preemption(config: Mapping[str, str], names: Sequence[str]) -> Iterator[Finding]:
+    """What a job that is preempted is left with."""
+    for name in names:
+        left = host.preemption(config, [name])
+        if left.get("preempt_mode", "OFF") in ("", "OFF"):
+            continue
+        found = f"{name}: PreemptMode {left['preempt_mode']}, GraceTime {left.get('preempt_grace_s', 0)} s"
+        if left["preempt_signal"]:
+            yield _ok("preemption", f"{found}; a job hears its own --signal (send_user_signal)")
+        else:
+            fix = "save often (checkpoint.every); administrators can set PreemptParameters=send_user_signal"
+            yield _note("preemption", f"{found}; no job hears its --signal, and SIGTERM goes to all processes", fix)
 
 
 def _gpus() -> Iterator[Finding]:

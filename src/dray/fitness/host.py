@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dray import process
 from dray.config import sites
+from dray.contract.findings import UnfitError
+
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +40,43 @@ class Network:
     """Those with a device of their own: no bridges, and no containers' ends of links."""
 
 
-def cluster_name() -> str:
+def cluster_name(config: Mapping[str, str] | None = None) -> str:
     """What Slurm calls this cluster; empty without Slurm."""
     name = os.environ.get("SLURM_CLUSTER_NAME", "")
-    if name or not process.which("scontrol"):
-        return name
-    config = process.run(["scontrol", "show", "config"], check=False).out
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
-    return found[1] if found else ""
+    return name or (slurm_config() if config is None else config).get("ClusterName", "")
+
+
+def slurm_config() -> dict[str, str]:
+    """What scontrol tells of slurm.conf; nothing without Slurm, or where its controller does not answer in time."""
+    return dict(re.findall(r"^(\w+) *= (.*?) *$", _shown("config"), re.MULTILINE))
+
+
+def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
+    """Facts: what a job in these partitions, or in the default one, is left with. Of several the shortest."""
+    found: dict[str, object] = {}
+    if kill := re.match("[0-9]{1,9}", config.get("KillWait", "")):
+        found["kill_wait_s"] = int(kill[0])
+    if config.get("PreemptType", "(null)") in ("(null)", "preempt/none"):
+        return found
+    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "").split(",")
+    lines = _shown("partition", "--oneliner").splitlines()
+    partitions = [dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)) for line in lines]
+    key, wanted = ("PartitionName", names) if names else ("Default", ["YES"])
+    partitions = [one for one in partitions if one.get(key) in wanted]
+    modes = [one.get("PreemptMode", "") or config.get("PreemptMode", "") for one in partitions]
+    graces = [int(one["GraceTime"]) for one in partitions if re.fullmatch("[0-9]{1,9}", one.get("GraceTime", ""))]
+    found["preempt_mode"] = next((mode for mode in modes if mode != "OFF"), "OFF" if modes else "")
+    return found | ({"preempt_grace_s": min(graces)} if graces else {})
+
+
+def _shown(*what: str) -> str:
+    """A job that is not there yet need not wait for a controller that is busy."""
+    if not process.which("scontrol"):
+        return ""
+    try:
+        return process.run(["scontrol", "show", *what], check=False, seconds=_ANSWER_S).out
+    except UnfitError:
+        return ""
 
 
 def site(name: str = "") -> sites.Choice:

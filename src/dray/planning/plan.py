@@ -18,6 +18,7 @@ from dray.planning import (
     binds,
     deterministic,
     environment,
+    grace,
     image,
     launchers,
     layers,
@@ -62,7 +63,7 @@ def plan(
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe, ranks, site, facts, files)
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
-    passed = environment.passed(recipe)
+    passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
@@ -86,6 +87,7 @@ def plan(
         variant=recipe.image,
         site=f"site {site.name}",
         sbatch=site.sbatch,
+        grace_s=given.value,
         fabric=fabric.value,
         annotations=transport.hooks(recipe, site, facts, engine),
         preflight=preflight.value,
@@ -109,6 +111,7 @@ def plan(
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),
             "store": f"torch's, on that port of the first node; {launcher.store}",
             "preflight": preflight.why,
+            **({"grace": f"{given.value} s before the time limit: {given.why}"} if facts.scheduler == "slurm" else {}),
             "fabric": fabric.why,
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
@@ -123,7 +126,7 @@ def plan(
         *refusals.mounts(made, engine), *refusals.find(recipe, site, facts, engine),
         *files.findings, *too_large,
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
-        *accelerate.advice(recipe), *advice.find(made, site, facts, files),
+        *accelerate.advice(recipe), *grace.find(recipe, site, facts, files), *advice.find(made, site, facts, files),
     )  # fmt: skip
     return made.model_copy(update={"findings": found})
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
-from dray.config.recipe import Preflight, Recipe
+from dray.config.preflight import Preflight
+from dray.config.recipe import Recipe
 from dray.config.site import Fabric
 from dray.config.training import Batch
 from dray.contract import findings
@@ -53,6 +54,8 @@ class Plan(BaseModel):
     variant: str
     site: str
     sbatch: tuple[str, ...]
+    grace_s: int
+    """Seconds before the time limit at which Slurm is asked to tell the job."""
     fabric: Fabric
     annotations: dict[str, str]
     """What the engine's own hooks are told, by the name of the annotation."""

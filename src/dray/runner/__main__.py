@@ -13,10 +13,22 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from dray.contract import files, run_folder, scratch, unexpected
+from dray.contract import files, findings, run_folder, scratch, unexpected
 from dray.contract.cores import render
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
-from dray.runner import address, children, control, cores, evidence, node, output, record, rendezvous
+from dray.runner import (
+    address,
+    check,
+    children,
+    control,
+    cores,
+    evidence,
+    introduction,
+    node,
+    output,
+    record,
+    rendezvous,
+)
 from dray.runner.start import Start
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -32,16 +44,19 @@ def main(path: str) -> int:
     world = plan["world"]
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     number = os.environ.get(world["identity"]["node"], "unknown")
-    links = lock = None
+    links = lock = unfit = None
     try:
         me = node.index(world, os.environ)
         node.require(plan)
         lock = scratch.take(plan["scratch"])
         if world["max_restarts"]:
             children.adopt()
+        if plan["preflight"] is not None and (unfit := check.node(plan, me)):
+            # Before the rendezvous: srun ends all nodes with the first one that ends.
+            _record(plan, number, unfit, why=str(unfit))
         start, at, listener = Start(), None, None
         while True:
-            channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener)
+            channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
@@ -54,10 +69,10 @@ def main(path: str) -> int:
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
     except Exception as raised:
-        error = unexpected.error(raised)
+        error = findings.error(unfit) if unfit else unexpected.error(raised)
         print(error, file=sys.stderr)
         found = error.finding
-        if not isinstance(error, rendezvous.StoppedError):
+        if not unfit and not isinstance(error, introduction.StoppedError):
             name = found.node or os.environ.get(world["identity"]["name"], "")
             found = found._replace(node=name)
             _record(plan, number, found, why=str(error))

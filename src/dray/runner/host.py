@@ -10,11 +10,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError
-from dray.runner import channel, introduction
+from dray.runner import channel, check, introduction, record
 from dray.runner.channel import Channel
+from dray.runner.introduction import StoppedError
 
 _MOST_UNPROVED = 512
+_SHOWN = 20  # nodes in a message
 
 
 def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> dict[int, Channel]:
@@ -22,6 +25,8 @@ def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener
     world = plan["world"]
     door = _Door(world, own, key, listener)
     refusal = door.open(time.monotonic() + world["rendezvous_timeout_s"])
+    if isinstance(refusal, StoppedError):
+        record.failing_nodes(plan["folder"], door.unfit_names())
     for guest in door.told:
         try:
             guest.send({"refused": refusal.finding._asdict()} if refusal else {"go": True})
@@ -42,6 +47,8 @@ class _Door:
         self.told: list[Channel] = []  # also one that has another's number
         self._world, self._own, self._key, self._listener = world, own, key, listener
         self._hosts = {own["host"]: own["name"]}
+        self.unfit: dict[int, str] = {}  # why, by number
+        self._deadline = 0.0
         self._unproved: dict[int, _Visitor] = {}
         self._turned_away = 0
         self._poll = select.poll()
@@ -49,17 +56,23 @@ class _Door:
         _allow_files(len(world["nodes"]) + _MOST_UNPROVED + 64)
 
     def open(self, deadline: float) -> DrayError | None:
-        """Until all are there, or it is clear that the run cannot start."""
+        """Until all are there, or it is clear that the run cannot start.
+
+        Where a node is unfit the others still come, each once its own check has ended, so that all that are get named.
+        """
+        self._deadline = deadline
+        self._note(self._own)
         self._poll.register(self._listener, select.POLLIN)
         refusal: DrayError | None = None
+        late: DrayError | None = None
         while refusal is None and len(self.guests) < len(self._world["nodes"]) - 1:
             now = time.monotonic()
-            if now > deadline:
-                refusal = self._missing()
+            if now > self._deadline:
+                refusal = late = self._missing()
                 break
             for visitor in [one for one in self._unproved.values() if now > one.deadline]:
                 self._show_out(visitor)
-            waits = [deadline, *(one.deadline for one in self._unproved.values())]
+            waits = [self._deadline, *(one.deadline for one in self._unproved.values())]
             for file, _ in self._poll.poll(max(0, (min(waits) - now) * 1000) + 1):
                 if file == self._listener.fileno():
                     self._accept()
@@ -69,7 +82,30 @@ class _Door:
                     self._left(file)
         for visitor in list(self._unproved.values()):
             self._show_out(visitor)
-        return refusal
+        return self._stopped(late) if self.unfit and refusal is late else refusal
+
+    def _note(self, hello: Mapping[str, Any]) -> None:
+        """What a node's own check found; the others, which began when it did, have as long again to come."""
+        if hello["unfit"]:
+            self.unfit[hello["node"]] = hello["unfit"]
+            self._deadline = min(self._deadline, time.monotonic() + check.limit(self._world))
+
+    def unfit_names(self) -> list[str]:
+        """In the order of the nodes."""
+        return [self._name(node) for node in sorted(self.unfit)]
+
+    def _stopped(self, late: DrayError | None) -> StoppedError:
+        """Each node that is unfit has recorded why."""
+        names, nodes = self.unfit_names(), self._world["nodes"]
+        shown = [f"{self._name(node)}: {self.unfit[node]}" for node in sorted(self.unfit)[:_SHOWN]]
+        return StoppedError(
+            f"{len(names)} of {len(nodes)} nodes are unfit: {' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}",
+            wanted="nodes that pass their own check",
+            found="\n".join([*shown, *([late.finding.found] if late else [])]),
+            fix=f"leave them out: sbatch --exclude=$(cat {run_folder.FAILING_NODES})",
+            code=exit_codes.UNFIT,
+            node=names[0],
+        )
 
     def _accept(self) -> None:
         try:
@@ -111,6 +147,8 @@ class _Door:
         del self._unproved[visitor.line.fileno()]
         twin = None if self._world["one_machine"] else self._hosts.get(hello["host"])
         refusal = introduction.odd(hello, {**self._own, "time": time.time()}, self.guests, twin)
+        if refusal is None:
+            self._note(hello)
         self._hosts[hello["host"]] = hello["name"]
         self.guests.setdefault(hello["node"], visitor.channel)
         self.told.append(visitor.channel)
@@ -142,7 +180,7 @@ class _Door:
         return UnfitError(
             f"{len(absent)} of {len(nodes)} nodes did not come in {self._world['rendezvous_timeout_s']} s",
             wanted=f"all nodes at {address} port {port}",
-            found=f"missing: {' '.join(absent[:20])}{' ...' if len(absent) > 20 else ''}{others}",
+            found=f"missing: {' '.join(absent[:_SHOWN])}{' ...' if len(absent) > _SHOWN else ''}{others}",
             fix="see the logs of these nodes; `rendezvous_timeout_s` in the recipe is the time they are given",
         )
 

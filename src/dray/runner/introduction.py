@@ -24,8 +24,12 @@ _HELD = (
 )
 
 
-def introduction(plan: Mapping[str, Any], number: int, digest: str) -> dict[str, Any]:
-    """Who this node is, and what all nodes must hold alike."""
+class StoppedError(DrayError):
+    """The first node has refused the launch: why is recorded, there or on the nodes that are unfit."""
+
+
+def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str = "") -> dict[str, Any]:
+    """Who this node is, what all nodes must hold alike, and why it is unfit by its own check."""
     return {
         "node": number,
         "name": plan["world"]["nodes"][number]["name"],
@@ -33,6 +37,7 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str) -> dict[str,
         "plan": digest,
         "image": os.environ.get(plan["world"]["identity"]["image"], ""),
         "dray": __version__,
+        "unfit": unfit,
         "time": time.time(),
     }
 

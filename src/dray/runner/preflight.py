@@ -1,4 +1,4 @@
-"""Before the launch: what this node lacks, and whether all ranks can communicate, with a deadline that holds."""
+"""Before the launch, after each node's own check: whether all ranks can communicate, with a deadline that holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import exit_codes, files, node, run_folder
+from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import DrayError, UnfitError, error
 from dray.runner import children
 
@@ -21,13 +21,10 @@ _OTHERS = 5.0  # seconds in which the word of other nodes' ranks reaches this on
 
 
 def check(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> None:
-    """Come back when this node and the way to the others are fit."""
-    wanted = plan["preflight"]
+    """Come back when the way to the other nodes is fit."""
     began = time.monotonic()
     folder = plan["folder"]
     try:
-        room(folder, wanted)
-        locked(plan)
         os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
         codes = _ranks(plan, me, ranks, environ)
         for rank, code in codes.items():
@@ -43,29 +40,6 @@ def check(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: M
     if any(codes.values()):
         raise _blame(plan, me)
     print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
-
-
-def room(folder: str, wanted: Mapping[str, Any], shm: str = node.SHARED_MEMORY, scratch: str = node.SCRATCH) -> None:
-    """Refuse a node without room."""
-    for found in (
-        node.shared_memory(wanted["shared_memory_gb"], shm),
-        node.free_space(scratch, wanted["free_gb"]),
-        node.free_space(folder, wanted["free_gb"]),
-    ):
-        if found.code:
-            raise error(found)
-
-
-def locked(plan: Mapping[str, Any], limit: int | None = None) -> None:
-    """Refuse a node whose network card cannot register memory; where no card needs to, say so alone."""
-    if plan["variant"] == "cpu":
-        return
-    rdma = plan["fabric"]["kind"] in ("infiniband", "slingshot") and len(plan["world"]["nodes"]) > 1
-    found = node.locked_memory(needed=rdma, limit=limit)
-    if found.code:
-        raise error(found)
-    if found.level == "warning":
-        print(f"dray: {found}", flush=True)
 
 
 def _ranks(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> dict[int, int]:

@@ -26,6 +26,15 @@ def write(folder: str, name: str, **fields: object) -> None:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
 
 
+def failing_nodes(folder: str, names: Iterable[str]) -> None:
+    """Those that are unfit by their own check, as sbatch --exclude takes them."""
+    target = f"{folder}/{run_folder.FAILING_NODES}"
+    try:
+        files.write_atomic(target, ",".join(names) + "\n")
+    except OSError as error:
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
 def set_aside(folder: str, restart: int, names: Iterable[str]) -> None:
     """failures/NAME.json to failures/restart-N: it did not end the run, and says why all ranks were started again."""
     target = f"{folder}/{run_folder.restart(restart)}"

@@ -15,19 +15,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, Finding, UnfitError, error
 from dray.runner import address as address_of
-from dray.runner import channel, host, introduction
+from dray.runner import channel, check, host, introduction, record
 from dray.runner.channel import Channel
+from dray.runner.introduction import StoppedError
 from dray.runner.start import Start
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
 _ENDING_S = 30  # a launcher that does not end is killed within 10
-
-
-class StoppedError(DrayError):
-    """The first node has refused the launch, and recorded why."""
 
 
 def secret_of(folder: str) -> bytes:
@@ -55,15 +52,17 @@ def meet(
     start: Start = Start(),  # noqa: B008  it cannot be changed
     at: tuple[str, int] | None = None,
     listener: socket.socket | None = None,
+    unfit: Finding | None = None,
 ) -> tuple[dict[int, Channel], tuple[str, int], socket.socket | None]:
     """When all nodes are there: the connections to them, or to the first; its address and port; there, its socket.
 
-    Before a restart the other nodes know `at` which address the first one listens.
+    Before a restart the other nodes know `at` which address the first one listens. A node that is `unfit` comes too: so
+    all nodes hear of it at once, and none waits for one that will not come.
     """
     world = plan["world"]
     several = len(world["nodes"]) > 1
     key = start.key(secret_of(plan["folder"])) if several else b""
-    own = introduction.introduction(plan, me, digest)
+    own = introduction.introduction(plan, me, digest, check.line(unfit))
     if start.number:  # the ranks before have to end first
         world = {**world, "rendezvous_timeout_s": world["rendezvous_timeout_s"] + _ENDING_S}
         plan = {**plan, "world": world}
@@ -74,6 +73,9 @@ def meet(
         listener = address_of.listen(world)
         if several and world["shared_folder"]:
             publish(plan, listener)
+    if unfit and not several:
+        record.failing_nodes(plan["folder"], [own["name"]])
+        raise error(unfit)
     guests = host.gather(plan, own, key, listener) if several else {}
     return guests, listener.getsockname(), listener
 
@@ -134,7 +136,7 @@ def join(
                             "the first node stopped the launch",
                             wanted="go",
                             found=refused,
-                            fix=f"see {run_folder.failure('node-0')}",
+                            fix=f"see {run_folder.FAILURES}",
                             code=refused.code,
                         )
                     return first, (line.getpeername()[0], address[1])

@@ -30,6 +30,15 @@ def _before(paths: RunPaths) -> Attempt:
     return Attempt(attempt=paths.attempt, status="unknown", why="it left no result")
 
 
+def failing_nodes(paths: RunPaths, plan: Plan | None) -> list[str]:
+    """Those of the plan that their own check has found unfit."""
+    try:
+        named = files.read(paths.failing_nodes, limit=_LIMIT).decode().strip().split(",")
+    except FileNotFoundError:
+        return []
+    return [node.name for node in plan.world.nodes if node.name in {*named}] if plan else []
+
+
 def attempt(result: Result, number: int) -> Attempt:
     """What the results of later attempts keep of this one."""
     why = result.cause.why.partition("\n")[0] if result.cause else result.reason
@@ -54,8 +63,11 @@ def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt], *, bat
     Only a `batch` job can go back into the queue; one by salloc may have spare nodes.
     """
     exclude = _unfit(result, earlier)
-    if plan and plan.world.spares and (node := exclude or _lost(result)):
-        return Next(requeue=False, spare=True, exclude=node, why=f"{plan.world.spares[0]} takes its place")
+    failed = exclude or _lost(result)
+    if plan and failed and len(plan.world.spares) >= len(failed):
+        spares = plan.world.spares[: len(failed)]
+        why = f"{' '.join(spares)} {'take their' if len(spares) > 1 else 'takes its'} place"
+        return Next(requeue=False, spare=True, exclude=failed, why=why)
     if plan is None or not batch or not (exclude or _may_go_on(result)):
         return None
     limit, used = plan.recipe.max_requeues, sum(one.requeued for one in earlier)
@@ -80,19 +92,25 @@ def _saved(result: Result) -> bool:
     return result.command or (result.saved_step or 0) > (result.first_step or 0)
 
 
-def _lost(result: Result) -> str | None:
+def _lost(result: Result) -> list[str]:
     """The node that is gone."""
     cause = result.cause
     gone = cause and cause.code == exit_codes.RETRY and cause.rank is None and cause.node in result.hosts
-    return cause.node if cause and gone and _HOST.fullmatch(cause.node) else None
+    return [cause.node] if cause and gone and _HOST.fullmatch(cause.node) else []
 
 
-def _unfit(result: Result, earlier: Iterable[Attempt]) -> str | None:
-    """The node that was found unfit; not where another was before for the same reason, which is then another's."""
+def _unfit(result: Result, earlier: Iterable[Attempt]) -> list[str]:
+    """The nodes that were found unfit: not all there are, nor those for whose reason others were before.
+
+    The reason is then not the nodes'.
+    """
     cause = result.cause
     if not cause or cause.code != exit_codes.UNFIT or cause.node not in result.hosts or not _HOST.fullmatch(cause.node):
-        return None
+        return []
+    nodes = [name for name in result.failing_nodes if _HOST.fullmatch(name)] or [cause.node]
+    if 1 < len(nodes) == len(result.hosts):
+        return []
     why = cause.why.partition("\n")[0].replace(cause.node, "")
     unfit = (one for one in earlier if one.exit_code == exit_codes.UNFIT)
     seen = ((one.why or "").replace(host, "") for one in unfit for host in one.hosts)
-    return None if why in seen else cause.node
+    return [] if why in seen else nodes

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dray.runs.result import UNKNOWN, Cause
 
+FOLLOWS = "another rank ended first"
 _FILE = Path(__file__).with_name("causes.toml")
 _LONGEST = 4000  # of a line that is looked at, at its beginning
 _MOST = 200  # lines

@@ -16,7 +16,7 @@ from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import counted
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, causes, records
+from dray.runs import again, causes, grace, records
 from dray.runs.paths import RunPaths
 from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
@@ -60,12 +60,14 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "world_size": plan.world.size if plan else None,
                 "hosts": [node.name for node in plan.world.nodes] if plan else [],
                 "cause": cause.model_dump() if cause else None,
+                "failing_nodes": left.tried(paths.failing_nodes, lambda: again.failing_nodes(paths, plan)) or [],
                 "restarts": len(failures),
                 "restart_cause": first.model_dump() if first else None,
                 "reason": stopped.reason if stopped else None,
                 "at": stopped.at if stopped else None,
                 "checkpoint": checkpoint,
                 "saved_step": saved,
+                "grace_s": grace.given(stopped, plan),
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
                 "recoveries": left.tried(paths.failures, lambda: left.recoveries(failures)) or [],
@@ -75,6 +77,8 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             }
         )
     )
+    if found := grace.warning(result, stopped):
+        result.warnings.append(found)
     result = result.model_copy(update={"next": again.decide(result, plan, result.history, batch=batch)})
     if status == "done":
         left.tried(paths.preflight, left.tidy)
@@ -87,7 +91,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             print(problem, text, sep="\n", file=sys.stderr)
         return result
     if (then := result.next) and (then.requeue or then.spare):
-        line = f"{'spare' if then.spare else 'requeue'} {then.exclude or ''}\n"
+        line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
 
@@ -208,6 +212,10 @@ class _Left:
         kept = last_time = None
         for event in self._events():
             kind = event.get("event")
+            if kind == "checkpoint":
+                seconds = _number(event, "seconds")
+                found |= {"save_s": max(seconds, found.get("save_s", 0.0))} if seconds is not None else {}
+                continue  # it may be complete long after the last step
             if (now := _number(event, "time")) is not None:
                 last_time = now
                 if kept is None or (kind == "step" and (_whole(event, "step") or 0) <= (saved or 0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ def facts(
 ) -> tuple[Facts, sites.Choice]:
     """What this login node can know, and the site."""
     count = nodes or recipe.nodes
+    slurm = host.slurm_config()
     given_image = os.environ.get("DRAY_IMAGE", "")
     seen = Facts(
         scheduler="slurm",
@@ -41,7 +43,7 @@ def facts(
         image_given=bool(given_image),
         image_variant=store.variant(Path(given_image)) if given_image else "",
         site=site,
-        cluster=host.cluster_name(),
+        cluster=host.cluster_name(slurm),
         login=socket.gethostname(),
         options=tuple(options),
         gpu_memory_gb=gpu_memory,
@@ -60,5 +62,12 @@ def facts(
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
+        **host.preemption(slurm, _partitions((*choice.site.sbatch, *options))),
     }
     return seen.model_copy(update=found), choice
+
+
+def _partitions(options: Sequence[str]) -> list[str]:
+    """Those that sbatch is told; none for the default one."""
+    given = [found[1] for option in options if (found := re.fullmatch(r"(?:--partition=|-p)(.+)", option))]
+    return (given[-1] if given else os.environ.get("SBATCH_PARTITION", "")).replace(",", " ").split()

@@ -35,6 +35,7 @@ class RunPaths:
         self.metrics = self.folder / names.METRICS
         self.result = self.folder / names.RESULT
         self.next = self.folder / names.NEXT
+        self.failing_nodes = self.folder / names.FAILING_NODES
 
     def node_log(self, node: int) -> Path:
         """What the runner and the launcher of a node write."""

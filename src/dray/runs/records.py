@@ -13,6 +13,7 @@ from typing import NamedTuple
 from dray.contract import exit_codes, files, secrets
 from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
+from dray.runs import causes
 from dray.runs.result import Cause
 
 RECORD = 1 << 20
@@ -33,12 +34,22 @@ class Record(NamedTuple):
 
 
 def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) -> list[Record]:
-    """In their order. A node that was lost comes before what died of that; `code` is that of a damaged record."""
+    """In their order; `code` is that of a damaged record.
+
+    A node that was lost comes before what died of that, and what tells of its own failure before a rank that tells only
+    of another's end: the record of the latter may be the quicker one.
+    """
     paths = [path for path in sorted(folder.iterdir())[:_MOST] if path.suffix == ".json"]
     found = [_record(path, logs, code, warn) for path in paths]
     lost = {one.cause.node for one in found if one.lost}
-    # What the lost node's own ranks recorded says more than that it was lost.
-    return sorted(found, key=lambda one: one.time - _UNNOTICED_S * (one.cause.node in lost))
+    soon = min((one.time for one in found), default=0.0) + _UNNOTICED_S
+
+    def order(one: Record) -> float:
+        if one.cause.node in lost:  # what its own ranks recorded says more than that it was lost
+            return one.time - _UNNOTICED_S
+        return one.time + _UNNOTICED_S * (one.time < soon and causes.explained(one.cause).name == causes.FOLLOWS)
+
+    return sorted(found, key=order)
 
 
 def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> Record:

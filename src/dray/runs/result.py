@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -12,6 +13,7 @@ from dray.runs.recovery import Recovery
 
 UNKNOWN = "unknown"
 _MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
+_SHOWN = 20  # nodes in a line
 
 
 def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damaged part hides no failure
@@ -61,14 +63,14 @@ class Attempt(BaseModel):
 
 
 class Next(BaseModel):
-    """Whether the job goes back into the queue, or on with a spare node, and why."""
+    """Whether the job goes back into the queue, or on with spare nodes, and why."""
 
     model_config = ConfigDict(frozen=True)
 
     requeue: bool
     spare: bool = False
-    exclude: str | None = None
-    """A node that was lost or found unfit, and that the next attempt is not to have."""
+    exclude: list[str] = []
+    """Nodes that were lost or found unfit, and that the next attempt is not to have."""
     why: str
 
 
@@ -94,6 +96,8 @@ class Result(BaseModel):
     sample: str | None = None
     preflight: str | None = None
     cause: Cause | None = None
+    failing_nodes: list[str] = []
+    """Nodes that their own check before the rendezvous has found unfit."""
     restarts: int = 0
     """How often the runners have started all ranks again."""
     restart_cause: Cause | None = None
@@ -110,6 +114,10 @@ class Result(BaseModel):
     """Seconds of training that were not saved."""
     recoveries: list[Recovery] = []
     """How long it took from each failure to the next step; the first is of the attempt before, where there is one."""
+    save_s: float | None = None
+    """Seconds that the slowest checkpoint took, to its name."""
+    grace_s: float | None = None
+    """Seconds before the time limit at which the run was asked to save; of one that was not asked, as planned."""
     next: Next | None = None
     """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
     history: list[Attempt] = []
@@ -117,20 +125,20 @@ class Result(BaseModel):
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
-    """What of the run's files could not be read."""
+    """What of the run's files could not be read, and a grace that is too short."""
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
-    ended, go_on = _ended(result, again, shown), _next(result)
+    ended, go_on = _ended(result, paths, again, shown), _next(result)
     lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
     lines += [f"warning: {warning}" for warning in result.warnings]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 
 
-def _ended(result: Result, again: str, shown: int | None) -> list[str]:
+def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> list[str]:
     if result.cause:
         cause = result.cause
         lines = [f"failed: {who(cause)}: {cause.why}"]
@@ -139,6 +147,10 @@ def _ended(result: Result, again: str, shown: int | None) -> list[str]:
         lines += [f"  | {line}" for line in last if line not in known]
         lines += [f"  log: {cause.log}"] if cause.log else []
         lines += named(cause)
+        if names := result.failing_nodes:
+            listed = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
+            file = shlex.quote(str(paths.failing_nodes))
+            lines += [f'failing nodes: {listed} (sbatch --exclude="$(cat {file})")']
         return [*lines, *_left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
 
@@ -170,9 +182,9 @@ def _next(result: Result) -> list[str]:
     """Whether it goes on by itself."""
     if not result.next:
         return []
+    without = f", without {' '.join(result.next.exclude)}" if result.next.exclude else ""
     if result.next.spare:
-        return [f"spare node: {result.next.why}, without {result.next.exclude}"]
-    without = f", without {result.next.exclude}" if result.next.exclude else ""
+        return [f"spare node{'s' * (len(result.next.exclude) > 1)}: {result.next.why}{without}"]
     return [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}{without}"]
 
 

@@ -6,6 +6,8 @@ import re
 import time
 from typing import NamedTuple
 
+from dray.planning.grace import DEFAULT_S
+
 # What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
 TIME_LIMIT, PREEMPTION = "the time limit", "preemption"
 _BY_STATE = {
@@ -17,7 +19,7 @@ _BY_STATE = {
     "OUT_OF_MEMORY": "the memory limit",
 }
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
-_SOON_S = 240  # the batch scripts ask for SIGUSR1 two minutes before the time limit, and Slurm may be a minute early
+_EARLY_S = 120  # Slurm may send a signal a minute early, and its time limit has minutes
 _NEVER = ("", "None", "N/A", "Unknown")
 
 
@@ -26,13 +28,20 @@ class Stop(NamedTuple):
 
     reason: str
     at: str
+    left_s: int | None = None
+    """Seconds from SIGUSR1 to the time limit."""
 
 
-def parse(text: str, *, now: float) -> Stop:
-    """From `signal=NAME at=SECONDS end=SECONDS` and the line of `scontrol show job`, if the controller answered."""
+def parse(text: str, *, now: float, grace: int = DEFAULT_S) -> Stop:
+    """From `signal=NAME at=SECONDS end=SECONDS` and the line of `scontrol show job`, if the controller answered.
+
+    SIGUSR1 about `grace` seconds before the end is the time limit's.
+    """
     fields = dict(re.findall(r"(\w+)=(\S*)", text))
     at = _seconds(fields, "at") or now
-    return Stop(_reason(fields, at), utc(at))
+    reason, end = _reason(fields, at, grace), _seconds(fields, "end")
+    told = fields.get("signal") == "USR1" and reason == TIME_LIMIT and end is not None and end >= at
+    return Stop(reason, utc(at), int(end - at) if told and end is not None else None)
 
 
 def of_state(state: str) -> str:
@@ -51,7 +60,7 @@ def _seconds(fields: dict[str, str], name: str) -> int | None:
     return int(value) if re.fullmatch("[0-9]{1,11}", value) else None
 
 
-def _reason(fields: dict[str, str], at: float) -> str:
+def _reason(fields: dict[str, str], at: float, grace: int) -> str:
     state = fields.get("JobState", "")
     if fields.get("PreemptTime", "") not in _NEVER:
         state = "PREEMPTED"
@@ -61,7 +70,7 @@ def _reason(fields: dict[str, str], at: float) -> str:
     end = _seconds(fields, "end")
     if end is not None and at >= end - 1:
         return _BY_STATE["TIMEOUT"]
-    if end is not None and fields.get("signal") == "USR1" and end - at <= _SOON_S:
+    if end is not None and fields.get("signal") == "USR1" and end - at <= grace + _EARLY_S:
         return _BY_STATE["TIMEOUT"]
     # A job that nothing else ends was cancelled; one that runs on got a signal alone.
     return _BY_STATE["CANCELLED"] if state == "COMPLETING" else f"SIG{fields.get('signal') or 'TERM'}"

@@ -24,7 +24,7 @@ from dray.fitness import lint
 from dray.planning import image, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import layers, lookup
+from dray.runs import grace, layers, lookup
 from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job, run_name
 
 _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
@@ -115,7 +115,10 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     # What a model keeps depends on the variant and the precision that the plan chooses.
     chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
     files = lookup.files(chosen, facts, exact=exact)
-    files = files.model_copy(update={"layer": layers.look(recipe, choice.site, facts)})
+    seconds, run = grace.slowest(paths.run.parent, recipe.name) or (None, "")
+    files = files.model_copy(
+        update={"layer": layers.look(recipe, choice.site, facts), "save_s": seconds, "save_run": run}
+    )
     made = plan(
         recipe, choice.site, facts, files, run_folder=PurePosixPath(paths.run),
         scratch=f"{node.OWN}{os.getuid()}-{secrets.token_hex(16)}",

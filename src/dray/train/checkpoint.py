@@ -41,12 +41,15 @@ class Checkpoints:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
+        self._began = 0.0
         self._pending: Future[None] | None = None
         self.newest: int | None = None  # the step of the newest that is complete
+        self.took: dict[int, float] = {}  # seconds from its beginning to its name, by step; the loop takes them out
 
     def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
         """All ranks together. It is there after `settle`."""
         self.settle()
+        self._began = time.monotonic()
         part = self.folder / f"step-{step}.part-{self.run}"
         on_rank_0(lambda: self._make(part))
         scaler = self.strategy.scaler
@@ -99,6 +102,7 @@ class Checkpoints:
     def _write(self, part: Path, staged: Staged, step: int, updates: int, own: dict[str, Any]) -> None:
         ranks = on_all(lambda: self._write_own(part, staged, own))
         on_rank_0(lambda: self._complete(part, ranks, step, updates))
+        self.took[step] = time.monotonic() - self._began
         self.newest = step
 
     def _write_own(self, part: Path, staged: Staged, own: dict[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class Loop:
                 self._end(taken)
         self._reader.shutdown()
         self.checkpoints.settle()
+        self._tell_saved()
 
     def _read(self, step: int) -> tuple[list[Batch], int, Any]:
         """This rank's micro-batches of a step, how many labels they have, and the feed's position after it."""
@@ -149,6 +150,7 @@ class Loop:
         # Before the host waits for the device, which computes meanwhile.
         shares = self.feed.shares(range(self._logged * config.global_size, taken * config.global_size))
         self._logged = taken
+        self._tell_saved()
         loss, last = self._check(taken, norm)
         self._sums.zero_()
         fields = self.speed.measured(taken)
@@ -170,6 +172,14 @@ class Loop:
             **fields,
         )
 
+    def _tell_saved(self) -> None:
+        """Of checkpoints that are complete by now."""
+        for step in sorted(self.checkpoints.took):
+            seconds = round(self.checkpoints.took.pop(step), 3)
+            self.metrics.write(
+                "checkpoint", f"checkpoint of step {step}: {seconds:.1f} s", saved_step=step, seconds=seconds
+            )
+
     def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float]:
         """The loss of all ranks since the last line, and the norm.
 
@@ -188,6 +198,7 @@ class Loop:
     def _end(self, taken: int) -> NoReturn:
         """All ranks together, once what was begun is there."""
         self.checkpoints.settle()
+        self._tell_saved()
         barrier()
         raise RetryError(
             f"the run was asked to end, after step {taken} of {self.config.steps}",

@@ -1,0 +1,27 @@
+"""What is checked before a launch: each node by itself, then all of them together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dray.config.model import Spec
+from dray.config.training import Count
+
+
+class Preflight(Spec):
+    """What each node shows of itself before the rendezvous, and what the nodes prove to one another after it."""
+
+    when: Literal["several", "always", "never"] = "several"
+    """several: in runs of several nodes; always: on one node too."""
+    timeout_s: Count = 60
+    """Seconds that all collectives together may take, after the rendezvous."""
+    megabytes: Count = 64
+    """The largest message of the bandwidth sweep."""
+    free_gb: Annotated[float, Field(ge=0)] = 1.0
+    """Free space that /tmp and the run folder must have on each node."""
+    shared_memory_gb: Annotated[float, Field(ge=0)] = 0.5
+    """Size that /dev/shm must have."""
+    memory_gb: Annotated[float, Field(ge=0)] = 0.5
+    """Memory that the job must have on each node: what is available, and what its cgroup allows."""

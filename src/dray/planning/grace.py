@@ -1,0 +1,107 @@
+"""How long before its end Slurm tells a job to save, and whether a checkpoint fits into that."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.contract.findings import Finding
+from dray.facts import Facts, Files
+from dray.planning.choice import Choice
+
+DEFAULT_S = 120
+"""What the batch scripts ask for: #SBATCH --signal=B:USR1@120."""
+_SIGNAL = re.compile(r"--signal=(?:[RB]{1,2}:)?[A-Za-z0-9]+(?:@([0-9]{1,5}))?")
+_SLURM_S = 60  # of a --signal without a time
+_TIME = re.compile(r"(?:--time=|-t)(?:([0-9]{1,5})-)?([0-9]{1,6})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?")
+_ENDING = ("CANCEL", "REQUEUE")  # modes of preemption after which a job runs no longer
+
+
+def chosen(recipe: Recipe, site: Site, facts: Facts) -> Choice[int]:
+    """Seconds before the time limit, and who says so; a job itself is not told of its own --signal."""
+    given = [found for option in (*site.sbatch, *facts.options) if (found := _SIGNAL.fullmatch(option))]
+    own = [found for option in facts.options if (found := _SIGNAL.fullmatch(option))]
+    if own:
+        return Choice(int(own[-1][1] or _SLURM_S), f"{own[-1][0]} of the command line")
+    if recipe.grace_s:
+        return Choice(recipe.grace_s, "the recipe's grace_s")
+    if site.grace_s:
+        return Choice(site.grace_s, f"grace_s of site {site.name}")
+    if given:
+        return Choice(int(given[-1][1] or _SLURM_S), f"{given[-1][0]} of site {site.name}")
+    return Choice(DEFAULT_S, "the batch scripts' own --signal")
+
+
+def wanted(save_s: float) -> int:
+    """The shortest that is safe: a step ends first, and a busy disk may take longer than it ever did."""
+    return max(1, math.ceil(2 * save_s))
+
+
+def find(recipe: Recipe, site: Site, facts: Facts, files: Files) -> Iterator[Finding]:
+    """What is too short for a checkpoint that is as slow as the slowest of an earlier run."""
+    if facts.scheduler != "slurm" or recipe.train is None:
+        return
+    grace, save = chosen(recipe, site, facts), files.save_s
+    if save is not None and grace.value < wanted(save):
+        yield Finding(
+            "the grace is shorter than twice the slowest checkpoint",
+            wanted=f"{wanted(save)} s or more: a checkpoint of run {files.save_run} took {save:.1f} s",
+            found=f"{grace.value} s before the time limit ({grace.why})",
+            fix=f"grace_s={wanted(save)} with dray submit; with sbatch itself --signal=B:USR1@{wanted(save)}",
+        )
+    limit = _limit(facts)
+    if limit and grace.value >= limit:
+        yield Finding(
+            "the grace is not shorter than the job, which would be told to end when it begins",
+            wanted=f"less than {limit} s, the time limit",
+            found=f"{grace.value} s ({grace.why})",
+            fix="a longer --time, or a shorter grace_s",
+        )
+    yield from _preemption(facts, files)
+
+
+def _preemption(facts: Facts, files: Files) -> Iterator[Finding]:
+    """By what Slurm has told of this partition."""
+    save, kill = files.save_s, facts.kill_wait_s
+    if facts.preempt_mode and any(mode in facts.preempt_mode for mode in _ENDING):
+        left = (facts.preempt_grace_s or 0) + (kill or 0)
+        seen = f"PreemptMode={facts.preempt_mode}, GraceTime {facts.preempt_grace_s or 0} s, KillWait {kill or 0} s"
+        if save is not None and save > left:
+            yield Finding(
+                "a checkpoint takes longer than preemption leaves",
+                wanted=f"{save:.1f} s, which a checkpoint of run {files.save_run} took",
+                found=seen,
+                fix="save often (checkpoint.every), or take a partition that is not preempted",
+            )
+        if not facts.preempt_signal:
+            yield Finding(
+                "preemption here comes without the signal that asks a run to save",
+                wanted="PreemptParameters=send_user_signal, and a GraceTime, in slurm.conf",
+                found=f"{seen}, no send_user_signal: SIGTERM goes to all processes at once",
+                fix="save often (checkpoint.every), and ask the administrators for it",
+                kind="note",
+            )
+    if save is not None and kill is not None and save > kill:
+        yield Finding(
+            "scancel leaves less time than a checkpoint takes",
+            found=f"KillWait {kill} s, and a checkpoint of run {files.save_run} took {save:.1f} s",
+            fix="to end such a run with a checkpoint: scancel --batch --signal=USR1 JOB",
+            kind="note",
+        )
+
+
+def _limit(facts: Facts) -> int | None:
+    """The time limit of the options, in seconds, where they have one: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN[:SEC]."""
+    found = [match for option in facts.options if (match := _TIME.fullmatch(option))]
+    if not found:
+        return None
+    days, *rest = found[-1].groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is None:
+        hours, minutes, seconds = numbers if len(numbers) == 3 else [0, *numbers, 0][:3]
+    else:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,0 +1,59 @@
+"""What a node lacks besides its GPUs, as a process that may be killed. Started by file, as rank.py is: 30 ms."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# By file, since -m would look for dray where -S and -E have forbidden it. What Python itself has comes first.
+if __name__ == "__main__":
+    sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from dray.contract import exit_codes, node
+from dray.contract.findings import Finding
+
+Check = Callable[[], "Finding | list[Finding]"]
+
+
+def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
+    """Each by name."""
+    wanted, folder, variant = plan["preflight"], plan["folder"], plan["variant"]
+    yield "shared memory", lambda: node.shared_memory(wanted["shared_memory_gb"])
+    yield f"room in {node.SCRATCH}", lambda: node.free_space(node.SCRATCH, wanted["free_gb"])
+    yield "the node's own folder", lambda: node.writable(plan["scratch"])
+    yield "room in the run folder", lambda: node.free_space(folder, wanted["free_gb"])
+    yield "the run folder", lambda: node.writable(folder)
+    yield "memory", lambda: node.memory(wanted["memory_gb"])
+    if variant != "cpu":
+        rdma = plan["fabric"]["kind"] in ("infiniband", "slingshot") and len(plan["world"]["nodes"]) > 1
+        yield "locked memory", lambda: node.locked_memory(needed=rdma)
+    if variant in ("cuda", "cuda12"):
+        yield "the kernel's log", node.xids
+
+
+def found(name: str, check: Check) -> list[Finding]:
+    """What is wrong or unwise; a check that cannot be made is wrong too."""
+    try:
+        made = check()
+    except OSError as error:
+        text = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        made = Finding(f"{name}: the check failed", found=text, code=exit_codes.UNFIT)
+    return [one for one in (made if isinstance(made, list) else [made]) if one.level in ("error", "warning")]
+
+
+def main(path: str) -> None:
+    """Say what is being looked at, and what is found: a JSON object a line."""
+    with open(path, "rb") as file:
+        plan = json.load(file)
+    for name, check in checks(plan):
+        print(json.dumps({"phase": name}), flush=True)
+        for finding in found(name, check):
+            print(json.dumps({"finding": finding._asdict()}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

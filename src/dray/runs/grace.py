@@ -1,0 +1,66 @@
+"""How long checkpoints took: of an earlier run, for the plan of the next; of this one, beside its grace."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dray.contract import exit_codes, files
+from dray.contract.findings import DrayError
+from dray.planning import grace
+from dray.planning.schema import Plan
+from dray.runs.paths import RunPaths, attempts
+from dray.runs.result import Result
+from dray.runs.stop import TIME_LIMIT, Stop
+
+_LIMIT = 1 << 20  # bytes of a result
+_RUNS = 8  # the newest ones
+
+
+def slowest(runs: Path, name: str) -> tuple[float, str] | None:
+    """Seconds of the slowest checkpoint of the newest run of this recipe that tells it, and which run that is."""
+    pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-(\d+|[0-9a-f]{{6}})")
+    with suppress(OSError):
+        names = sorted((path.name for path in runs.iterdir() if pattern.fullmatch(path.name)), reverse=True)
+        for run in (runs / one for one in names[:_RUNS]):
+            if run.lstat().st_uid == os.geteuid() and (seconds := _of(run)) is not None:
+                return seconds, run.name
+    return None
+
+
+def _of(run: Path) -> float | None:
+    """By the results of its attempts."""
+    found = []
+    for number in attempts(run):
+        with suppress(OSError, DrayError, ValidationError, ValueError):
+            result = Result.model_validate_json(files.read(RunPaths(run, number).result, limit=_LIMIT))
+            found += [result.save_s] if result.save_s is not None else []
+    return max(found, default=None)
+
+
+def given(stopped: Stop | None, plan: Plan | None) -> int | None:
+    """The grace that the job had; of one that was not told to end, that of the plan."""
+    if stopped and stopped.left_s is not None:
+        return stopped.left_s
+    return plan.grace_s if plan and plan.by_slurm else None
+
+
+def warning(result: Result, stopped: Stop | None) -> str | None:
+    """Of one that was too short, or is shorter than twice the slowest checkpoint."""
+    given, save = result.grace_s, result.save_s
+    if given is None or result.command:
+        return None
+    told = stopped is not None and stopped.left_s is not None
+    late = told and result.reason == TIME_LIMIT and result.exit_code != exit_codes.RETRY
+    if not late and (save is None or given >= grace.wanted(save)):
+        return None
+    took = f"the slowest checkpoint took {save:.1f} s" if save is not None else "no checkpoint was complete"
+    enough = max(grace.wanted(save or 0), 2 * round(given) if late else 0)
+    fix = f"grace_s={enough} with dray submit; with sbatch itself --signal=B:USR1@{enough}"
+    if late:
+        return f"the grace was too short: {given:.0f} s before the time limit, and {took}; {fix}"
+    return f"the grace of {given:.0f} s is shorter than twice the slowest checkpoint: {took}; {fix}"

@@ -1,0 +1,411 @@
+"""What each node checks by itself before the rendezvous, and how the others hear of it: real runners, real faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.checks import health
+from dray.contract import node
+from dray.contract.findings import Finding
+from dray.runner import check, here
+from nodes import Start, ended
+
+WANTED = {"timeout_s": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001, "memory_gb": 0.001}
+FABRIC = {"kind": "unknown"}
+NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # a limit of files would cut it off
+
+
+@pytest.fixture
+def checked(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan of three nodes that check themselves."""
+    plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
+    return plan | {"preflight": WANTED, "variant": "cpu", "fabric": FABRIC}
+
+
+def refuse_writes(process: subprocess.Popen[str]) -> None:
+    """As a quota that is nearly used up: records still fit, and what the check writes does not."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (16384, 16384))
+
+
+def began(start: Start, *unfit: int) -> list[subprocess.Popen[str]]:
+    nodes = [start(number, 3, f"node{number + 1}", **NO_BYTECODE) for number in range(3)]
+    for number in unfit:
+        refuse_writes(nodes[number])
+    return nodes
+
+
+@pytest.fixture
+def several(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan of three nodes that check themselves."""
+    plan["world"]["nodes"].append({"name": "node3", "address": "127.0.0.1"})
+    plan |= {"preflight": WANTED, "variant": "cpu", "fabric": FABRIC}
+    return plan
+
+
+@pytest.mark.parametrize("unfit", [(1,), (0,), (0, 2), (0, 1, 2)])
+def test_all_that_are_unfit_are_named_at_once(
+    several: dict[str, Any], start: Start, tmp_path: Path, unfit: tuple[int, ...]
+) -> None:
+    """On each node, in a file for sbatch --exclude, and each with a record of its own."""
+    begun = time.monotonic()
+    ends = [ended(one) for one in began(start, *unfit)]
+    assert time.monotonic() - begun < several["world"]["rendezvous_timeout_s"] / 2, ends
+    assert [code for code, _ in ends] == [69, 69, 69], ends
+    names = [f"node{number + 1}" for number in unfit]
+    assert (tmp_path / "failing_nodes.txt").read_text() == ",".join(names) + "\n"
+    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "failures").iterdir()}
+    assert sorted(records) == [f"node-{number}" for number in unfit]
+    for number in unfit:
+        record = records[f"node-{number}"]
+        assert (record["code"], record["node"], record["rank"]) == (69, f"node{number + 1}", None)
+        first, *_ = record["why"].splitlines()
+        assert first == f"nothing can be written in {tmp_path / 'own'}, and 1 more finding"
+        assert f"nothing can be written in {tmp_path}: {os.strerror(errno.EFBIG)}" in record["why"]
+        assert record["why"] in ends[number][1]
+    for number in {0, 1, 2} - {*unfit}:
+        assert f"{len(unfit)} of 3 nodes are unfit: {' '.join(names)}" in ends[number][1]
+        assert f"{names[0]}: nothing can be written in" in ends[number][1]
+    if 0 not in unfit:
+        assert "fix:    leave them out: sbatch --exclude=$(cat failing_nodes.txt)" in ends[0][1]
+
+
+def test_a_node_that_does_not_come_is_told_beside_one_that_is_unfit(
+    several: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    """It is not waited for as long as in a run that could begin."""
+    several["world"]["rendezvous_timeout_s"] = 12
+    begun = time.monotonic()
+    first, second = start(0, 3, "node1"), start(1, 3, "node2", **NO_BYTECODE)
+    refuse_writes(second)
+    code, said = ended(first)
+    assert (code, ended(second)[0], time.monotonic() - begun < 11) == (69, 69, True)
+    assert "1 of 3 nodes are unfit: node2" in said
+    assert "missing: node3" in said
+    assert (tmp_path / "failing_nodes.txt").read_text() == "node2\n"
+
+
+def test_one_node_alone(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    plan["world"]["nodes"].pop()
+    plan |= {"preflight": {**WANTED, "memory_gb": 1e9}, "variant": "cpu", "fabric": FABRIC}
+    code, said = ended(start(0, 1, "node1"))
+    assert (code, said.splitlines()[1]) == (69, "the job has too little memory")
+    assert (tmp_path / "failing_nodes.txt").read_text() == "node1\n"
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == ["node-0.json"]
+
+
+def test_an_unfit_node_whose_first_node_never_came(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    """Its own finding is why it ends."""
+    plan["world"]["rendezvous_timeout_s"] = 2
+    plan |= {"preflight": WANTED, "variant": "cpu", "fabric": FABRIC}
+    second = start(1, 2, "node2", **NO_BYTECODE)
+    refuse_writes(second)
+    code, said = ended(second)
+    assert (code, "could not reach" in said) == (69, False)
+    assert json.loads((tmp_path / "failures/node-1.json").read_text())["why"] in said
+
+
+HANGS = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    'print(\'{"phase": "%s"}\', flush=True)\ntime.sleep(600)'
+)
+UNWISE = json.dumps({"finding": Finding("slow", found="hot")._asdict()})
+
+
+def part(code: str, name: str = "GPU 3") -> check.Part:
+    return check.Part(name, [sys.executable, "-S", "-E", "-c", code])
+
+
+class TestParts:
+    """Processes that end in every way."""
+
+    def found(self, *codes: str, seconds: float = 60.0) -> list[list[Finding]]:
+        parts = [part(code) for code in codes]
+        check.run(parts, seconds)
+        return [one.found for one in parts]
+
+    def test_one_that_hangs_is_killed_and_named(self) -> None:
+        begun = time.monotonic()
+        (found,), (other,) = self.found(HANGS % "matmul", f"print('{UNWISE}')", seconds=1.0)
+        assert time.monotonic() - begun < 10
+        assert found == Finding(
+            "GPU 3: no answer within 1 s",
+            wanted="a check that comes to its end",
+            found="hangs in: matmul",
+            fix="leave this node out (sbatch --exclude), and tell the administrators",
+            code=69,
+        )
+        assert other == Finding("slow", found="hot")
+
+    def test_what_it_has_started_is_killed_too(self, tmp_path: Path) -> None:
+        file = tmp_path / "process"
+        child = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
+        self.found(child + HANGS % "health", seconds=1.5)
+        process = int(file.read_text())
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().split()[2]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def test_a_slow_disk_is_no_fault_of_a_gpu(self) -> None:
+        ((found,),) = self.found(HANGS % check.LOADING, seconds=1.0)
+        assert (found.code, found.problem) == (0, "GPU 3 is not checked: torch was not loaded within 1 s")
+
+    def test_one_that_dies(self, capsys: pytest.CaptureFixture[str]) -> None:
+        dies = 'print(\'{"phase": "device"}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
+        (killed,), (raised,) = self.found(dies, "print('[1]\\n{\\n[[[', flush=True); raise ImportError('libx.so')")
+        assert (killed.problem, killed.found) == ("GPU 3: the check ended with killed by SIGSEGV", "in: device")
+        assert (raised.problem, raised.code) == ("GPU 3: the check ended with exit code 1", 69)
+        assert raised.found == "in: its start: ImportError: libx.so"
+        assert "dray: GPU 3: ImportError: libx.so" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("said", ["[1]", "7", "null", '"x"', '{"finding": 3}', '{"finding": {"a": 1}}', "[" * 9999])
+    def test_what_is_no_word_of_a_check_is_for_the_log(self, capsys: pytest.CaptureFixture[str], said: str) -> None:
+        assert self.found(f"print({said!r})") == [[]]
+        assert f"dray: GPU 3: {said}" in capsys.readouterr().out
+
+    def test_a_stop_from_outside_is_no_finding(self) -> None:
+        code = (
+            "import os\nfrom dray.runner import check\n"
+            "kill = f'kill -TERM {os.getpid()}; sleep 600'\n"
+            "check.run([check.Part('x', ['bash', '-c', kill])], 60)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr) == (143, "")
+
+
+def test_a_node_is_unfit_by_the_first_finding_and_tells_the_others_in_a_line() -> None:
+    assert check.line(None) == ""
+    assert check.line(Finding("a\n  b \x1b[2J" + "x" * 999))[:20] == "a b ?[2J" + "x" * 12
+    assert len(check.line(Finding("x" * 999))) == 256
+
+
+def names(plan: dict[str, Any]) -> list[str]:
+    return [name for name, _ in here.checks(plan)]
+
+
+def test_what_is_looked_at(several: dict[str, Any]) -> None:
+    every = [
+        "shared memory", "room in /tmp", "the node's own folder", "room in the run folder", "the run folder", "memory",
+    ]  # fmt: skip
+    assert names(several) == every
+    assert names(several | {"variant": "rocm"}) == [*every, "locked memory"]
+    assert names(several | {"variant": "cuda12"}) == [*every, "locked memory", "the kernel's log"]
+    gpus = [one.name for one in check.parts(several | {"variant": "cuda"})]
+    assert gpus == ["node", "GPU 0", "GPU 1"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "nodes", "limit", "level"),
+    [
+        ("cuda", "infiniband", 2, 8 << 20, "error"),
+        ("rocm", "slingshot", 2, 65536, "error"),
+        ("cuda", "infiniband", 2, resource.RLIM_INFINITY, None),
+        ("cuda", "infiniband", 2, 64 << 30, None),
+        ("cuda", "infiniband", 1, 8 << 20, "warning"),
+        ("cuda", "unknown", 2, 8 << 20, "warning"),
+        ("cuda", "ethernet", 2, 0, "warning"),
+        ("cpu", "infiniband", 2, 8 << 20, None),
+    ],
+)
+def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
+    several: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    kind: str,
+    nodes: int,
+    limit: int,
+    level: str,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    several["world"]["nodes"] = several["world"]["nodes"][:nodes]
+    plan = several | {"variant": variant, "fabric": {"kind": kind}}
+    found = [one for name, look in here.checks(plan) if name == "locked memory" for one in here.found(name, look)]
+    assert [one.level for one in found] == ([level] if level else [])
+    for one in found:
+        assert (one.problem, one.wanted) == (
+            "the limit of locked memory is too small for RDMA", "unlimited (ulimit -l)"
+        )  # fmt: skip
+        assert "LimitMEMLOCK=infinity" in one.fix
+
+
+def test_a_folder_that_is_gone() -> None:
+    (found,) = here.found("room in the run folder", lambda: node.free_space("/no/such", 1.0))
+    assert (found.problem, found.code) == ("room in the run folder: the check failed", 69)
+    assert found.found == f"{os.strerror(errno.ENOENT)}: /no/such"
+    written = node.writable("/proc/self")
+    assert (written.problem, written.code) == ("nothing can be written in /proc/self", 69)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root makes the small disk")
+@pytest.mark.parametrize("which", ["shm", "room", "full"])
+def test_a_node_without_room_is_unfit(tmp_path: Path, which: str) -> None:
+    """64 MB of shared memory, as Docker gives by default; a disk of the node's own that is small; one that is full."""
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "dray-test", small], check=True)
+    try:
+        if which == "full":
+            subprocess.run(["dd", "if=/dev/zero", f"of={small}/all", "bs=1M"], capture_output=True, check=False)
+        looks = {
+            "shm": lambda: node.shared_memory(0.5, str(small)),
+            "room": lambda: node.free_space(str(small), 0.1),
+            "full": lambda: node.writable(str(small)),
+        }
+        found = looks[which]()
+        left = sorted(path.name for path in small.iterdir())
+    finally:
+        subprocess.run(["umount", small], check=True)
+    assert (found.problem, found.found) == {
+        "shm": (f"{small} is too small", "0.067 GB"),
+        "room": (f"{small} is full", "0.067 GB"),
+        "full": (f"nothing can be written in {small}", os.strerror(errno.ENOSPC)),
+    }[which]
+    assert (found.code, left) == (69, ["all"] if which == "full" else [])
+
+
+class TestMemory:
+    """/proc and cgroups as they are in a job of Slurm's."""
+
+    def groups(self, tmp_path: Path, files: dict[str, str]) -> str:
+        for name, text in files.items():
+            (tmp_path / "g" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "g" / name).write_text(text)
+        return str(tmp_path / "g")
+
+    def own(self, tmp_path: Path, text: str) -> str:
+        (tmp_path / "own").write_text(text)
+        return str(tmp_path / "own")
+
+    def look(self, tmp_path: Path, own: str, files: dict[str, str], wanted: float = 1.0) -> Finding:
+        (tmp_path / "meminfo").write_text("MemTotal:  16000000 kB\nMemAvailable:    8000000 kB\n")
+        return node.memory(
+            wanted, str(tmp_path / "meminfo"), self.own(tmp_path, own), self.groups(tmp_path, {"x": "", **files})
+        )
+
+    def test_the_lowest_limit_above_it(self, tmp_path: Path) -> None:
+        own = "0::/system.slice/slurmstepd.scope/job_17/step_0/user/task_0\n"
+        job = "system.slice/slurmstepd.scope/job_17"
+        files = {f"{job}/memory.max": "500000000\n", f"{job}/step_0/memory.max": "max\n"}
+        found = self.look(tmp_path, own, files)
+        assert (found.code, found.found) == (69, "0.500 GB allowed by the job's cgroup")
+        assert found.fix.startswith("ask Slurm for more: --mem=SIZE")
+
+    def test_version_1(self, tmp_path: Path) -> None:
+        own = "9:memory:/slurm/uid_1000/job_17\n4:cpu,cpuacct:/slurm\n"
+        files = {"memory/slurm/uid_1000/job_17/memory.limit_in_bytes": "700000000\n"}
+        files |= {"memory/memory.limit_in_bytes": "9223372036854771712\n"}
+        assert self.look(tmp_path, own, files).found == "0.700 GB allowed by the job's cgroup"
+
+    @pytest.mark.parametrize("own", ["", "0::/\n", "rubbish\n\n::\n", "0::/../../etc\n"])
+    def test_without_a_limit_what_is_available_counts(self, tmp_path: Path, own: str) -> None:
+        assert self.look(tmp_path, own, {}).found == "8.192 GB available"
+        found = self.look(tmp_path, own, {}, wanted=9.0)
+        assert (found.code, found.wanted) == (69, "9.0 GB (preflight.memory_gb)")
+        assert "leave this node out" in found.fix
+
+    def test_here(self) -> None:
+        assert node.memory(0.001).level == "ok"
+
+
+def test_errors_in_the_kernel_s_log(tmp_path: Path) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text(
+        "6,1,1,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
+        "6,2,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=2, GPU has fallen off the bus.\n"
+        "6,3,3,-;NVRM: Xid (PCI:0000:86:00): 31, pid=3, an error of the program\n"
+    )
+    (found,) = node.xids(str(log))
+    assert (found.problem, found.found, found.level) == (
+        "the kernel's log has Xid 79 of the GPU at 0000:3b:00", "the GPU has fallen off the bus", "warning",
+    )  # fmt: skip
+    assert node.xids(str(tmp_path / "none")) == []
+
+
+FINE = {"uncorrected": "0", "pages": "No", "clocks": "0x0000000000000001", "rows_failed": "No", "rows_pending": "No"}
+
+
+@pytest.mark.parametrize(
+    ("told", "problem", "level"),
+    [
+        ({}, None, None),
+        ({"uncorrected": "[N/A]", "pages": "[N/A]", "rows_failed": "", "rows_pending": "", "clocks": ""}, None, None),
+        ({"clocks": "0x0000000000000004"}, None, None),  # the power limit, which every busy GPU comes to
+        ({"clocks": "Active"}, None, None),
+        ({"rows_failed": "Yes"}, "a row of its memory cannot be remapped", "error"),
+        ({"rows_pending": "Yes"}, "its memory has errors, and it was not reset since", "error"),
+        ({"pages": "Yes"}, "its memory has errors, and it was not reset since", "error"),
+        ({"uncorrected": "3"}, "its memory had errors that ECC did not correct", "warning"),
+        ({"clocks": "0x0000000000000048"}, "it is slower than it should be", "warning"),
+    ],
+)
+def test_what_nvidia_smi_tells(told: dict[str, str], problem: str | None, level: str | None) -> None:
+    found = list(health.nvidia({**FINE, **told}))
+    assert [(one.problem, one.level) for one in found] == ([(problem, level)] if problem else [])
+
+
+SMI = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in
+  *remapped_rows.failure*) echo 'Field "remapped_rows.failure" is not a valid field to query.'; exit 2 ;;
+  *remapped_rows.pending*) echo No ;;
+  *ecc*) echo 2 ;;
+  *) echo "[N/A]" ;;
+esac
+"""
+
+
+def test_each_field_is_asked_for_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that does not know one answers to none of that call."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    about = type("Properties", (), {"uuid": "1f2e-3d", "pci_bus_id": 59})()
+    (found,) = health.of(about)
+    assert found.found.startswith("2 since the driver was loaded")
+    ends = [f"--{one}" for one in (
+        "query-gpu=ecc.errors.uncorrected.volatile.total", "query-gpu=retired_pages.pending",
+        "query-gpu=clocks_throttle_reasons.active", "query-remapped-rows=remapped_rows.failure",
+        "query-remapped-rows=remapped_rows.pending",
+    )]  # fmt: skip
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [f"--id=GPU-1f2e-3d {end} --format=csv,noheader,nounits" for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"), [("ue: 4\nce: 9\n", True), ("ue: 0\nce: 9\n", False), ("", False), ("ue: x\n", False)]
+)
+def test_what_amdgpu_counts(tmp_path: Path, text: str, seen: bool) -> None:
+    (tmp_path / "umc_err_count").write_text(text)
+    assert bool(list(health.amd(tmp_path / "umc_err_count"))) == seen
+    assert list(health.amd(tmp_path / "none")) == []
+
+
+@pytest.mark.torch
+def test_without_a_gpu_the_node_is_unfit(several: dict[str, Any], tmp_path: Path) -> None:
+    """By the real check of a GPU, with a torch that has none."""
+    several["variant"] = "cuda"
+    (tmp_path / "plan.json").write_text(json.dumps(several))
+    (tmp_path / "own").mkdir()
+    found = check.node(several, 1)
+    assert found
+    assert (found.code, found.node) == (69, "node2")
+    assert found.problem == "GPU 0: torch does not see it, and 1 more finding"
+    assert "GPU 1: torch does not see it: 0" in found.found
+
+
+@pytest.mark.torch
+def test_the_products_and_the_memory_of_a_device() -> None:
+    device = pytest.importorskip("dray.checks.device")
+    assert device.right("cpu") == "right in fp32, fp16 and bf16"
+    assert device.memory("cpu", 1 << 20).endswith("GiB free")
