@@ -21,6 +21,7 @@ from dray.contract import gpus
         ("NVIDIA H100 NVL", 835.5, 835.5, 3900),
         ("NVIDIA H200", 989.4, 989.4, 4800),
         ("NVIDIA GH200 120GB", 989.4, 989.4, 4000),
+        ("NVIDIA GH200 480GB", 989.4, 989.4, 4000),
         ("NVIDIA GH200 144G HBM3e", 989.4, 989.4, 4900),
         ("NVIDIA B200", 2250, 2250, 8000),
         ("Tesla V100-SXM2-16GB", 0, 125, 900),
