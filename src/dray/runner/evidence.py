@@ -22,8 +22,9 @@ _READ_ALL = 3  # SYSLOG_ACTION_READ_ALL of syslog(2), which dmesg uses too
 _STAMP = re.compile(r"(?:<\d{1,4}>)?\[ {0,6}(\d{1,10}\.\d{6})\]")
 _OWNER = re.compile(r"(?:\buid=|UID:)(\d{1,10})")
 _TELLING = re.compile(
-    r"oom-kill:|out of memory: Killed|NVRM: Xid|NVRM: .{0,80}fallen off|Hardware Error|EDAC .{0,40}UE|: segfault at "
-    r"|amdgpu.{0,120}(?:GPU reset|page fault|RAS|ring .{0,40}timeout)|I/O error|nfs: server .{1,80} not responding",
+    r"oom-kill:|out of memory: Killed|NVRM: Xid|NVRM: .{0,80}fallen off|Hardware Error|EDAC .{0,40}\bUE\b"
+    r"|: segfault at |amdgpu.{0,120}(?:GPU reset|page fault|RAS|ring .{0,40}timeout)|I/O error"
+    r"|nfs: server .{1,80} not responding",
     re.IGNORECASE,
 )
 _KILL = re.compile("oom-kill|out of memory", re.IGNORECASE)
@@ -34,7 +35,7 @@ _WORKER = re.compile(r"DataLoader worker \(pid[^)]{0,80}\) is killed by signal: 
 def collect(folder: str, log: object) -> list[str]:
     """What is seen now, at most twelve lines; whatever cannot be read here is left out."""
     looks: tuple[Callable[[], list[str]], ...] = (
-        lambda: _said(log),
+        lambda: _logged(log),
         _memory,
         _image,
         lambda: _disks(folder),
@@ -149,7 +150,7 @@ def _outside(uid: int) -> int:
     return uid
 
 
-def _said(log: object) -> list[str]:
+def _logged(log: object) -> list[str]:
     """How full the GPU was, and what killed a data worker: torch says more after it than a record's last lines hold."""
     with open(str(log), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG))
