@@ -13,6 +13,7 @@ from dray.config.analog import Analog
 from dray.config.data import Data
 from dray.config.image import ADOPTED, Fingerprint, Variant
 from dray.config.model import SecretError, Spec
+from dray.config.runs import HangTimeout, Preflight, Runs
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
 from dray.contract import dataset, secrets
 
@@ -24,28 +25,6 @@ _HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _LAYER = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}|[^\x00-\x1f\x7f]+\.sif")
-
-
-class Preflight(Spec):
-    """What the nodes prove to one another before the launch."""
-
-    when: Literal["several", "always", "never"] = "several"
-    """several: in runs of several nodes; always: on one node too."""
-    timeout_s: Count = 60
-    """Seconds that all collectives together may take, after the rendezvous."""
-    megabytes: Count = 64
-    """The largest message of the bandwidth sweep."""
-    free_gb: Annotated[float, Field(ge=0)] = 1.0
-    """Free space that /tmp and the run folder must have on each node."""
-    shared_memory_gb: Annotated[float, Field(ge=0)] = 0.5
-    """Size that /dev/shm must have."""
-
-
-class Runs(Spec):
-    """The run folder."""
-
-    share: Literal["none", "group"] = "none"
-    """Who may read it besides you: no one, or your group; the run's secret stays yours alone."""
 
 
 class Command(Spec):
@@ -127,6 +106,9 @@ class Recipe(Spec):
     """Nodes of the job, beside `nodes`, that take no part until another one fails; then the run goes on with one."""
     max_requeues: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often the job goes back into Slurm's queue by itself, if it has saved steps. 0: never. docs/survive.md."""
+    hang_timeout_s: HangTimeout | None = None
+    """Seconds without progress after which a run ends as hung (75), and the rank that holds it up is named; 0: never.
+    Left out: dray's trainer decides by its own steps, and a command is not watched. docs/survive.md."""
     accelerate: str | None = None
     """The script's own configuration for accelerate, YAML or JSON, from the recipe's folder; held against [command]."""
     preflight: Preflight = Preflight()

@@ -13,7 +13,7 @@ from dray import __version__, process
 from dray.config import checkout, sites
 from dray.config.image import ACCELERATORS, Image
 from dray.config.model import load
-from dray.config.recipe import Preflight
+from dray.config.runs import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, UnfitError, counted

@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 
 from dray import engines
 from dray.config.image import ACCELERATORS
-from dray.config.recipe import Command, Preflight, Recipe
+from dray.config.recipe import Command, Recipe
+from dray.config.runs import Preflight
 from dray.contract import files, jobs, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine

@@ -44,6 +44,19 @@ class Attempt(BaseModel):
     """Whether dray put the job back into the queue after it."""
 
 
+class SlowRank(BaseModel):
+    """A rank that was steadily slower than the others."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: Annotated[int, Field(ge=0)]
+    node: str
+    times: float
+    """How many times as long as the median rank's its own part of a step took."""
+    step: int
+    """When it was named."""
+
+
 class Next(BaseModel):
     """Whether the job goes back into the queue, or on with a spare node, and why."""
 
@@ -76,6 +89,7 @@ class Result(BaseModel):
     tokens_per_s: float | None = None
     train_seconds: float | None = None
     sample: str | None = None
+    slow_ranks: list[SlowRank] = []
     preflight: str | None = None
     cause: Cause | None = None
     restarts: int = 0
@@ -106,7 +120,8 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
     ended, go_on = _ended(result, again, shown), _next(result)
-    lines = [*ended, *_restarts(result), *go_on, *(f"warning: {warning}" for warning in result.warnings)]
+    slow = (f"slow: rank {one.rank} on {one.node}, {one.times:.2f} times the median rank" for one in result.slow_ranks)
+    lines = [*ended, *_restarts(result), *go_on, *slow, *(f"warning: {warning}" for warning in result.warnings)]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
 

@@ -1,0 +1,234 @@
+"""What a rank that makes no progress does, saved before it ends: its stacks, its state, its collectives.
+
+Python's faulthandler writes the stacks of all threads on SIGABRT, also of a rank that spins or that is stopped, without
+its help: PYTHONFAULTHANDLER has put it into every Python. The signal ends the rank, which would be ended anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from dray.contract import heartbeat, run_folder
+from dray.runner import asked
+from dray.runner.beats import Beat
+from dray.runner.odd import Seen
+
+_SAMPLE_S = 0.3  # in which a thread that runs uses more than a third of a core
+_TORCH_S, _TOOL_S, _ABORT_S = 1.5, 2.5, 2.0
+_LONGEST = 256 << 10  # bytes of one source
+_ANSWER = 8 << 20  # bytes of the Flight Recorder's
+_FRAMES, _FRAME = 12, 200  # kept of a stack, and characters of one
+_FILE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a torch knows both, one or none
+_TOOLS = (("py-spy", "dump", "--native", "--nonblocking", "--pid", "{process}"), ("ncclras", "-v"))
+
+
+class Place(NamedTuple):
+    """Where a rank's things are."""
+
+    rank: int
+    node: str
+    log: str
+    beat: str
+    """Its heartbeat's file."""
+    file: str
+    """What to write."""
+
+
+def save(at: Place, beat: Beat) -> Seen:
+    """Write the file, end the rank's program, and say in short what was seen."""
+    known = Seen(at.rank, at.node, beat.step if beat.time else -1, heartbeat.PHASES[beat.phase] if beat.time else "")
+    program = beat.program
+    if program <= 0:
+        seen = known._replace(state="ended" if program else "")
+        parts = {"state": f"the program has ended with {-1 - program}" if program else "no program was started"}
+    else:
+        python = _pythons(program)
+        main = python[0] if python else program
+        state = _state(main)
+        flight = {} if state == "stopped" else _flight(heartbeat.socket(at.beat))
+        parts = {"state": f"{state}, process {main}", "threads": _threads(main)}
+        parts |= {name: json.dumps(trace, indent=1) for name, trace in flight.items()}
+        parts |= _tools(main)
+        stacks = _abort(program, python, at)
+        entered = tuple(one for trace in flight.values() for one in entered_last(trace))
+        seen = known._replace(state=state, frames=frames(stacks), flight=entered)
+        parts = {"stacks of all threads (faulthandler)": stacks, **parts}
+    head = f"rank {at.rank} on {at.node}, step {seen.step}, {seen.phase or 'no heartbeat'}\n"
+    text = head + "".join(f"\n== {name}\n{content[:_LONGEST].rstrip()}\n" for name, content in parts.items())
+    with suppress(OSError):  # a disk that is full must not hide the rank
+        os.makedirs(os.path.dirname(at.file), exist_ok=True)
+        with open(at.file, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    return seen
+
+
+def frames(stacks: str) -> tuple[str, ...]:
+    """Of the main thread, which faulthandler writes last, the innermost first."""
+    found = _FILE.findall(_THREAD.split(stacks)[-1])
+    return tuple(f"{path}:{line} {function}"[-_FRAME:] for path, line, function in found[:_FRAMES])
+
+
+def entered_last(trace: Any) -> list[tuple[str, int, str]]:  # noqa: ANN401  any JSON value
+    """Of each process group in a Flight Recorder's trace: its name, its last collective's number and name."""
+    last: dict[str, tuple[str, int, str]] = {}
+    for entry in trace.get("entries", ()) if isinstance(trace, dict) else ():
+        with suppress(KeyError, TypeError, ValueError, IndexError):
+            name, number = entry["process_group"], int(entry["collective_seq_id"])
+            group = str(name[0] if isinstance(name, list) else name)[:60]
+            if not entry.get("is_p2p") and number >= last.get(group, ("", -1, ""))[1]:
+                last[group] = group, number, str(entry["profiling_name"]).rpartition(":")[2][:60]
+    return list(last.values())
+
+
+def _pythons(program: int) -> list[int]:
+    """Those of its processes that have faulthandler, without what they have started themselves."""
+    found, look = [], [program]
+    for process in look:
+        try:
+            name = os.path.basename(os.readlink(f"/proc/{process}/exe"))
+        except OSError:  # it has ended
+            continue
+        if name.startswith("python") and asked.handles(process, signal.SIGABRT):
+            found.append(process)
+        else:
+            look += asked.below(process)
+    return found
+
+
+def _state(process: int) -> str:
+    """Of its main thread: runs, sleeps, stopped or ended."""
+    before = _ticks(process)
+    time.sleep(_SAMPLE_S)
+    state, ticks = _ticks(process)
+    if state in ("T", "t"):
+        return "stopped"
+    if state in ("", "Z", "X"):
+        return "ended"
+    return "runs" if (ticks - before[1]) / os.sysconf("SC_CLK_TCK") > _SAMPLE_S / 3 else "sleeps"
+
+
+def _ticks(process: int) -> tuple[str, int]:
+    try:
+        with open(f"/proc/{process}/task/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[11]) + int(fields[12])
+    except OSError:
+        return "", 0
+
+
+def _threads(process: int) -> str:
+    """What the kernel says of each: its name, state, and what it waits in."""
+    lines = []
+    with suppress(OSError):
+        for thread in sorted(map(int, os.listdir(f"/proc/{process}/task")))[:128]:
+            of = f"/proc/{process}/task/{thread}"
+            name, state = _line(f"{of}/comm"), _line(f"{of}/stat").rpartition(")")[2].split()[:1]
+            waits = [text for file in ("wchan", "syscall") if (text := _line(f"{of}/{file}")) not in ("", "0")]
+            lines.append(f"{thread} {name} {''.join(state)} {' '.join(waits)}")
+    return "\n".join(lines)
+
+
+def _line(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(4096).strip()
+    except OSError:  # ended, or not this user's to read
+        return ""
+
+
+def _flight(path: str) -> dict[str, Any]:
+    """Each of torch's Flight Recorders, by torch's worker server in the rank, which needs no thread of Python's."""
+    found = {}
+    if os.path.exists(path):
+        for handler in _HANDLERS:
+            with suppress(OSError, ValueError):
+                found[handler] = json.loads(_asked(path, handler))
+    return found
+
+
+def _asked(path: str, handler: str) -> bytes:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(_TORCH_S)
+        line.connect(path)
+        line.sendall(f"POST /handler/{handler} HTTP/1.0\r\nContent-Length: 0\r\n\r\n".encode())
+        data, deadline = b"", time.monotonic() + _TORCH_S
+        while (more := line.recv(1 << 20)) and len(data) < _ANSWER and time.monotonic() < deadline:
+            data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        raise ValueError(head[:100])
+    return body
+
+
+def _tools(process: int) -> dict[str, str]:
+    """Native stacks, and what NCCL knows of its communicators, where a tool for it is in the image or a layer."""
+    found = {}
+    for name, *options in _TOOLS:
+        if path := shutil.which(name):
+            argv = [path, *(option.format(process=process) for option in options)]
+            with suppress(OSError, subprocess.TimeoutExpired):
+                done = subprocess.run(  # noqa: S603  our own list
+                    argv, capture_output=True, timeout=_TOOL_S, check=False, errors="replace"
+                )
+                found[" ".join(argv)] = done.stdout + done.stderr
+    return found
+
+
+def _abort(program: int, pythons: list[int], at: Place) -> str:
+    """What faulthandler writes into the rank's log as the processes end."""
+    begin = _size(at.log)
+    for process in pythons:
+        with suppress(OSError):
+            # Not 0: where the kernel hands a core dump to a program, only 1 says that there is to be none.
+            resource.prlimit(process, resource.RLIMIT_CORE, (1, 1))
+            os.kill(process, signal.SIGABRT)
+            os.kill(process, signal.SIGCONT)  # a process that is stopped handles it before anything else
+    deadline = time.monotonic() + _ABORT_S
+    while pythons and _runs(at.beat) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if _runs(at.beat):
+        with suppress(OSError):
+            os.kill(program, signal.SIGKILL)
+    with suppress(OSError), open(at.log, "rb") as log:
+        log.seek(begin)
+        return log.read(_LONGEST).decode("utf-8", "replace")
+    return ""
+
+
+def _runs(beat: str) -> bool:
+    """Whether the rank's supervisor has not seen its program end."""
+    try:
+        with open(beat, "rb", buffering=0) as file:
+            return bool(heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0] > 0)
+    except (OSError, ValueError):
+        return False
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def places(folder: str, scratch: str, restart: int, node: str, ranks: range) -> list[Place]:
+    """Of the ranks of this node."""
+    return [
+        Place(
+            rank, node, f"{folder}/{run_folder.rank_log(rank)}", heartbeat.path(scratch, rank),
+            f"{folder}/{run_folder.hang(restart)}/rank-{rank}.txt",
+        )
+        for rank in ranks
+    ]  # fmt: skip
