@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from dray.contract import heartbeat
+from dray.contract.findings import ConfigError
 from dray.runner import channel, hang
 from dray.runner.beats import Beats
 from dray.runner.odd import Seen, odd
+from dray.runs import local, write
 from helpers import ROOT
 from nodes import Start, ended
 
@@ -74,9 +76,11 @@ def hanging(plan: dict[str, Any], tmp_path: Path) -> Callable[..., None]:
     return planned
 
 
-def both(start: Start, ready: Path | None = None, then: Callable[[int], None] = lambda _: None) -> tuple[str, float]:
-    """What the first node said, and the seconds from when rank 2 had said that it is ready."""
-    nodes = [start(number, 2, f"node{number + 1}", PYTHONFAULTHANDLER="1") for number in range(2)]
+def both(
+    start: Start, ready: Path | None = None, then: Callable[[int], None] = lambda _: None, **env: str
+) -> tuple[str, float]:
+    """What the nodes said, and the seconds from when rank 2 had said that it is ready."""
+    nodes = [start(number, 2, f"node{number + 1}", PYTHONFAULTHANDLER="1", **env) for number in range(2)]
     deadline = time.monotonic() + 60
     while ready and not (ready.exists() and ready.read_text()):
         assert time.monotonic() < deadline
@@ -120,6 +124,21 @@ def test_the_rank_is_named_with_its_frames(
     assert " in collective" in (tmp_path / "hang" / "rank-0.txt").read_text()
     first = min((tmp_path / "failures").glob("*.json"), key=lambda path: record(tmp_path, path.name)["time"])
     assert first.name == "hang.json"  # the ranks that were ended for it are no cause
+
+
+def test_tools_are_asked_where_they_are(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
+    """And no longer than they may take."""
+    tools = tmp_path / "my tools"
+    tools.mkdir()
+    for name, text in (("py-spy", 'echo "asked: $@"'), ("ncclras", "exec sleep 60")):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    hanging("spin")
+    _, seconds = both(start, tmp_path / "ready", PATH=f"{tools}:{os.environ['PATH']}")
+    saved = (tmp_path / "hang" / "rank-2.txt").read_text()
+    asked = f"dump --native --nonblocking --pid {(tmp_path / 'ready').read_text()}"
+    assert f"== {tools}/py-spy {asked}\nasked: {asked}\n" in saved
+    assert seconds < LIMIT + 10
 
 
 def test_all_ranks_start_again_and_end_well(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
@@ -292,3 +311,27 @@ def test_the_odd_rank(case: str) -> None:
     given, rank, what = ODD[case]
     found, why = odd(ranks(*given))
     assert (found.rank if found else None, why) == (rank, what)
+
+
+# What is set.
+
+
+@pytest.mark.parametrize("value", ["-1", "604801", "1.5", "soon", "true", '""', "[]", "{}", "nan", "1e3"])
+def test_a_limit_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"hang_timeout_s={value}"])
+    assert "hang_timeout_s" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ((), "a step that takes ten times the slowest one, and at least 120 s; half an hour to compile"),
+        (("hang_timeout_s=60",), "a step that takes 60 s: hang_timeout_s; half an hour to compile"),
+        (("hang_timeout_s=0",), "never: hang_timeout_s = 0"),
+    ],
+)
+def test_the_plan_says_when_a_run_counts_as_hung(tmp_path: Path, settings: tuple[str, ...], why: str) -> None:
+    recipe = write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
+    facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
+    assert write.write(recipe, facts, runs=tmp_path)[0].reasons["hang"].startswith(why)

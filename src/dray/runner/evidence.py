@@ -24,7 +24,7 @@ from dray.runner.beats import Beat
 from dray.runner.odd import Seen
 
 _SAMPLE_S = 0.3  # in which a thread that runs uses more than a third of a core
-_TORCH_S, _TOOL_S, _ABORT_S = 1.5, 2.5, 2.0
+_TORCH_S, _TOOLS_S, _ABORT_S = 1.5, 2.5, 2.0  # for all questions, for all tools, and until the rank has ended
 _LONGEST = 256 << 10  # bytes of one source
 _ANSWER = 8 << 20  # bytes of the Flight Recorder's
 _FRAMES, _FRAME = 12, 200  # kept of a stack, and characters of one
@@ -150,22 +150,23 @@ def _line(path: str) -> str:
 
 def _flight(path: str) -> dict[str, Any]:
     """Each of torch's Flight Recorders, by torch's worker server in the rank, which needs no thread of Python's."""
-    found = {}
+    found, deadline = {}, time.monotonic() + _TORCH_S
     if os.path.exists(path):
         for handler in _HANDLERS:
             with suppress(OSError, ValueError):
-                found[handler] = json.loads(_asked(path, handler))
+                found[handler] = json.loads(_answer(path, handler, deadline))
     return found
 
 
-def _asked(path: str, handler: str) -> bytes:
+def _answer(path: str, handler: str, deadline: float) -> bytes:
     with socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(_TORCH_S)
+        line.settimeout(_left(deadline))
         line.connect(path)
         line.sendall(f"POST /handler/{handler} HTTP/1.0\r\nContent-Length: 0\r\n\r\n".encode())
-        data, deadline = b"", time.monotonic() + _TORCH_S
-        while (more := line.recv(1 << 20)) and len(data) < _ANSWER and time.monotonic() < deadline:
+        data = b""
+        while (more := line.recv(1 << 20)) and len(data) < _ANSWER:
             data += more
+            line.settimeout(_left(deadline))
     head, _, body = data.partition(b"\r\n\r\n")
     if b" 200 " not in head.partition(b"\r\n")[0]:
         raise ValueError(head[:100])
@@ -174,16 +175,23 @@ def _asked(path: str, handler: str) -> bytes:
 
 def _tools(process: int) -> dict[str, str]:
     """Native stacks, and what NCCL knows of its communicators, where a tool for it is in the image or a layer."""
-    found = {}
+    found, deadline = {}, time.monotonic() + _TOOLS_S
     for name, *options in _TOOLS:
         if path := shutil.which(name):
             argv = [path, *(option.format(process=process) for option in options)]
             with suppress(OSError, subprocess.TimeoutExpired):
                 done = subprocess.run(  # noqa: S603  our own list
-                    argv, capture_output=True, timeout=_TOOL_S, check=False, errors="replace"
+                    argv, capture_output=True, timeout=_left(deadline), check=False, errors="replace"
                 )
                 found[" ".join(argv)] = done.stdout + done.stderr
     return found
+
+
+def _left(deadline: float) -> float:
+    """Seconds; OSError where there are none."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
 
 
 def _abort(program: int, pythons: list[int], at: Place) -> str:
