@@ -18,7 +18,7 @@ from dray.contract import heartbeat
 from dray.contract.findings import ConfigError
 from dray.runner import channel, hang
 from dray.runner.beats import Beats
-from dray.runner.odd import Seen, odd
+from dray.runner.odd import Entered, Seen, odd
 from dray.runs import local, write
 from helpers import ROOT
 from nodes import Start, ended
@@ -292,9 +292,26 @@ ODD = {
         f"is behind the others, which are at step 5: at step 4, in {AT}; 2 ranks in all_reduce wait",
     ),
     "the Flight Recorder knows best": (
-        [{**WAITS, "flight": (("0", 9, "all_reduce"),)}, {**WAITS, "flight": (("0", 8, "broadcast"),), "step": 6}],
+        [
+            {**WAITS, "flight": (Entered("0", 9, "all_reduce", waits=True),)},
+            {**WAITS, "flight": (Entered("0", 8, "broadcast"),), "step": 6},
+        ],
         1,
         f"has not entered all_reduce, collective 9 of group 0, that 1 rank waits in: at step 6, in {AT}",
+    ),
+    "another collective of one number": (
+        [
+            {**WAITS, "flight": (Entered("0", 9, "all_reduce", waits=True),)},
+            {**WAITS, "flight": (Entered("0", 9, "barrier", waits=True),)},
+        ],
+        1,
+        f"has entered barrier as collective 9 of group 0, others all_reduce: at step 5, in {AT}; 1 rank in all_reduce "
+        "waits",
+    ),
+    "a group in which nobody waits shows nothing": (
+        [{**WAITS, "flight": (Entered("1", 9, "gather"),)}, {**WAITS, "flight": (Entered("1", 8, "gather"),)}],
+        None,
+        f"no rank differs from the others: at step 5, in {AT}",
     ),
     "a node that does not answer": (
         [WAITS, {"state": "unseen"}, {"state": "unseen"}],

@@ -2,6 +2,9 @@
 
 Python's faulthandler writes the stacks of all threads on SIGABRT, also of a rank that spins or that is stopped, without
 its help: PYTHONFAULTHANDLER has put it into every Python. The signal ends the rank, which would be ended anyway.
+
+The first rank that ends wakes the others out of their collective. So all are stopped first, on all nodes, and each
+handles SIGABRT where it was.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from typing import Any, NamedTuple
 from dray.contract import heartbeat, run_folder
 from dray.runner import asked
 from dray.runner.beats import Beat
-from dray.runner.odd import Seen
+from dray.runner.odd import Entered, Seen
 
-_SAMPLE_S = 0.3  # in which a thread that runs uses more than a third of a core
+_SAMPLES, _SAMPLE_S = 10, 0.03  # of a thread's state; one that runs may wait for a core, and is then runnable
+_STOPPED_S = 2.0  # from the beginning on, all ranks of all nodes are stopped
 _TORCH_S, _TOOLS_S, _ABORT_S = 1.5, 2.5, 2.0  # for all questions, for all tools, and until the rank has ended
 _LONGEST = 256 << 10  # bytes of one source
 _ANSWER = 8 << 20  # bytes of the Flight Recorder's
-_FRAMES, _FRAME = 12, 200  # kept of a stack, and characters of one
+_FRAMES, _FRAME, _ENTRIES = 12, 200, 50  # kept of a stack, characters of one, and kept of the Flight Recorder
 _FILE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a torch knows both, one or none
@@ -46,8 +50,8 @@ class Place(NamedTuple):
     """What to write."""
 
 
-def save(at: Place, beat: Beat) -> Seen:
-    """Write the file, end the rank's program, and say in short what was seen."""
+def save(at: Place, beat: Beat, began: float) -> Seen:
+    """Write the file, end the rank's program, and say in short what was seen. All nodes begin at the same time."""
     known = Seen(at.rank, at.node, beat.step if beat.time else -1, heartbeat.PHASES[beat.phase] if beat.time else "")
     program = beat.program
     if program <= 0:
@@ -59,8 +63,10 @@ def save(at: Place, beat: Beat) -> Seen:
         state = _state(main)
         flight = {} if state == "stopped" else _flight(heartbeat.socket(at.beat))
         parts = {"state": f"{state}, process {main}", "threads": _threads(main)}
-        parts |= {name: json.dumps(trace, indent=1) for name, trace in flight.items()}
+        _signal(python, signal.SIGSTOP)
+        parts |= {name: json.dumps(newest(trace), indent=1) for name, trace in flight.items()}
         parts |= _tools(main)
+        time.sleep(max(0.0, began + _STOPPED_S - time.monotonic()))
         stacks = _abort(program, python, at)
         entered = tuple(one for trace in flight.values() for one in entered_last(trace))
         seen = known._replace(state=state, frames=frames(stacks), flight=entered)
@@ -80,15 +86,22 @@ def frames(stacks: str) -> tuple[str, ...]:
     return tuple(f"{path}:{line} {function}"[-_FRAME:] for path, line, function in found[:_FRAMES])
 
 
-def entered_last(trace: Any) -> list[tuple[str, int, str]]:  # noqa: ANN401  any JSON value
-    """Of each process group in a Flight Recorder's trace: its name, its last collective's number and name."""
-    last: dict[str, tuple[str, int, str]] = {}
+def newest(trace: Any) -> Any:  # noqa: ANN401  any JSON value
+    """A Flight Recorder's trace with its last entries alone."""
+    entries = trace.get("entries") if isinstance(trace, dict) else None
+    return {**trace, "entries": entries[-_ENTRIES:]} if isinstance(entries, list) else trace
+
+
+def entered_last(trace: Any) -> list[Entered]:  # noqa: ANN401  any JSON value
+    """Of each process group in a Flight Recorder's trace, what the rank entered last."""
+    last: dict[str, Entered] = {}
     for entry in trace.get("entries", ()) if isinstance(trace, dict) else ():
         with suppress(KeyError, TypeError, ValueError, IndexError):
             name, number = entry["process_group"], int(entry["collective_seq_id"])
             group = str(name[0] if isinstance(name, list) else name)[:60]
-            if not entry.get("is_p2p") and number >= last.get(group, ("", -1, ""))[1]:
-                last[group] = group, number, str(entry["profiling_name"]).rpartition(":")[2][:60]
+            if not entry.get("is_p2p") and (group not in last or number >= last[group].number):
+                called = str(entry["profiling_name"]).rpartition(":")[2][:60]
+                last[group] = Entered(group, number, called, waits=entry.get("retired") is False)
     return list(last.values())
 
 
@@ -109,23 +122,15 @@ def _pythons(program: int) -> list[int]:
 
 def _state(process: int) -> str:
     """Of its main thread: runs, sleeps, stopped or ended."""
-    before = _ticks(process)
-    time.sleep(_SAMPLE_S)
-    state, ticks = _ticks(process)
-    if state in ("T", "t"):
+    seen = []
+    for _ in range(_SAMPLES):
+        seen.append(_line(f"/proc/{process}/task/{process}/stat").rpartition(")")[2].strip()[:1])
+        time.sleep(_SAMPLE_S)
+    if seen[-1] in ("T", "t"):
         return "stopped"
-    if state in ("", "Z", "X"):
+    if seen[-1] in ("", "Z", "X"):
         return "ended"
-    return "runs" if (ticks - before[1]) / os.sysconf("SC_CLK_TCK") > _SAMPLE_S / 3 else "sleeps"
-
-
-def _ticks(process: int) -> tuple[str, int]:
-    try:
-        with open(f"/proc/{process}/task/{process}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[11]) + int(fields[12])
-    except OSError:
-        return "", 0
+    return "runs" if seen.count("R") > _SAMPLES / 2 else "sleeps"
 
 
 def _threads(process: int) -> str:
@@ -198,11 +203,11 @@ def _abort(program: int, pythons: list[int], at: Place) -> str:
     """What faulthandler writes into the rank's log as the processes end."""
     begin = _size(at.log)
     for process in pythons:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             # Not 0: where the kernel hands a core dump to a program, only 1 says that there is to be none.
             resource.prlimit(process, resource.RLIMIT_CORE, (1, 1))
-            os.kill(process, signal.SIGABRT)
-            os.kill(process, signal.SIGCONT)  # a process that is stopped handles it before anything else
+    _signal(pythons, signal.SIGABRT)
+    _signal(pythons, signal.SIGCONT)
     deadline = time.monotonic() + _ABORT_S
     while pythons and _runs(at.beat) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -213,6 +218,12 @@ def _abort(program: int, pythons: list[int], at: Place) -> str:
         log.seek(begin)
         return log.read(_LONGEST).decode("utf-8", "replace")
     return ""
+
+
+def _signal(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(OSError):
+            os.kill(process, number)
 
 
 def _runs(beat: str) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dray.contract import exit_codes, run_folder
+from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
 from dray.runner import channel, odd, record
 from dray.runner.beats import Beats, Late
@@ -37,7 +37,9 @@ class Hang:
         self.since = 0.0
         self._plan, self._me, self._restart = plan, me, restart
         self._names, self._each = [node["name"] for node in world["nodes"]], world["ranks_per_node"]
-        limit = plan.get("recipe", {}).get("hang_timeout_s")
+        recipe = plan.get("recipe", {})
+        # dray's trainer says itself how long it may take, once it is loaded.
+        limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
         self._beats = Beats(plan["folder"], plan["scratch"], self._ranks(me), limit, now)
         self._progress = self._told = now
         self._looks_at = self._tells_at = self._late_at = now
@@ -115,7 +117,7 @@ class Hang:
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
 
         def save(at: evidence.Place) -> None:
-            self._seen[at.rank] = evidence.save(at, self._beats.of(at.rank))
+            self._seen[at.rank] = evidence.save(at, self._beats.of(at.rank), now)
 
         places = evidence.places(
             self._plan["folder"], self._plan["scratch"], self._restart, self._names[self._me], self._ranks(self._me)

@@ -16,6 +16,16 @@ _BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
 _ENDS = {"stopped": "is stopped (SIGSTOP)", "ended": "has ended", "unseen": "was not seen: its node did not answer"}
 
 
+class Entered(NamedTuple):
+    """The collective of a process group that a rank entered last, by torch's Flight Recorder."""
+
+    group: str
+    number: int
+    name: str
+    waits: bool = False
+    """Whether it has not ended."""
+
+
 class Seen(NamedTuple):
     """What is known of a rank that hangs, or waits for one that does."""
 
@@ -28,21 +38,20 @@ class Seen(NamedTuple):
     """runs, sleeps, stopped, ended, unseen; empty where nobody could look."""
     frames: tuple[str, ...] = ()
     """Of its main thread, the innermost first: `FILE:LINE FUNCTION`."""
-    flight: tuple[tuple[str, int, str], ...] = ()
-    """Of each process group: its name, the number of the collective that the rank entered last, and its name."""
+    flight: tuple[Entered, ...] = ()
+    """One of each process group."""
 
     @classmethod
     def told(cls, fields: Any) -> Seen:  # noqa: ANN401  any JSON value
         """As another node has sent it. BrokenError: it is of another kind."""
         try:
             seen = cls(**fields)
-            flight = tuple((group, number, name) for group, number, name in seen.flight)
-            seen = seen._replace(frames=tuple(seen.frames), flight=flight)
+            seen = seen._replace(frames=tuple(seen.frames), flight=tuple(Entered(*one) for one in seen.flight))
         except (TypeError, ValueError):
             raise BrokenError("what was seen of a rank, of another kind") from None
-        groups, numbers, names = zip(*flight, strict=True) if flight else ((), (), ())
-        whole = (seen.rank, seen.step, *numbers)
-        texts = (seen.node, seen.phase, seen.state, *seen.frames, *groups, *names)
+        whole = (seen.rank, seen.step, *(one.number for one in seen.flight))
+        named = (part for one in seen.flight for part in (one.group, one.name))
+        texts = (seen.node, seen.phase, seen.state, *seen.frames, *named)
         if any(type(one) is not int for one in whole) or any(type(one) is not str for one in texts):
             raise BrokenError("what was seen of a rank, of another kind")
         return seen
@@ -67,9 +76,9 @@ class Seen(NamedTuple):
         """Where it is, in words."""
         step = f"at step {self.step}" if self.step >= 0 else ""
         phase = f"({self.phase})" if self.phase not in ("", "step") else ""
-        parts = (frame.rpartition(" ") for frame in self.frames)
-        shown = [f"{function} ({_short(at)})" for at, _, function in parts if function not in _WRAPPERS][:_SHOWN]
-        frames = f"in {', called by '.join(shown)}" if shown else ""
+        parts = (frame.rpartition(" ") for frame in self.frames if not frame.startswith("<"))  # importlib's
+        shown = [f"{function} ({_short(at)})" for at, _, function in parts if function not in _WRAPPERS]
+        frames = f"in {', called by '.join(shown[:_SHOWN])}" if shown else ""
         return ", ".join(part for part in (f"{step} {phase}".strip(), frames) if part)
 
 
@@ -78,7 +87,7 @@ def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
     for state, what in _ENDS.items():
         if found := _few(seen, lambda one, state=state: one.state == state):  # type: ignore[misc]
             return found[0], _told(what, found, seen)
-    if by_flight := _behind_in_flight(seen):
+    if by_flight := _by_flight(seen):
         return by_flight
     steps = [one.step for one in seen if one.step >= 0]
     behind = _few(seen, lambda one: one.step == min(steps)) if steps and min(steps) < max(steps) else []
@@ -95,18 +104,23 @@ def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
     return None, _told("no rank differs from the others", seen, seen)
 
 
-def _behind_in_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
-    """By torch's Flight Recorder: in a group, the rank that has not entered the collective that others are in."""
-    for group in dict.fromkeys(name for one in seen for name, _, _ in one.flight):
-        entered = {one: entry for one in seen for entry in one.flight if entry[0] == group}
-        last = max(number for _, number, _ in entered.values())
-        collective = next(name for _, number, name in entered.values() if number == last)
-        found = _few(list(entered), lambda one: entered[one][1] < last)  # noqa: B023  used within the loop
-        if found:
-            one = min(found, key=lambda one: entered[one][1])
-            who = f"{counted(in_it := len(entered) - len(found), 'rank')} wait{'s' * (in_it == 1)}"
-            what = f"has not entered {collective}, collective {last} of group {group}, that {who} in"
+def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
+    """The rank that has not entered a collective in which others of its group wait, or has entered another one."""
+    for group in dict.fromkeys(entry.group for one in seen for entry in one.flight):
+        entered = {one: entry for one in seen for entry in one.flight if entry.group == group}
+        last = max(entered.values(), key=lambda entry: (entry.waits, entry.number))
+        if not last.waits:
+            continue
+        behind = _few(list(entered), lambda one: entered[one].number < last.number)  # noqa: B023  used within the loop
+        if behind:
+            one = min(behind, key=lambda one: entered[one].number)
+            who = f"{counted(in_it := len(entered) - len(behind), 'rank')} wait{'s' * (in_it == 1)}"
+            what = f"has not entered {last.name}, collective {last.number} of group {group}, that {who} in"
             return one, _told(what, [one], [])
+        if other := _rare(list(entered), lambda one: entered[one].name):  # noqa: B023
+            names = " or ".join(sorted({entry.name for one, entry in entered.items() if one not in other}))
+            what = f"has entered {entered[other[0]].name} as collective {last.number} of group {group}, others {names}"
+            return other[0], _told(what, other, seen)
     return None
 
 

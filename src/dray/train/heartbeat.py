@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dray.contract import heartbeat as contract
-from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, START, STEP
+from dray.contract.heartbeat import COMPILE, LEAST, START, STEP
 from dray.train.errors import say
 
-LEAST = {START: 3600, COMPILE: 1800, STEP: 120, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}
-"""Seconds. A start tokenizes and reads weights, a checkpoint waits for the one before, the end saves a model."""
 _TIMES = 10
 _AGAIN = 2  # a step may compile once more
 
