@@ -16,6 +16,8 @@ export APPTAINERENV_HF_HUB_OFFLINE=1
 export APPTAINERENV_NCCL_SOCKET_IFNAME=hsn0,hsn1
 # recipe
 export APPTAINERENV_OMP_NUM_THREADS=1
+# dray: a crash or a hang shows where each thread was, in the rank's log
+export APPTAINERENV_PYTHONFAULTHANDLER=1
 # dray: packages in ~/.local must not beat the image's
 export APPTAINERENV_PYTHONNOUSERSITE=1
 # dray: a rank's last lines must be in its log when it dies

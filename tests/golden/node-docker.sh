@@ -12,6 +12,8 @@ export HF_HUB_OFFLINE=1
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 # recipe
 export OMP_NUM_THREADS=1
+# dray: a crash or a hang shows where each thread was, in the rank's log
+export PYTHONFAULTHANDLER=1
 # dray: packages in ~/.local must not beat the image's
 export PYTHONNOUSERSITE=1
 # dray: a rank's last lines must be in its log when it dies
@@ -117,6 +119,7 @@ exec docker \
   --env=HF_HUB_OFFLINE \
   --env=NCCL_SOCKET_IFNAME \
   --env=OMP_NUM_THREADS \
+  --env=PYTHONFAULTHANDLER \
   --env=PYTHONNOUSERSITE \
   --env=PYTHONUNBUFFERED \
   --env=TOKENIZERS_PARALLELISM \

@@ -14,6 +14,7 @@ from dray.config.data import Data
 from dray.config.image import ADOPTED, Fingerprint, Variant
 from dray.config.model import SecretError, Spec
 from dray.config.preflight import Preflight
+from dray.config.runs import HangTimeout, Runs
 from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
 from dray.contract import dataset, secrets
 
@@ -25,13 +26,6 @@ _HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _LAYER = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}|[^\x00-\x1f\x7f]+\.sif")
-
-
-class Runs(Spec):
-    """The run folder."""
-
-    share: Literal["none", "group"] = "none"
-    """Who may read it besides you: no one, or your group; the run's secret stays yours alone."""
 
 
 class Command(Spec):
@@ -115,6 +109,9 @@ class Recipe(Spec):
     """How often the job goes back into Slurm's queue by itself, if it has saved steps. 0: never. docs/survive.md."""
     grace_s: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Seconds before the time limit at which Slurm asks the run to save and end. Default: the site's, else 120."""
+    hang_timeout_s: HangTimeout | None = None
+    """Seconds without progress after which a run ends as hung (75), and the rank that holds it up is named; 0: never.
+    Left out: dray's trainer decides by its own steps, and a command is not watched. docs/survive.md."""
     accelerate: str | None = None
     """The script's own configuration for accelerate, YAML or JSON, from the recipe's folder; held against [command]."""
     preflight: Preflight = Preflight()

@@ -26,6 +26,7 @@ FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their ow
 LOGS = "logs"
 FAILURES = "failures"
 PREFLIGHT = "preflight"
+HANG = "hang"
 PREFLIGHT_REPORT = "preflight/report.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
@@ -56,6 +57,11 @@ def preflight_log(node: int | str) -> str:
 def failure(name: str) -> str:
     """Why a node (`node-0`) or a rank (`rank-3`) failed."""
     return f"{FAILURES}/{name}.json"
+
+
+def hang(restart: int) -> str:
+    """A folder with what was saved of ranks that hung: of the first start, or of the one after so many restarts."""
+    return f"{HANG}/restart-{restart}" if restart else HANG
 
 
 def restart(number: int | str) -> str:

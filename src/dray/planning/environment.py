@@ -64,6 +64,7 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
         return Variable(name=name, value=value, source="dray", why=why)
 
     yield ours("HF_HUB_OFFLINE", "1", "offline, a missing name costs 48 s of retries; compute nodes are offline")
+    yield ours("PYTHONFAULTHANDLER", "1", "a crash or a hang shows where each thread was, in the rank's log")
     yield ours("PYTHONNOUSERSITE", "1", "packages in ~/.local must not beat the image's")
     yield ours("PYTHONUNBUFFERED", "1", "a rank's last lines must be in its log when it dies")
     yield ours("TOKENIZERS_PARALLELISM", "false", "tokenizers' threads and forked data workers deadlock")
@@ -81,6 +82,8 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     if recipe.train and ACCELERATORS[recipe.image] == "cuda" and not _names(recipe, site) & _ALLOCATOR:
         why = "freed memory serves tensors of any size; not on ROCm 6.4, nor in programs that may share it by CUDA IPC"
         yield ours("PYTORCH_ALLOC_CONF", "expandable_segments:True", why)
+    if recipe.train and recipe.image in ("cuda12", "rocm"):
+        yield ours("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "a hang shows collectives; newer torches have it by default")
     for setting in deterministic.settings(recipe):
         yield ours(setting.name, setting.values[0], setting.why)
     if recipe.image == "rocm":

@@ -113,6 +113,7 @@ def plan(
             "preflight": preflight.why,
             **({"grace": f"{given.value} s before the time limit: {given.why}"} if facts.scheduler == "slurm" else {}),
             "fabric": fabric.why,
+            "hang": _hang(recipe),
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
             **({"attention": _attention(recipe), "loss": loss_why, "vocabulary": words_why} if recipe.train else {}),
@@ -145,6 +146,17 @@ def _training(recipe: Recipe, precision_why: str) -> str:
     packing = "" if data.packing == "wrapped" else f", packing {data.packing}"
     rows = "".join(f"; {key} {named.partition(chr(10))[0]}" for key, named in recipe.maps().items())
     return f"{length}, {train.strategy}{offload}, {kind}, {schedule}; tokens: {tokenizer}{packing}{rows}"
+
+
+def _hang(recipe: Recipe) -> str:
+    """When a run counts as hung."""
+    limit = recipe.hang_timeout_s
+    if limit == 0:
+        return "never: hang_timeout_s = 0"
+    if recipe.train is None:
+        return f"no beat and no line in a log for {limit} s: hang_timeout_s" if limit else "never: no hang_timeout_s"
+    step = f"{limit} s: hang_timeout_s" if limit else "ten times the slowest one, and at least 120 s"
+    return f"a step that takes {step}; half an hour to compile, save or evaluate, an hour to start or end, or ten times"
 
 
 def _attention(recipe: Recipe) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from dray.contract import files, findings, run_folder, scratch, unexpected
+from dray.contract import files, findings, heartbeat, run_folder, scratch, unexpected
 from dray.contract.cores import render
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.runner import (
@@ -29,6 +29,7 @@ from dray.runner import (
     record,
     rendezvous,
 )
+from dray.runner.hang import Hang
 from dray.runner.start import Start
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -60,7 +61,9 @@ def main(path: str) -> int:
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
-            links = control.Control(world, me, supervised, channels, start, stop)
+            watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
+            hang = Hang(plan, me, start.number) if watched else None
+            links = control.Control(world, me, supervised, channels, start, stop, hang)
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own))
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():
@@ -108,6 +111,7 @@ def launch(
         # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
         **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        heartbeat.FOLDER: plan["scratch"],
     }
     if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
         environ["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
@@ -143,7 +147,10 @@ def launch(
     if between:
         between.finish()
     if links.cause and not world["shared_folder"]:  # the record is on another machine
-        _record(plan, str(me), links.cause, why=str(links.cause))
+        if links.hang and links.hang.since:
+            links.hang.write_record(links.cause)
+        else:
+            _record(plan, str(me), links.cause, why=str(links.cause))
     return code
 
 
@@ -173,7 +180,7 @@ def restart(
         links.restart(start.following(listener.getsockname()[1]))
     assert links.next is not None
     ranks = range(me * world["ranks_per_node"], (me + 1) * world["ranks_per_node"])
-    record.set_aside(plan["folder"], links.next.number, [f"node-{me}", *(f"rank-{rank}" for rank in ranks)])
+    record.set_aside(plan["folder"], links.next.number, ["hang", f"node-{me}", *(f"rank-{rank}" for rank in ranks)])
     why = links.cause.problem if links.cause else ""
     print(f"dray: restart {links.next.number} of {world['max_restarts']}: {why}", flush=True)
     return links.next, listener

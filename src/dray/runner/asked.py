@@ -6,8 +6,6 @@ import os
 import signal
 from collections.abc import Iterable
 
-_BIT = 1 << (signal.SIGUSR1 - 1)
-
 
 class Asked:
     """Who has been told, each once."""
@@ -18,24 +16,25 @@ class Asked:
     def tell(self, parents: Iterable[int]) -> None:
         """Those among these processes and below them that handle it; what is below one that does, it tells itself."""
         for process in parents:
-            if not _handles(process):
-                self.tell(_children(process))
+            if not handles(process, signal.SIGUSR1):
+                self.tell(below(process))
             elif process not in self.told:
                 self.told.add(process)
                 os.kill(process, signal.SIGUSR1)
 
 
-def _handles(process: int) -> bool:
+def handles(process: int, number: int) -> bool:
+    """Whether it has a handler for this signal."""
     try:
         with open(f"/proc/{process}/status", "rb") as file:
             caught = next((line for line in file if line.startswith(b"SigCgt:")), b"SigCgt: 0")
     except OSError:  # it has ended
         return False
-    return bool(int(caught.split()[1], 16) & _BIT)
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def _children(process: int) -> list[int]:
-    """Each thread has its own."""
+def below(process: int) -> list[int]:
+    """Its children; each thread has its own."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{process}/task"):

@@ -18,10 +18,13 @@ from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
+from dray.runner.hang import MESSAGES, Hang
 from dray.runner.start import Start
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
+_HUNG_GRACE = 2.0  # its ranks have ended by then
+_COLLECTING_S = 0.1
 _REST = 20.0  # seconds for the other nodes to end once the run has failed
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
@@ -40,6 +43,7 @@ class Control:
         channels: Mapping[int, Channel],
         start: Start = Start(),  # noqa: B008  it cannot be changed
         stop: str = "",
+        hang: Hang | None = None,
     ) -> None:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
@@ -49,6 +53,7 @@ class Control:
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self._stop_file = stop
+        self.hang = hang
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -62,25 +67,44 @@ class Control:
         """
         code, deadline = 0, 0.0
         while self._children.running or self._waits():
-            if self.cause and not self._children.running and not self.saved:
+            if self.cause and not self._children.running and not self.saved and not self._hangs():
                 if self.may_restart():
                     break
                 deadline = deadline or time.monotonic() + _REST
                 if time.monotonic() > deadline:
                     break
-            events = self._children.wait(1.0 if deadline or self._stop_file else None)
+            looks = deadline or self._stop_file or self.hang
+            events = self._children.wait(_COLLECTING_S if self._hangs() else 1.0 if looks else None)
             if self._stop_file and not self.asked and _written(self._stop_file):
                 self.ask()
             for number in events.signals:
                 self._heard(number)
+            self._watch()
             for code in events.ended.values():
-                if code and not self.stopped and (self.saved or not self.cause):
+                if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
                     self._failed(explain(code))
             if events.ended and self._left and self._me and not self._children.running:
                 self._tell_all({"idle": self._me})
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
+
+    def _watch(self) -> None:
+        """Look whether the ranks make progress, and once they do not, end them with the reason."""
+        if self.hang is None or self.stopped or (self.cause and not self.saved and not self._hangs()):
+            return
+        for message in self.hang.look():
+            self._tell_all(message)
+        self.cause = self.cause or self.hang.begun
+        if found := self.hang.named:
+            self.saved = False
+            print(f"dray: the run ends: {found}", file=sys.stderr, flush=True)
+            self.fail(found)
+            self._children.end(_HUNG_GRACE)
+
+    def _hangs(self) -> bool:
+        """Whether it does, and the first node has not yet named the cause."""
+        return self.hang is not None and self.hang.open
 
     def ask(self) -> None:
         """Ask the ranks of all nodes to save and end."""
@@ -127,6 +151,8 @@ class Control:
             self._forget(node)
 
     def _waits(self) -> bool:
+        if self._hangs() and (self._open or not self._me):
+            return not self.stopped
         if self._me == 0:
             return bool(self._open.keys() - self._idle)
         return bool(self._left and self._open) and not self.stopped and not self.saved
@@ -155,10 +181,16 @@ class Control:
                     self.ask()
                 elif "saved" in message and not self.cause:
                     self._save(channel.finding(message["saved"]))
-                elif "failed" in message and (self.saved or not self.cause) and not self.stopped:
+                elif "failed" in message and (self.saved or not self.cause or self._hangs()) and not self.stopped:
                     self.saved = False
+                    if self.hang:
+                        self.hang.open = False
                     self._end(channel.finding(message["failed"]))
                     self._pass_on(message)
+                elif self.hang and any(name in message for name in MESSAGES):
+                    for reply in self.hang.hear(node, message):
+                        self._tell_all(reply)
+                    self.cause = self.cause or self.hang.begun
                 elif "idle" in message:
                     self._idle.add(node)
                 elif "restart" in message and self._me:

@@ -14,7 +14,7 @@ import time
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
-from dray.contract import cores, exit_codes, run_folder
+from dray.contract import cores, exit_codes, heartbeat, run_folder
 from dray.runner import children
 
 TYPE_CHECKING = False  # typing's own would cost more than all else here
@@ -42,7 +42,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     ranks = children.Children()
-    between = _filter()
+    between, beat = _filter(), _heartbeat(rank)
     try:
         ranks.start(command, on_parent_death=signal.SIGKILL, output=between.writer if between else None)
     except OSError as error:
@@ -50,6 +50,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         code = 127 if isinstance(error, FileNotFoundError) else 126
         return _failed(folder, rank, node, code, children.ended_with(code), log)
     stopped, asked, code = False, False, 0
+    _note(beat, *map(heartbeat.PROGRAM.pack, ranks.running))
     if between:
         between.watch(ranks)
     while ranks.running:
@@ -66,6 +67,7 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         code = events.ended.get(0, 0)
     if between:
         between.finish()
+    _note(beat, heartbeat.ended(code))
     if code == 0 or stopped:  # a rank that was stopped is no cause
         return children.exit_code(code)
     why = "it was asked to save and end" if asked and code == exit_codes.RETRY else children.ended_with(code)
@@ -79,6 +81,27 @@ def _filter() -> output.Filter | None:
     from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
 
     return output.between()
+
+
+def _heartbeat(rank: str) -> int:
+    """The file, empty, in which the runner looks for the rank's program and its steps; -1 where there is none."""
+    folder = os.environ.pop(heartbeat.FOLDER, "")
+    if not folder:
+        return -1
+    path = heartbeat.path(folder, rank)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.ftruncate(file, heartbeat.SIZE)
+    except OSError as error:
+        print(f"dray: this rank has no heartbeat: {path}: {error.strerror}", file=sys.stderr, flush=True)
+        return -1
+    os.environ[heartbeat.VARIABLE] = path
+    return file
+
+
+def _note(beat: int, *program: bytes) -> None:
+    if beat >= 0:
+        os.pwrite(beat, b"".join(program), 0)
 
 
 def _bind() -> None:

@@ -62,6 +62,19 @@ class Attempt(BaseModel):
     """Whether dray put the job back into the queue after it."""
 
 
+class SlowRank(BaseModel):
+    """A rank that was steadily slower than the others."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: Annotated[int, Field(ge=0)]
+    node: str
+    times: float
+    """How many times as long as the median rank's its own part of a step took."""
+    step: int
+    """When it was named."""
+
+
 class Next(BaseModel):
     """Whether the job goes back into the queue, or on with spare nodes, and why."""
 
@@ -94,6 +107,7 @@ class Result(BaseModel):
     tokens_per_s: float | None = None
     train_seconds: float | None = None
     sample: str | None = None
+    slow_ranks: list[SlowRank] = []
     preflight: str | None = None
     cause: Cause | None = None
     failing_nodes: list[str] = []
@@ -133,6 +147,9 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
     again = again or f"the same command with --run={paths.run}"
     ended, go_on = _ended(result, paths, again, shown), _next(result)
     lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
+    lines += [
+        f"slow: rank {one.rank} on {one.node}, {one.times:.2f} times the median rank" for one in result.slow_ranks
+    ]
     lines += [f"warning: {warning}" for warning in result.warnings]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)

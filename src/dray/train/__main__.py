@@ -27,6 +27,7 @@ from dray.train.data.datasets import Datasets
 from dray.train.data.token_cache import IDS, Tokens
 from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
+from dray.train.heartbeat import heartbeat
 from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics
 from dray.train.model import attention, build, lora
@@ -42,6 +43,7 @@ def main(path: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     config = read(path)
+    heartbeat.begin(config.hang_timeout_s)
     device = init_distributed(config.variant)
     stop = Stop()
     numerics.set_up(config, device)

@@ -31,6 +31,7 @@ class Config:
     per_device: int
     gradient_accumulation_steps: int
     steps: int  # 0 until the dataset's length is known, where the recipe sets epochs
+    hang_timeout_s: int | None
     deepspeed: dict[str, Any]
     data: Data
     model: Model
@@ -82,6 +83,7 @@ def of_plan(plan: dict[str, Any]) -> Config:
         dray=plan["dray"],
         **plan["batch"],
         steps=recipe["train"]["steps"] or 0,
+        hang_timeout_s=recipe["hang_timeout_s"],
         deepspeed=json.loads(recipe["train"]["deepspeed"] or "{}"),
         recipe={key: recipe[key] for key in ("batch", "data", "model", "train", "evaluate", "lora", "analog")},
         **parts,

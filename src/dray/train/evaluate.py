@@ -13,6 +13,7 @@ from dray.train import host
 from dray.train.config import Config
 from dray.train.data import datasets
 from dray.train.data.token_cache import Tokens
+from dray.train.heartbeat import heartbeat
 from dray.train.kernels.head import IGNORE_INDEX
 from dray.train.metrics import Metrics, perplexity
 from dray.train.objectives.base import Batch, Objective
@@ -90,6 +91,7 @@ class Evaluator:
         at_once = min(self.config.per_device, -(-len(windows) // world))
         # Each rank runs as many batches, since parts of a model may be on other ranks; some hold nothing new.
         for number in range(-(-len(windows) // (at_once * world))):
+            heartbeat.beat()
             begin = (number * world + dist.get_rank()) * at_once
             some = windows[begin : begin + at_once]
             batch = self._batch(tokens, [*some, *[Window(0, 0, 0)] * (at_once - len(some))], begin, objective)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
+from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, STEP
 from dray.train import host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
@@ -19,10 +20,12 @@ from dray.train.compiled import Compiled
 from dray.train.config import Config
 from dray.train.data.feeds import Feed
 from dray.train.data.order import indices
+from dray.train.heartbeat import heartbeat
 from dray.train.metrics import Metrics, Speed
 from dray.train.model import attention_scores
 from dray.train.objectives.base import Batch, Objective
 from dray.train.schedule import learning_rate
+from dray.train.slow import Slow
 from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy
 
@@ -57,7 +60,8 @@ class Loop:
         )  # losses and labels since the last line
         self._bad = torch.full((), _NEVER, device=strategy.device)  # the first step that was not finite
         self.speed = Speed(config, strategy)
-        self._logged = 0  # the step of the last line
+        self.slow = Slow(config, strategy.device, metrics)
+        self._logged = self._lines = 0  # the step of the last line, and how many there are
         self._analog: Analog | None = None
         if config.analog:
             from dray.train.model.analog import Analog  # noqa: PLC0415  not every image has it
@@ -69,40 +73,45 @@ class Loop:
         config, begin = self.config, self.checkpoints.newest or 0
         self.strategy.network.train()
         if config.checkpoint.at_start and self.checkpoints.newest is None:
-            self.checkpoints.save(0, self.feed.state())
+            with heartbeat.during(CHECKPOINT):
+                self.checkpoints.save(0, self.feed.state())
         self.speed.begin(begin)
         self._logged = begin
+        heartbeat.enter(COMPILE)
         ahead = self._reader.submit(self._read, begin)
         self.stop.begin(begin, config.steps)
         if self.stop.after(begin):
             self._end(begin)
         for step in range(begin, config.steps):
-            with self.speed.spent("data_s"):
+            with self.speed.spent("data_s"), self.slow.waiting():
                 batches, labels, position = ahead.result()
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
             with self._analog.step() if self._analog else nullcontext():
                 norm = self._step(step, batches, labels)
             taken = step + 1
+            heartbeat.step(taken)
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
             if taken == begin + 1:  # all ranks have compiled: their losses are logged
                 self.compiled.keep()
             if due(taken, config.checkpoint.every):
                 self._check(taken, norm)
-                with self.speed.spent("checkpoint_s"):
+                with self.speed.spent("checkpoint_s"), heartbeat.during(CHECKPOINT):
                     self.checkpoints.save(taken, position)
             if config.train.eval_every and taken % config.train.eval_every == 0 and taken < config.steps:
                 self._check(taken, norm)
-                with self.speed.spent("evaluation"):
+                with self.speed.spent("evaluation"), heartbeat.during(EVALUATE):
                     evaluate(taken)
-                self.compiled.keep()
+                    self.compiled.keep()
             if self.stop.after(taken):
                 if self._logged < taken:
                     self._log(taken, norm, batches[-1])
+                heartbeat.enter(CHECKPOINT)
                 if not due(taken, config.checkpoint.every):
                     self.checkpoints.save(taken, position)
                 self._end(taken)
+        heartbeat.enter(END)
         self._reader.shutdown()
         self.checkpoints.settle()
         self._tell_saved()
@@ -136,7 +145,8 @@ class Loop:
         share = (self.world / total.clamp(min=1)).float()
         for micro, batch in enumerate(batches):
             with self.strategy.accumulate(sync=micro == len(batches) - 1):
-                loss, _ = self.strategy.losses(batch.to(self.strategy.device))
+                with self.slow.forward():
+                    loss, _ = self.strategy.losses(batch.to(self.strategy.device))
                 self.strategy.backward(loss * share)
             self._sums[0] += loss.detach()
         self.checkpoints.fence()
@@ -151,7 +161,10 @@ class Loop:
         shares = self.feed.shares(range(self._logged * config.global_size, taken * config.global_size))
         self._logged = taken
         self._tell_saved()
-        loss, last = self._check(taken, norm)
+        loss, last, own = self._check(taken, norm)
+        self._lines += 1
+        if self._lines == 2:  # only now a line has waited for all steps that a GPU had still to take
+            heartbeat.enter(STEP)
         self._sums.zero_()
         fields = self.speed.measured(taken)
         if shares:
@@ -171,6 +184,7 @@ class Loop:
             tokens=taken * config.step_tokens,
             **fields,
         )
+        self.slow.see(own, taken)
 
     def _tell_saved(self) -> None:
         """Of checkpoints that are complete by now."""
@@ -180,20 +194,21 @@ class Loop:
                 "checkpoint", f"checkpoint of step {step}: {seconds:.1f} s", saved_step=step, seconds=seconds
             )
 
-    def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float]:
-        """The loss of all ranks since the last line, and the norm.
+    def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float, list[float]]:
+        """The loss of all ranks since the last line, the norm, and each rank's own time.
 
         Stops if it or a gradient was not finite: before a line that would hide it, a checkpoint or an evaluation of it.
         """
-        sums = self._sums.clone()
+        sums = torch.cat([self._sums, self.slow.told()])
         dist.all_reduce(sums)
-        scaler = self.strategy.scaler
-        total, labels, step, last, *scaled = host.read(sums, self._bad, norm, *([scaler.numbers] if scaler else []))
+        scaler, ranks = self.strategy.scaler, self.slow.ranks
+        total, labels, *more = host.read(sums, self._bad, norm, *([scaler.numbers] if scaler else []))
+        own, (step, last, *scaled) = more[:ranks], more[ranks:]
         if scaler:
             scaler.see(*scaled)
         if not math.isfinite(total) or step != _NEVER:
             self._diverged(min(int(step), taken))
-        return total / max(labels, 1.0), last
+        return total / max(labels, 1.0), last, own
 
     def _end(self, taken: int) -> NoReturn:
         """All ranks together, once what was begun is there."""

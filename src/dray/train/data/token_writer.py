@@ -20,6 +20,7 @@ import numpy as np
 from dray.contract.files import open_to_others, write_atomic
 from dray.contract.findings import ConfigError, DrayError
 from dray.train.errors import say
+from dray.train.heartbeat import heartbeat
 
 LABEL, LAST = 1 << 31, 1 << 30
 """Marks beside a token: it is a label; a document ends with it."""
@@ -79,6 +80,7 @@ def _made_by_another(folder: Path) -> bool:
         if not told:
             say(f"another run makes these tokens; this one waits for it: {folder}")
         told = True
+        heartbeat.beat()
         time.sleep(_LOOK)
     return folder.is_dir()
 
@@ -119,6 +121,7 @@ def _make(
     with (part / "ids").open("wb") as file_of_ids, (part / "starts").open("wb") as starts:
         starts.write(np.zeros(1, np.uint64).tobytes())
         for batch in _batches(documents):
+            heartbeat.beat()
             array = np.asarray(encode(batch), dtype=np.int64)
             ids = array & IDS
             if array.size and int(ids.max()) >= vocabulary:

@@ -1,0 +1,40 @@
+"""A rank's heartbeat: 64 bytes in the node's own folder, which the rank maps and writes, and its node's runner reads.
+
+Whole numbers of 8 bytes, little-endian: the process id of the rank's program, which its supervisor writes (below 0 once
+it has ended), then what the program writes: its step, its phase, a limit, and the time. Nothing of it is on a shared
+disk, and a write costs no system call.
+"""
+
+from __future__ import annotations
+
+import struct
+
+VARIABLE = "DRAY_HEARTBEAT"
+"""Names the file to the rank."""
+FOLDER = "DRAY_HEARTBEATS"
+"""Names the folder to the rank's supervisor."""
+SIZE = 64
+PROGRAM = struct.Struct("<q")
+BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
+"""Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
+
+START, COMPILE, STEP, CHECKPOINT, EVALUATE, END = range(6)
+LEAST = {START: 3600, COMPILE: 1800, STEP: 120, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}
+"""Seconds that dray's trainer may take for a phase in any case. At the start it tokenizes and reads weights, a
+checkpoint waits for the one before, and at the end it saves a model."""
+PHASES = ("start", "compile", "step", "checkpoint", "evaluate", "end")
+
+
+def path(folder: str, rank: int | str) -> str:
+    """The file of this rank."""
+    return f"{folder}/beat-{rank}"
+
+
+def socket(beat: str) -> str:
+    """Where a rank's own torch answers what collectives it is in: a socket beside its heartbeat."""
+    return f"{beat}.socket"
+
+
+def ended(code: int) -> bytes:
+    """In the program's place, once it has ended."""
+    return PROGRAM.pack(-1 - abs(code))

@@ -1,0 +1,94 @@
+"""The heartbeats of this node's ranks, looked at about once a second."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from dray.contract import heartbeat, run_folder
+
+_GAP = 5.0  # seconds between two looks after which this process itself was stopped, as by `scontrol suspend`
+
+
+class Beat(NamedTuple):
+    """What a rank's file holds."""
+
+    program: int = 0
+    """Its process id; 0 before it runs, and less once it has ended."""
+    step: int = 0
+    phase: int = heartbeat.START
+    limit: int = 0
+    time: int = 0
+    """0 as long as the program itself has written nothing."""
+
+
+class Late(NamedTuple):
+    """A rank that has made no progress for longer than it may."""
+
+    rank: int
+    step: int
+    phase: int
+    seconds: float
+    limit: float
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is enough that this one hangs: in a step all wait for it. Elsewhere others may be at work."""
+        return self.phase == heartbeat.STEP
+
+
+class Beats:
+    """Of these ranks. One that writes none makes progress while its log grows, if the recipe sets a limit."""
+
+    def __init__(self, folder: str, scratch: str, ranks: range, limit: int | None, now: float) -> None:
+        self.ranks, self.limit = ranks, limit
+        self.progress = now  # when any of them was seen to make some
+        self._folder, self._scratch = folder, scratch
+        self._seen: dict[int, tuple[int, ...]] = {}
+        self._changed: dict[int, float] = {}
+        self._looked = now
+        for rank in ranks:  # those of the start before
+            for left in (path := heartbeat.path(scratch, rank), heartbeat.socket(path)):
+                if os.path.lexists(left):
+                    os.unlink(left)
+
+    def of(self, rank: int) -> Beat:
+        """What it has written last; nothing where it has no file yet."""
+        try:
+            with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
+                data = file.read(heartbeat.SIZE)
+        except OSError:
+            return Beat()
+        if len(data) < heartbeat.SIZE:
+            return Beat()
+        step, phase, limit, time = heartbeat.BEAT.unpack_from(data, heartbeat.BEAT_AT)
+        phase = phase if 0 <= phase < len(heartbeat.PHASES) else heartbeat.STEP
+        return Beat(heartbeat.PROGRAM.unpack_from(data)[0], step, phase, max(0, limit), time)
+
+    def look(self, now: float) -> Late | None:
+        """The rank that is late the longest."""
+        if now - self._looked > _GAP:
+            self._changed = {rank: at + now - self._looked for rank, at in self._changed.items()}
+            self.progress += now - self._looked
+        self._looked = now
+        late = [found for rank in self.ranks if (found := self._late(rank, now))]
+        return max(late, key=lambda one: (one.alone, one.seconds - one.limit), default=None)
+
+    def _late(self, rank: int, now: float) -> Late | None:
+        beat = self.of(rank)
+        if beat.program <= 0 or not (beat.time or self.limit):
+            return None
+        signs = beat[1:] if beat.time else (self._log_size(rank),)
+        if signs != self._seen.get(rank):
+            self._seen[rank], self._changed[rank] = signs, now
+            self.progress = now
+        limit, seconds = beat.limit or self.limit, now - self._changed[rank]
+        if not limit or seconds <= limit:
+            return None
+        return Late(rank, beat.step, beat.phase, round(seconds, 1), limit)
+
+    def _log_size(self, rank: int) -> int:
+        try:
+            return os.stat(f"{self._folder}/{run_folder.rank_log(rank)}").st_size
+        except OSError:  # a disk that does not answer
+            return 0

@@ -1,0 +1,179 @@
+"""A run that hangs: noticed by heartbeats, what each rank does saved on its node, the odd one named by the first node.
+
+Each node looks at the heartbeats of its own ranks, and tells the first one that it makes progress, or which rank is
+late. In a step a late rank is enough. In any other phase the run hangs only if no rank of any node makes progress: the
+others may wait for one that tokenizes, or loads.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dray.contract import exit_codes, heartbeat, run_folder
+from dray.contract.findings import Finding
+from dray.runner import channel, odd, record
+from dray.runner.beats import Beats, Late
+from dray.runner.odd import Seen
+
+if TYPE_CHECKING:
+    from threading import Thread
+
+MESSAGES = ("beat", "late", "hang", "seen", "looked")
+_LOOK_S, _TELL_S, _LATE_S = 1.0, 5.0, 2.0  # seconds between looks, and between messages to the first node
+_EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
+
+
+class Hang:
+    """Of one start of the ranks. What `look` and `hear` return goes to the first node, or from there to all others."""
+
+    def __init__(self, plan: Mapping[str, Any], me: int, restart: int) -> None:
+        world, now = plan["world"], time.monotonic()
+        self.open = False  # from the moment at which the run hangs until it is known why
+        self.begun: Finding | None = None
+        self.named: Finding | None = None
+        self.since = 0.0
+        self._plan, self._me, self._restart = plan, me, restart
+        self._names, self._each = [node["name"] for node in world["nodes"]], world["ranks_per_node"]
+        recipe = plan.get("recipe", {})
+        # dray's trainer says itself how long it may take, once it is loaded.
+        limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
+        self._beats = Beats(plan["folder"], plan["scratch"], self._ranks(me), limit, now)
+        self._progress = self._told = now
+        self._looks_at = self._tells_at = self._late_at = now
+        self._late: Late | None = None
+        self._deadline = 0.0
+        self._threads: list[Thread] = []
+        self._seen: dict[int, Seen] = {}
+        self._answered: set[int] = set()
+
+    def look(self) -> list[dict[str, Any]]:
+        """What there is to tell; at once after a hang, else about each second."""
+        now = time.monotonic()
+        if self.open:
+            return self._collected(now)
+        if now < self._looks_at:
+            return []
+        self._looks_at = now + _LOOK_S
+        late = self._beats.look(now)
+        self._progress = max(self._progress, self._beats.progress)
+        if not self._me:
+            return self._judge(late, now) if late else []
+        messages: list[dict[str, Any]] = []
+        if self._progress > self._told and now >= self._tells_at:
+            self._told, self._tells_at = self._progress, now + _TELL_S
+            messages.append({"beat": round(now - self._progress, 3)})
+        if late and now >= self._late_at:
+            self._late_at = now + _LATE_S
+            messages.append({"late": list(late)})
+        return messages
+
+    def hear(self, node: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A message of MESSAGES. BrokenError: it is of another kind."""
+        now = time.monotonic()
+        if self._me:
+            if "hang" in message and not self.open:
+                self._begin(channel.finding(message["hang"]), now)
+        elif "beat" in message:
+            self._progress = max(self._progress, now - _number(message["beat"]))
+        elif "late" in message and not self.open:
+            rank, step, phase, seconds, limit = map(_number, _five(message["late"]))
+            return self._judge(Late(int(rank), int(step), int(phase), seconds, limit), now)
+        elif "seen" in message:
+            seen = Seen.told(message["seen"])
+            if seen.rank not in self._ranks(node):
+                raise channel.BrokenError("what was seen of another node's rank")
+            self._seen[seen.rank] = seen
+        elif "looked" in message:
+            self._answered.add(node)
+        return []
+
+    def _ranks(self, node: int) -> range:
+        return range(node * self._each, (node + 1) * self._each)
+
+    def _node(self, rank: int) -> str:
+        return str(self._names[rank // self._each]) if 0 <= rank < self._each * len(self._names) else ""
+
+    def _judge(self, late: Late, now: float) -> list[dict[str, Any]]:
+        """As the first node."""
+        if not late.alone and now - self._progress <= late.limit:
+            return []
+        self._late = late
+        name = self._node(late.rank)
+        problem = f"hang: rank {late.rank} on {name} has made no progress for {_ago(late)}"
+        finding = Finding(problem, code=exit_codes.RETRY, node=name, rank=late.rank)
+        self._begin(finding, now)
+        return [{"hang": finding._asdict()}]
+
+    def _begin(self, finding: Finding, now: float) -> None:
+        """Save what this node's ranks do; each has a thread, since one that is stopped answers nothing."""
+        from threading import Thread  # noqa: PLC0415  few runs hang, and all of it costs 10 ms
+
+        from dray.runner import stacks  # noqa: PLC0415
+
+        self.begun, self.open, self.since, self._deadline = finding, True, time.time(), now + _EVIDENCE_S
+        print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
+
+        def save(at: stacks.Place) -> None:
+            self._seen[at.rank] = stacks.save(at, self._beats.of(at.rank), now)
+
+        places = stacks.places(
+            self._plan["folder"], self._plan["scratch"], self._restart, self._names[self._me], self._ranks(self._me)
+        )
+        self._threads = [Thread(target=save, args=(at,), daemon=True) for at in places]
+        for thread in self._threads:
+            thread.start()
+
+    def _collected(self, now: float) -> list[dict[str, Any]]:
+        """This node's part, once it is whole; on the first node, once all parts are there, the end of it."""
+        if self._me not in self._answered and not any(thread.is_alive() for thread in self._threads):
+            self._answered.add(self._me)
+            if self._me:
+                own = [{"seen": self._seen[rank]._asdict()} for rank in self._ranks(self._me) if rank in self._seen]
+                return [*own, {"looked": self._me}]
+        if not self._me and (len(self._answered) == len(self._names) or now > self._deadline):
+            self._name()
+        return []
+
+    def _name(self) -> None:
+        """Who it is: the finding, and a record that is older than those of the ranks that were ended for it."""
+        assert self._late is not None
+        ranks = range(self._each * len(self._names))
+        seen = [self._seen.get(rank) or Seen(rank, self._node(rank), state="unseen") for rank in ranks]
+        found, what = odd.odd(seen)
+        who = f"rank {found.rank} on {found.node} " if found else ""
+        problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"
+        folder = f"{self._plan['folder']}/{run_folder.hang(self._restart)}"
+        where = f"{folder}/rank-{found.rank if found else self._late.rank}.txt"
+        fix = f"{folder} has the stacks of all ranks; docs/survive.md"
+        self.named = Finding(
+            problem, where=where, fix=fix, code=exit_codes.RETRY,
+            node=found.node if found else "", rank=found.rank if found else None,
+        )  # fmt: skip
+        self.write_record(self.named, found.frames if found else ())
+        self.open = False
+
+    def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
+        """failures/hang.json."""
+        record.write(
+            self._plan["folder"], "hang", node=finding.node, rank=finding.rank, code=finding.code, why=finding.problem,
+            log=finding.where, last_lines=list(frames), time=self.since,
+        )  # fmt: skip
+
+
+def _ago(late: Late) -> str:
+    return f"{late.seconds:.0f} s (limit {late.limit:.0f} s)"
+
+
+def _five(fields: Any) -> list[Any]:  # noqa: ANN401  any JSON value
+    if not isinstance(fields, list) or len(fields) != len(Late._fields):
+        raise channel.BrokenError("a rank that is late, of another kind")
+    return fields
+
+
+def _number(value: Any) -> float:  # noqa: ANN401  any JSON value
+    if type(value) not in (int, float) or not 0 <= value < 1 << 62:
+        raise channel.BrokenError("a number of another kind")
+    return float(value)

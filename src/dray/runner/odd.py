@@ -1,0 +1,155 @@
+"""Which rank holds up the others: the one that is not in the collective that they wait in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from dray.contract.findings import counted
+from dray.runner.channel import BrokenError
+
+_SHOWN = 3  # innermost frames
+_C10D, _WRAPPERS = "/torch/distributed/distributed_c10d.py", ("wrapper", "wrapped")
+_TORCHS = ("/torch/distributed/", "/torch/nn/parallel/")
+_BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
+_ENDS = {"stopped": "is stopped (SIGSTOP)", "ended": "has ended", "unseen": "was not seen: its node did not answer"}
+
+
+class Entered(NamedTuple):
+    """The collective of a process group that a rank entered last, by torch's Flight Recorder."""
+
+    group: str
+    number: int
+    name: str
+    waits: bool = False
+    """Whether it has not ended."""
+
+
+class Seen(NamedTuple):
+    """What is known of a rank that hangs, or waits for one that does."""
+
+    rank: int
+    node: str = ""
+    step: int = -1
+    """-1 where its program has no heartbeat."""
+    phase: str = ""
+    state: str = ""
+    """runs, sleeps, stopped, ended, unseen; empty where nobody could look."""
+    frames: tuple[str, ...] = ()
+    """Of its main thread, the innermost first: `FILE:LINE FUNCTION`."""
+    flight: tuple[Entered, ...] = ()
+    """One of each process group."""
+
+    @classmethod
+    def told(cls, fields: Any) -> Seen:  # noqa: ANN401  any JSON value
+        """As another node has sent it. BrokenError: it is of another kind."""
+        try:
+            seen = cls(**fields)
+            seen = seen._replace(frames=tuple(seen.frames), flight=tuple(Entered(*one) for one in seen.flight))
+        except (TypeError, ValueError):
+            raise BrokenError("what was seen of a rank, of another kind") from None
+        whole = (seen.rank, seen.step, *(one.number for one in seen.flight))
+        named = (part for one in seen.flight for part in (one.group, one.name))
+        texts = (seen.node, seen.phase, seen.state, *seen.frames, *named)
+        if any(type(one) is not int for one in whole) or any(type(one) is not str for one in texts):
+            raise BrokenError("what was seen of a rank, of another kind")
+        return seen
+
+    @property
+    def waits(self) -> str:
+        """The collective that it waits in, by its stack; empty where that shows none."""
+        parts = [frame.rpartition(" ") for frame in self.frames]
+        inner: list[tuple[str, str]] = []
+        for place, _, function in parts:
+            if not any(folder in place for folder in _TORCHS):
+                break
+            inner.append((place, function))
+        named = (function for place, function in inner if _C10D in place and function not in _WRAPPERS)
+        if inner:
+            return next(named, inner[0][1])
+        backward = parts and _BACKWARD[0] in parts[0][0] and parts[0][2] == _BACKWARD[1]
+        return "the backward pass" if backward and self.state == "sleeps" else ""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        step = f"at step {self.step}" if self.step >= 0 else ""
+        phase = f"({self.phase})" if self.phase not in ("", "step") else ""
+        parts = (frame.rpartition(" ") for frame in self.frames if not frame.startswith("<"))  # importlib's
+        shown = [f"{function} ({_short(at)})" for at, _, function in parts if function not in _WRAPPERS]
+        frames = f"in {', called by '.join(shown[:_SHOWN])}" if shown else ""
+        return ", ".join(part for part in (f"{step} {phase}".strip(), frames) if part)
+
+
+def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
+    """That rank, and what is odd about it. None: the ranks do not differ."""
+    for state, what in _ENDS.items():
+        if found := _few(seen, lambda one, state=state: one.state == state):  # type: ignore[misc]
+            return found[0], _told(what, found, seen)
+    if by_flight := _by_flight(seen):
+        return by_flight
+    steps = [one.step for one in seen if one.step >= 0]
+    behind = _few(seen, lambda one: one.step == min(steps)) if steps and min(steps) < max(steps) else []
+    kinds = (
+        (f"is behind the others, which are at step {max(steps, default=0)}", behind),
+        ("waits in no collective", _few(seen, lambda one: not one.waits)),
+        ("waits in another collective", _rare(seen, lambda one: one.waits)),
+        ("runs, and the others sleep", _few(seen, lambda one: one.state == "runs")),
+        ("is elsewhere than the others", _rare(seen, lambda one: one.frames[:1])),
+    )
+    for what, found in kinds:
+        if found:
+            return found[0], _told(what, found, seen)
+    return None, _told("no rank differs from the others", seen, seen)
+
+
+def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
+    """The rank that has not entered a collective in which others of its group wait, or has entered another one."""
+    for group in dict.fromkeys(entry.group for one in seen for entry in one.flight):
+        entered = {one: entry for one in seen for entry in one.flight if entry.group == group}
+        last = max(entered.values(), key=lambda entry: (entry.waits, entry.number))
+        if not last.waits:
+            continue
+        behind = _few(list(entered), lambda one: entered[one].number < last.number)  # noqa: B023  used within the loop
+        if behind:
+            one = min(behind, key=lambda one: entered[one].number)
+            who = f"{counted(in_it := len(entered) - len(behind), 'rank')} wait{'s' * (in_it == 1)}"
+            what = f"has not entered {last.name}, collective {last.number} of group {group}, that {who} in"
+            return one, _told(what, [one], [])
+        if other := _rare(list(entered), lambda one: entered[one].name):  # noqa: B023
+            names = " or ".join(sorted({entry.name for one, entry in entered.items() if one not in other}))
+            what = f"has entered {entered[other[0]].name} as collective {last.number} of group {group}, others {names}"
+            return other[0], _told(what, other, seen)
+    return None
+
+
+def _few(seen: list[Seen], which: Callable[[Seen], bool]) -> list[Seen]:
+    """Those, if others are not so."""
+    found = [one for one in seen if which(one)]
+    return found if len(found) < len(seen) else []
+
+
+def _rare(seen: list[Seen], key: Callable[[Seen], object]) -> list[Seen]:
+    """Those of the rarest kind, and of two equally rare ones the later ranks."""
+    kinds = Counter(key(one) for one in seen)
+    if len(kinds) < 2:
+        return []
+    rarest = min(reversed(kinds), key=lambda kind: kinds[kind])
+    return [one for one in seen if key(one) == rarest]
+
+
+def _told(what: str, found: list[Seen], seen: list[Seen]) -> str:
+    """With the place of the first of those, and what the others do."""
+    others = counted(len(found) - 1, "other rank")
+    more = f"; so {'is' if len(found) == 2 else 'are'} {others}" if 1 < len(found) < len(seen) else ""
+    waits = Counter(one.waits for one in seen if one not in found and one.waits)
+    where = " and ".join(f"{counted(count, 'rank')} in {name}" for name, count in waits.most_common(2))
+    wait = f"; {where} wait{'s' * (waits.total() == 1)}" if where else ""
+    place = found[0].place if found else ""
+    return f"{what}{': ' * bool(place)}{place}{more}{wait}"
+
+
+def _short(place: str) -> str:
+    """Without the folders above a package."""
+    return place.rpartition("site-packages/")[2]

@@ -1,0 +1,97 @@
+"""Which rank is steadily slower than the others: by its own time, in which it waits for no other rank.
+
+That is its forward passes and its waits for data. In all else of a step the ranks wait for one another, and all take as
+long as the slowest. With fsdp and zero3 they do so in the forward pass too, and nobody can be named.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dray.train.collectives import all_gather_json
+from dray.train.config import Config
+from dray.train.metrics import Metrics
+
+_STRATEGIES = ("ddp", "zero1", "zero2")  # whose forward pass is a rank's own
+_TIMES, _WINDOWS = 1.25, 5  # so much slower than the median rank, in so many windows in a row
+_WINDOW_S = 0.5  # of the median rank's own time
+_EVENTS = 64  # so many of a GPU's forward passes are timed between two lines
+
+
+class Slow:
+    """All ranks know the same of all; what they have to tell goes along with the losses of a line."""
+
+    def __init__(self, config: Config, device: torch.device, metrics: Metrics) -> None:
+        self._metrics, self._device, world = metrics, device, dist.get_world_size()
+        self.ranks = world if world > 1 and config.train.strategy in _STRATEGIES else 0
+        self._hosts = all_gather_json(os.environ[config.host_variable]) if self.ranks else []
+        self._own = self._ready = 0.0
+        self._events: list[tuple[Any, Any]] = []
+        self._window = [0.0] * self.ranks
+        self._streaks = [0] * self.ranks
+        self._named: set[int] = set()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For data."""
+        began = time.perf_counter()
+        yield
+        self._own += time.perf_counter() - began
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward pass. A GPU's is timed by the GPU itself, for which nobody waits here."""
+        if not self.ranks:
+            yield
+        elif self._device.type == "cpu":
+            with self.waiting():
+                yield
+        elif len(self._events) < _EVENTS:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            yield
+            pair[1].record()
+            self._events.append(pair)
+        else:
+            yield
+
+    def told(self) -> torch.Tensor:
+        """What this rank says of itself, between the zeros of the others: its time up to the line before."""
+        told = torch.zeros(self.ranks, dtype=torch.float64, device=self._device)
+        if self.ranks:
+            told[dist.get_rank()] = self._ready
+        return told
+
+    def see(self, ranks: list[float], step: int) -> None:
+        """The sum of what all have said, with a line; the device has done all that came before it."""
+        events, self._events = self._events, []
+        self._ready = self._own + sum(begun.elapsed_time(ended) / 1e3 for begun, ended in events)
+        self._own = 0.0
+        self._window = [before + now for before, now in zip(self._window, ranks, strict=True)]
+        median = sorted(self._window)[(self.ranks - 1) // 2] if ranks else 0.0
+        if median < _WINDOW_S:
+            return
+        for rank, own in enumerate(self._window):
+            self._streaks[rank] = self._streaks[rank] + 1 if own > _TIMES * median else 0
+            if self._streaks[rank] == _WINDOWS and rank not in self._named:
+                self._named.add(rank)
+                self._name(rank, own / median, step)
+        self._window = [0.0] * self.ranks
+
+    def _name(self, rank: int, times: float, step: int) -> None:
+        self._metrics.write(
+            "slow",
+            f"rank {rank} on {self._hosts[rank]} is slow: its own part of a step, which is data and forward pass, "
+            f"takes {times:.2f} times as long as the median rank's",
+            step=step,
+            rank=rank,
+            node=self._hosts[rank],
+            times=round(times, 2),
+        )

@@ -1,0 +1,354 @@
+"""A run that hangs ends within its limit, and names the rank that holds it up: real runners, real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.contract import heartbeat
+from dray.contract.findings import ConfigError
+from dray.runner import channel, hang
+from dray.runner.beats import Beats
+from dray.runner.odd import Entered, Seen, odd
+from dray.runs import local, write
+from helpers import ROOT
+from nodes import Start, ended
+
+# A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
+# the test says.
+(BEAT,) = re.findall("```python\n(.*?)```", (ROOT / "docs" / "survive.md").read_text(), re.DOTALL)
+PROGRAM = f"""{BEAT}
+import sys
+rank, world, does = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def spin():
+    while True:
+        pass
+
+
+def collective(step):
+    open(f"in-{{again}}-{{step}}-{{rank}}", "w").close()
+    while not all(os.path.exists(f"in-{{again}}-{{step}}-{{one}}") for one in range(world)):
+        time.sleep(0.01)
+
+
+for step in range(1, 400):
+    print(rank, "takes step", step, flush=True)
+    beat(step)
+    if step == 20 and rank == 2 and again == "0":
+        open("ready", "w").write(str(os.getpid()))
+        if does == "spin":
+            spin()
+        if does == "leave":
+            sys.exit(0)
+        if does == "stop":
+            time.sleep(1)
+    if again == "1" and step == 20:
+        break
+    collective(step)
+    time.sleep(0.02)
+"""
+LIMIT = 2
+
+
+@pytest.fixture
+def hanging(plan: dict[str, Any], tmp_path: Path) -> Callable[..., None]:
+    """Two nodes of two ranks, of which rank 2 does this once it has come to step 20."""
+
+    def planned(does: str, program: str = PROGRAM, *, limit: int | None = LIMIT, restarts: int = 0) -> None:
+        (tmp_path / "program.py").write_text(program)
+        plan["recipe"] = {"hang_timeout_s": limit}
+        plan["world"]["max_restarts"] = restarts
+        plan["launcher"] = [sys.executable, "-S", "-E", "{ranks}", "2", "2", "{node_rank}", "{master}", "{port}"]
+        plan["command"] = ["sh", "-c", f"cd '{tmp_path}' && {sys.executable} program.py {does}"]
+
+    return planned
+
+
+def both(
+    start: Start, ready: Path | None = None, then: Callable[[int], None] = lambda _: None, **env: str
+) -> tuple[str, float]:
+    """What the nodes said, and the seconds from when rank 2 had said that it is ready."""
+    nodes = [start(number, 2, f"node{number + 1}", PYTHONFAULTHANDLER="1", **env) for number in range(2)]
+    deadline = time.monotonic() + 60
+    while ready and not (ready.exists() and ready.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    began = time.monotonic()
+    if ready:
+        then(int(ready.read_text()))
+    codes, texts = zip(*map(ended, nodes), strict=True)
+    assert set(codes) <= {0, 75}, texts
+    assert codes[0] == codes[1]
+    return "".join(texts), time.monotonic() - began
+
+
+def record(folder: Path, name: str = "hang.json") -> dict[str, Any]:
+    return json.loads((folder / "failures" / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("does", "what", "shown"),
+    [
+        ("spin", "runs, and the others sleep: at step 20, in spin (", "spin"),
+        ("stop", "is stopped (SIGSTOP): at step 20, in <module> (", "<module>"),
+        ("leave", "has ended: at step 20", ""),
+    ],
+)
+def test_the_rank_is_named_with_its_frames(
+    hanging: Callable[..., None], start: Start, tmp_path: Path, does: str, what: str, shown: str
+) -> None:
+    hanging(does)
+    stop = (lambda pid: os.kill(pid, signal.SIGSTOP)) if does == "stop" else lambda _: None
+    text, seconds = both(start, tmp_path / "ready", stop)
+    found = record(tmp_path)
+    assert (found["node"], found["rank"], found["code"]) == ("node2", 2, 75), text
+    assert found["why"].startswith(f"hang: rank 2 on node2 {what}"), text
+    assert f"(limit {LIMIT} s)" in found["why"]
+    assert LIMIT <= seconds < LIMIT + 10
+    assert found["log"] == f"{tmp_path}/hang/rank-2.txt"
+    assert shown in "".join(found["last_lines"])
+    saved = (tmp_path / "hang" / "rank-2.txt").read_text()
+    assert f"in {shown}" in saved or not shown
+    assert " in collective" in (tmp_path / "hang" / "rank-0.txt").read_text()
+    first = min((tmp_path / "failures").glob("*.json"), key=lambda path: record(tmp_path, path.name)["time"])
+    assert first.name == "hang.json"  # the ranks that were ended for it are no cause
+
+
+def test_tools_are_asked_where_they_are(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
+    """And no longer than they may take."""
+    tools = tmp_path / "my tools"
+    tools.mkdir()
+    for name, text in (("py-spy", 'echo "asked: $@"'), ("ncclras", "exec sleep 60")):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    hanging("spin")
+    _, seconds = both(start, tmp_path / "ready", PATH=f"{tools}:{os.environ['PATH']}")
+    saved = (tmp_path / "hang" / "rank-2.txt").read_text()
+    asked = f"dump --native --nonblocking --pid {(tmp_path / 'ready').read_text()}"
+    assert f"== {tools}/py-spy {asked}\nasked: {asked}\n" in saved
+    assert seconds < LIMIT + 10
+
+
+def test_all_ranks_start_again_and_end_well(hanging: Callable[..., None], start: Start, tmp_path: Path) -> None:
+    """A hang is a failure as any other; what is said of it stays beside the restart."""
+    hanging("spin", restarts=1)
+    text, _ = both(start)
+    assert "dray: restart 1 of 1: hang: rank 2 on node2" in text
+    assert not list((tmp_path / "failures").glob("*.json"))
+    assert record(tmp_path, "restart-1/hang.json")["rank"] == 2
+    assert not (tmp_path / "hang" / "restart-1").exists()
+
+
+SILENT = "import os, sys, time\nfor _ in range(4):\n    print(1, flush=True)\n    time.sleep(1)\n{}"
+
+
+def test_a_command_without_a_heartbeat_makes_progress_while_a_log_grows(
+    hanging: Callable[..., None], start: Start, tmp_path: Path
+) -> None:
+    """Of any rank: most programs have one that writes. Then the one that has no more to say is asked for its stacks."""
+    lasts = "def wait():\n    time.sleep(1000)\nif os.environ['RANK'] == '0': wait()\nelse: time.sleep(1000)"
+    hanging("nothing", SILENT.format(lasts), limit=2)
+    began = time.monotonic()
+    text, _ = both(start)
+    assert 4 + 2 <= time.monotonic() - began < 4 + 2 + 10
+    found = record(tmp_path)
+    assert found["why"].startswith("hang: rank 0 on node1 is elsewhere than the others: in wait ("), text
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_command_is_not_watched_unless_the_recipe_says_so(
+    hanging: Callable[..., None], start: Start, tmp_path: Path, limit: int | None
+) -> None:
+    hanging("nothing", SILENT.format(""), limit=limit)
+    both(start)
+    assert not (tmp_path / "failures").exists()
+
+
+def test_a_command_that_is_no_python_is_named_by_its_state(
+    hanging: Callable[..., None], plan: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    hanging("nothing", limit=2)
+    plan["command"] = ["sh", "-c", "if [ $RANK = 1 ]; then while :; do :; done; else exec sleep 60; fi"]
+    text, seconds = both(start)
+    assert seconds < 60
+    assert record(tmp_path)["why"].startswith("hang: rank 1 on node1 runs, and the others sleep; rank "), text
+
+
+# What a node looks at.
+
+
+def wrote(folder: Path, rank: int, *beat: int, program: int = 1) -> None:
+    data = heartbeat.PROGRAM.pack(program) + heartbeat.BEAT.pack(*beat)
+    (folder / f"beat-{rank}").write_bytes(data.ljust(heartbeat.SIZE, b"\0"))
+
+
+def looked(beats: Beats, begin: int, end: int) -> Any:
+    """The last of the looks from one second to another."""
+    return [beats.look(float(second)) for second in range(begin, end)][-1]
+
+
+def test_each_phase_has_the_limit_that_the_rank_gives_it(tmp_path: Path) -> None:
+    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0)
+    wrote(tmp_path, 0, 7, heartbeat.CHECKPOINT, 100, 1)
+    assert looked(beats, 0, 101) is None
+    late = looked(beats, 101, 103)
+    assert (late.rank, late.step, late.phase, late.limit, late.alone) == (0, 7, heartbeat.CHECKPOINT, 100, False)
+    wrote(tmp_path, 0, 7, heartbeat.STEP, 10, 2)
+    assert looked(beats, 103, 113) is None
+    assert looked(beats, 113, 116).alone
+
+
+def test_time_in_which_the_node_itself_was_stopped_does_not_count(tmp_path: Path) -> None:
+    """As by `scontrol suspend`, or in a container that is paused."""
+    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0)
+    wrote(tmp_path, 0, 7, heartbeat.STEP, 10, 1)
+    assert looked(beats, 0, 5) is None
+    assert looked(beats, 1000, 1006) is None
+    assert looked(beats, 1006, 1010) is not None
+
+
+@pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 64, os.urandom(64), b"\0" * 64])
+def test_a_heartbeat_that_is_none_is_not_believed(tmp_path: Path, data: bytes) -> None:
+    beats = Beats(str(tmp_path), str(tmp_path), range(1), 2, 0.0)
+    (tmp_path / "beat-0").write_bytes(data)
+    assert beats.look(1.0) is None
+
+
+def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:
+    """One rank tokenizes for an hour, and all others wait for it."""
+    watch = hang.Hang(plan, 0, 0)
+    late = {"late": [2, 0, heartbeat.START, 4000.0, 3600.0]}
+    assert watch.hear(1, {"beat": 5.0}) == []
+    assert watch.hear(1, late) == []
+    assert not watch.open
+    watch._progress -= 3700
+    (told,) = watch.hear(1, late)
+    assert told["hang"]["problem"] == "hang: rank 2 on node2 has made no progress for 4000 s (limit 3600 s)"
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        *((1, {"beat": beat}) for beat in (None, "1", -1, True, [], float("nan"), float("inf"))),
+        *((1, {"late": late}) for late in (None, [], {}, "late", [1] * 4, [1] * 6, [2, 0, "step", 1, 1], [None] * 5)),
+        *((1, {"seen": seen}) for seen in (None, 1, "x", [], {}, {"rank": "2"}, {"rank": 2, "more": 1})),
+        *((1, {"seen": {"rank": 2, **more}}) for more in ({"frames": 1}, {"frames": [1]}, {"flight": [[1, 2]]})),
+        *((1, {"seen": {"rank": 2, "flight": flight}}) for flight in ([["a", "b", "c"]], [[1, 2, "c"]], ["abc"])),
+        (1, {"seen": {"rank": 0}}),
+        (1, {"seen": {"rank": 10**9}}),
+    ],
+)
+def test_a_message_of_another_kind_is_not_believed(plan: dict[str, Any], node: int, message: dict[str, Any]) -> None:
+    with pytest.raises(channel.BrokenError):
+        hang.Hang(plan, 0, 0).hear(node, message)
+
+
+# Who it is.
+
+GATHER = "/x/torch/distributed/distributed_c10d.py:2500 all_reduce"
+WRAPPER = "/x/torch/distributed/c10d_logger.py:81 wrapper"
+BACKWARD = "/x/torch/autograd/graph.py:824 _engine_run_backward"
+
+
+def ranks(*given: dict[str, Any]) -> list[Seen]:
+    return [Seen(**{"rank": rank, "node": f"n{rank}", "state": "sleeps", **one}) for rank, one in enumerate(given)]
+
+
+WAITS = {"frames": (GATHER, WRAPPER, "/y/train.py:9 main"), "step": 5}
+AT = "all_reduce (/x/torch/distributed/distributed_c10d.py:2500), called by main (/y/train.py:9)"
+ODD = {
+    "a stack in no collective": (
+        [WAITS, {"frames": ("/y/data.py:3 read", "/y/train.py:8 main"), "step": 5}, WAITS],
+        1,
+        "waits in no collective: at step 5, in read (/y/data.py:3), called by main (/y/train.py:8); 2 ranks in "
+        "all_reduce wait",
+    ),
+    "in the backward pass, asleep, all but one": (
+        [{"frames": (BACKWARD,)}, {"frames": (BACKWARD,)}, {"frames": (BACKWARD,), "state": "runs"}],
+        2,
+        "waits in no collective: in _engine_run_backward (/x/torch/autograd/graph.py:824); 2 ranks in the backward "
+        "pass wait",
+    ),
+    "another collective": (
+        [WAITS, {"frames": (GATHER.replace("all_reduce", "barrier"), "/y/train.py:9 main"), "step": 5}],
+        1,
+        f"waits in another collective: at step 5, in {AT.replace('all_reduce', 'barrier')}; 1 rank in all_reduce waits",
+    ),
+    "a step behind": (
+        [WAITS, {**WAITS, "step": 4}, WAITS],
+        1,
+        f"is behind the others, which are at step 5: at step 4, in {AT}; 2 ranks in all_reduce wait",
+    ),
+    "the Flight Recorder knows best": (
+        [
+            {**WAITS, "flight": (Entered("0", 9, "all_reduce", waits=True),)},
+            {**WAITS, "flight": (Entered("0", 8, "broadcast"),), "step": 6},
+        ],
+        1,
+        f"has not entered all_reduce, collective 9 of group 0, that 1 rank waits in: at step 6, in {AT}",
+    ),
+    "another collective of one number": (
+        [
+            {**WAITS, "flight": (Entered("0", 9, "all_reduce", waits=True),)},
+            {**WAITS, "flight": (Entered("0", 9, "barrier", waits=True),)},
+        ],
+        1,
+        f"has entered barrier as collective 9 of group 0, others all_reduce: at step 5, in {AT}; 1 rank in all_reduce "
+        "waits",
+    ),
+    "a group in which nobody waits shows nothing": (
+        [{**WAITS, "flight": (Entered("1", 9, "gather"),)}, {**WAITS, "flight": (Entered("1", 8, "gather"),)}],
+        None,
+        f"no rank differs from the others: at step 5, in {AT}",
+    ),
+    "a node that does not answer": (
+        [WAITS, {"state": "unseen"}, {"state": "unseen"}],
+        1,
+        "was not seen: its node did not answer; so is 1 other rank; 1 rank in all_reduce waits",
+    ),
+    "all alike": ([WAITS, WAITS], None, f"no rank differs from the others: at step 5, in {AT}"),
+    "nobody": ([], None, "no rank differs from the others"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_the_odd_rank(case: str) -> None:
+    given, rank, what = ODD[case]
+    found, why = odd(ranks(*given))
+    assert (found.rank if found else None, why) == (rank, what)
+
+
+# What is set.
+
+
+@pytest.mark.parametrize("value", ["-1", "604801", "1.5", "soon", "true", '""', "[]", "{}", "nan", "1e3"])
+def test_a_limit_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"hang_timeout_s={value}"])
+    assert "hang_timeout_s" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ((), "a step that takes ten times the slowest one, and at least 120 s; half an hour to compile"),
+        (("hang_timeout_s=60",), "a step that takes 60 s: hang_timeout_s; half an hour to compile"),
+        (("hang_timeout_s=0",), "never: hang_timeout_s = 0"),
+    ],
+)
+def test_the_plan_says_when_a_run_counts_as_hung(tmp_path: Path, settings: tuple[str, ...], why: str) -> None:
+    recipe = write.read_recipe(ROOT / "recipes" / "smoke-cpu.toml", settings)
+    facts = local.facts(recipe, engine="bare", image=sys.executable, nodes=1, gpus_per_node=0, site="")
+    assert write.write(recipe, facts, runs=tmp_path)[0].reasons["hang"].startswith(why)
