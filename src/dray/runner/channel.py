@@ -42,10 +42,10 @@ class Channel:
         self._sent = self._received = 0
         self._data = b""
         line.settimeout(_SEND_S)
-        # A node that loses its power or its network says nothing.
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            line.setsockopt(socket.IPPROTO_TCP, option, value)
+        if line.family != socket.AF_UNIX:  # a node that loses its power or its network says nothing
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                line.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
         """OSError: the peer is gone, or does not read."""

@@ -158,7 +158,8 @@ def _order_buckets(model: DistributedDataParallel) -> None:
     """
     model.reducer.prepare_for_backward([])
     # The last weights of a model have their gradients first.
-    torch.stack([weight.sum().float() for weight in model.parameters() if weight.requires_grad]).sum().backward()
+    sums = [weight.sum().float() for weight in model.parameters() if weight.requires_grad]
+    torch.autograd.backward(torch.stack(sums).sum())
     model.zero_grad(set_to_none=True)
     model.reducer._rebuild_buckets()
 
