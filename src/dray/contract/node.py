@@ -106,7 +106,7 @@ def free_space(folder: str, wanted_gb: float) -> Finding:
 
 def writable(folder: str) -> Finding:
     """Whether a file can be written there: room alone tells of no quota, no mount that is read-only, no bad disk."""
-    path = f"{folder}/.check-{os.uname().nodename}-{os.getpid()}"
+    path = f"{folder}/.check-{os.urandom(8).hex()}"  # containers may have the same name and number
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
