@@ -353,8 +353,8 @@ class TestStream:
             shard = stream._shard(number)
             while shard.part < stream.parts:
                 shard.take(1)
-        # Each has begun another part too; a txt file has an empty line after each document.
-        assert len(TEXTS) <= len(made) < 5 * len(TEXTS)
+        # Each has begun another part too; no row was read to count them; txt has a blank line between two documents.
+        assert len(TEXTS) <= len(made) < (5 if kind == "txt" else 3) * len(TEXTS)
 
     @pytest.mark.parametrize("ranks", [1, 2, 4])
     def test_the_samples_are_the_same_on_any_ranks_and_after_a_resume_on_others(self, tmp_path, ranks, monkeypatch):

@@ -116,7 +116,7 @@ def cut(found: list[Piece], readers: int, reading: Reading) -> list[Piece]:
 
 
 def _cut(piece: Piece, parts: int, reading: Reading) -> Iterator[Piece]:
-    by_rows = _in_arrow(piece.path)
+    by_rows = _in_arrow(piece.path) and bool(piece.end or not piece.seen)  # one of Arrow's elsewhere comes as a whole
     if not by_rows and (piece.rows or not piece.end):
         yield piece
         return
@@ -128,10 +128,12 @@ def _cut(piece: Piece, parts: int, reading: Reading) -> Iterator[Piece]:
 
 
 def count(piece: Piece, reading: Reading) -> int:
-    """How many rows it has: by the footer of parquet, else by reading it."""
+    """How many rows it has: as parquet and Arrow's files tell, else by reading it."""
     if _in_arrow(piece.path) and ending(piece.path) == ".parquet":
         return _row_groups(piece.path, piece.seen)[piece.begin]
     with readable(piece.path):
+        if _in_arrow(piece.path):
+            return cast(int, _arrow().count(piece.path))
         return sum(1 for _ in _rows(piece, None, reading))
 
 
