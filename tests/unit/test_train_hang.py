@@ -151,7 +151,7 @@ STEPS = ("batch.per_device=4", "train.steps=100000", f"hang_timeout_s={LIMIT}")
 
 @pytest.mark.parametrize("fault", ["spin", "collective", "stop"])
 def test_the_rank_that_holds_up_the_others_is_named(training, fault: str) -> None:
-    with training(fault, *STEPS) as run:
+    with training(fault, *STEPS, f"launcher={'torchrun' if fault == 'stop' else 'python'}") as run:
         run.until_step(5)
         began = time.monotonic()
         if fault == "stop":

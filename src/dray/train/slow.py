@@ -54,7 +54,8 @@ class Slow:
             with self.waiting():
                 yield
         elif len(self._events) < _EVENTS:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            event: Any = torch.cuda.Event  # torch has no types for it
+            pair = event(enable_timing=True), event(enable_timing=True)
             pair[0].record()
             yield
             pair[1].record()
