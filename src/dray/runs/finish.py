@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dray.contract import exit_codes, files, run_folder, secrets
 from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
-from dray.runs import again
+from dray.runs import again, noted
 from dray.runs.paths import RunPaths
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
@@ -212,6 +212,7 @@ class _Left:
         """What the metrics tell of how far it came, how good it was, and how long it went on after what is `saved`."""
         found: dict[str, Any] = {}
         kept = last_time = None
+        told = []
         for event in self._events():
             kind = event.get("event")
             if (now := _number(event, "time")) is not None:
@@ -224,11 +225,14 @@ class _Left:
             elif kind == "step" and (step := _whole(event, "step")) is not None:
                 loss = _number(event, "loss")
                 found |= {"steps": step, "loss_first": found.get("loss_first", loss), "loss_last": loss}
+            elif kind in noted.KINDS:
+                told.append(event)
             elif kind == "eval":
                 found["perplexity"] = _number(event, "perplexity")
             elif kind == "end":
                 found |= {name: _number(event, name) for name in ("tokens_per_s", "train_seconds")}
                 found["sample"] = str(event.get("sample") or "")
+        self.warnings += noted.warnings(told)
         if saved is not None and kept is not None and last_time is not None:
             found["lost_s"] = round(max(0.0, last_time - kept), 3)
         return found

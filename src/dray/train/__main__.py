@@ -59,7 +59,7 @@ def main(path: str) -> None:
     say(f"attention: {attention.install(network, config, device)}")
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
-    checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
+    checkpoints = Checkpoints(config, strategy, metrics, dataset=data.training.identity)
     data.training.load(checkpoints.resume())
     resumed = checkpoints.newest or 0
     _require_steps(config, resumed)
@@ -93,8 +93,10 @@ def main(path: str) -> None:
         speed = steps * config.step_tokens / seconds if steps else 0.0
         sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
+    checkpoints.close()
     metrics.close()
     barrier()
+    checkpoints.require_saved()
 
 
 def _require_steps(config: Config, resumed: int) -> None:
@@ -138,12 +140,16 @@ def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # n
     if dist.get_rank() == 0:
         part = final.with_name(f"{final.name}.part")
         shutil.rmtree(part, ignore_errors=True)
-        if lora.on(network):
-            lora.save_adapter(network, state, final.with_name("adapter"), base)
-            network, state = lora.plain(network), lora.merged(network, state)
-        network.save_pretrained(part, state_dict=state)
-        tokens.save_pretrained(part)
-        manifest.seal_model(part)
+        try:
+            if lora.on(network):
+                lora.save_adapter(network, state, final.with_name("adapter"), base)
+                network, state = lora.plain(network), lora.merged(network, state)
+            network.save_pretrained(part, state_dict=state)
+            tokens.save_pretrained(part)
+            manifest.seal_model(part)
+        except Exception:  # a full disk: what was there before has its room again
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
 

@@ -8,6 +8,7 @@ that the manifest does not describe.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -19,11 +20,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dray.contract.findings import ConfigError, DrayError
-from dray.train import manifest, saved, shards
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.train import disk, manifest, saved, shards
 from dray.train.collectives import all_gather_json, on_all, on_rank_0
 from dray.train.config import Config
-from dray.train.errors import say
+from dray.train.errors import at_end, say
+from dray.train.lease import Lease
+from dray.train.metrics import Metrics
+from dray.train.mirror import Mirror
 from dray.train.shards import MismatchError, Reader, Staged, Staging
 from dray.train.strategies.base import Strategy
 
@@ -33,22 +37,29 @@ _OLD = 86400  # seconds after which what a run left half-written is nobody's any
 class Checkpoints:
     """Those of one run: their folder is on a disk that all ranks see. `dataset` tells one dataset from another."""
 
-    def __init__(self, config: Config, strategy: Strategy, *, dataset: str) -> None:
-        self.folder, self.strategy = Path(config.checkpoints), strategy
+    def __init__(self, config: Config, strategy: Strategy, metrics: Metrics, *, dataset: str) -> None:
+        self.folder, self.strategy, self.metrics = Path(config.checkpoints), strategy, metrics
         self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.lease, place = Lease(self.folder, config), config.checkpoint.mirror
+        self.mirror = Mirror(place, metrics, keep=self.keep) if place and self.rank == 0 else None
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
+        self._unsaved: UnfitError | None = None
         self.newest: int | None = None  # the step of the newest that is complete
 
     def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
-        """All ranks together. It is there after `settle`."""
+        """All ranks together. It is there after `settle`, or a warning why it is not."""
         self.settle()
         part = self.folder / f"step-{step}.part-{self.run}"
-        on_rank_0(lambda: self._make(part))
+        try:
+            on_rank_0(lambda: self._make(part))
+        except UnfitError as failed:  # on all ranks alike
+            self._not_saved(step, failed)
+            return
         scaler = self.strategy.scaler
         own = {"feed": position, "scaler": scaler.state() if scaler else None}
         updates = step - (scaler.skipped if scaler else 0)
@@ -74,6 +85,22 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(error) from error
 
+    def close(self) -> None:
+        """Wait until the mirror has the newest, or cannot have it."""
+        if self.mirror:
+            self.mirror.settle()
+
+    def require_saved(self) -> None:
+        """Fail (69) where the last save did."""
+        if self._unsaved:
+            raise self._unsaved
+
+    def warning(self) -> str:
+        """What a line of the log says as long as the disk or the mirror is not mended."""
+        found = [f"not saved: {self._unsaved.finding.found}; {self.newest_text()}"] if self._unsaved else []
+        found += [self.mirror.trouble] if self.mirror and self.mirror.trouble else []
+        return f"  WARNING: {'; '.join(found)}" if found else ""
+
     def newest_text(self) -> str:
         """From what a run can resume."""
         exists = self.newest is not None
@@ -84,26 +111,46 @@ class Checkpoints:
         shutil.rmtree(part, ignore_errors=True)
         try:
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            self.lease.require()
             part.mkdir(mode=0o755)
         except OSError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> DrayError:
-        return DrayError(
-            "the checkpoint cannot be written",
-            wanted=f"room and permission to write in {self.folder}",
-            found=" ".join(str(error).split())[-300:] or type(error).__name__,
-            fix=f"check the disk and its quota; {self.newest_text()}",
-        )
+        return disk.failed(error, self.folder, self.newest_text())
+
+    def _require_room(self, size: int) -> None:
+        disk.require_room(self.folder, size, self.newest_text())
 
     def _write(self, part: Path, staged: Staged, step: int, updates: int, own: dict[str, Any]) -> None:
-        ranks = on_all(lambda: self._write_own(part, staged, own))
-        on_rank_0(lambda: self._complete(part, ranks, step, updates))
-        self.newest = step
-
-    def _write_own(self, part: Path, staged: Staged, own: dict[str, Any]) -> dict[str, Any]:
-        """What this rank has written. It says so itself: what others wrote may not be visible yet."""
         text = json.dumps(own, default=lambda array: array.tolist()).encode()
+        try:
+            sizes = on_all(lambda: len(staged.head) + len(staged.numbers) + len(text))
+            on_rank_0(lambda: self._require_room(sum(sizes)))
+            ranks = on_all(lambda: self._write_own(part, staged, text))
+            on_rank_0(lambda: self._complete(part, ranks, step, updates))
+        except DrayError as failed:  # on all ranks alike
+            staged.wait()
+            if self.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            if not isinstance(failed, UnfitError):
+                raise
+            self._not_saved(step, failed)
+            return
+        if self._unsaved:
+            self.metrics.write("checkpoint", f"the checkpoint of step {step} is saved", checkpoint=step, saved=True)
+        self._unsaved, self.newest = None, step
+        if self.mirror:
+            self.mirror.put(self.folder / f"step-{step}")
+
+    def _not_saved(self, step: int, failed: UnfitError) -> None:
+        """Nothing that was there is hurt; the next save tries again."""
+        self._unsaved, why = failed, failed.finding.found
+        text = f"WARNING: the checkpoint of step {step} is not saved: {why}; the run goes on, and {self.newest_text()}"
+        self.metrics.write("checkpoint", text, checkpoint=step, saved=False, why=f"{why}: {self.folder}")
+
+    def _write_own(self, part: Path, staged: Staged, text: bytes) -> dict[str, Any]:
+        """What this rank has written. It says so itself: what others wrote may not be visible yet."""
         staged.wait()
         tensors, position = saved.files(self.rank)
         try:
@@ -123,6 +170,9 @@ class Checkpoints:
         found |= {"order": self.order, "files": files, "tensors": tensors}
         try:
             manifest.write(part, found)
+            if trouble := manifest.cut_off(part):  # older ones go with it
+                raise OSError(errno.EIO, trouble)
+            self.lease.require()
             part.rename(self.folder / f"step-{step}")
             manifest.sync(self.folder)
         except OSError as error:
@@ -130,9 +180,14 @@ class Checkpoints:
         self._prune()
 
     def resume(self) -> list[Any]:
-        """Load the newest that is complete, if any; the feed's states. A broken one is reported and renamed."""
-        for step in on_rank_0(self._own_steps)[::-1]:
+        """Take the folder, and load the newest that is complete, if any; the feed's states.
+
+        A broken one is reported and renamed.
+        """
+        for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
+            if mirrored and not on_rank_0(partial(self._fetch, path)):
+                continue
             found = on_rank_0(partial(saved.look, path))
             troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
             if troubles:
@@ -150,13 +205,35 @@ class Checkpoints:
             self._load(read, found)
             self.newest = step
             say(f"resumed at step {step} from {path}")
+            if self.mirror and step not in self.mirror.known:
+                self.mirror.put(path)
             return [own["feed"] for own in owns]
         return []
 
-    def _own_steps(self) -> list[int]:
-        if self.folder.exists():
+    def _begin(self) -> list[tuple[int, bool]]:
+        """The steps that there are and whether each is the mirror's, the newest first; on rank 0."""
+        try:
+            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             manifest.require_own(self.folder)
-        return _steps(self.folder)
+            self.lease.acquire()
+        except OSError as error:
+            raise self._failed(error) from error
+        at_end(self.lease.release)
+        own = _steps(self.folder)
+        copies = self.mirror.begin(instead=bool(own)) if self.mirror else []
+        # The mirror's of the same step comes after this folder's, which may be damaged.
+        return sorted(
+            [(step, False) for step in own] + [(step, True) for step in copies], key=lambda it: (-it[0], it[1])
+        )
+
+    def _fetch(self, path: Path) -> bool:
+        """Whether the mirror's copy is in this folder now; on rank 0."""
+        assert self.mirror
+        part = path.with_name(f"{path.name}.part-{self.run}")
+        self._make(part)
+        trouble = self.mirror.fetch(part, path, self._require_room, instead=bool(_steps(self.folder)))
+        say(f"{path.name} {f'is skipped: {trouble}' if trouble else 'is fetched'} from {self.mirror.place}")
+        return not trouble
 
     def _converted(self, path: Path, found: dict[str, Any]) -> Path:
         """The same checkpoint in a folder of its own, which goes when the next one has been written."""
@@ -201,6 +278,8 @@ class Checkpoints:
     def _prune(self) -> None:
         """The newest `keep` stay; what was cut off goes."""
         for old in _steps(self.folder)[: -self.keep]:
+            if self.mirror and old == self.mirror.copying:
+                continue  # until the next time
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
         for part in self.folder.glob("step-*.part-*"):
             with suppress(FileNotFoundError):  # another run, whose folder it is too, has just named it

@@ -6,10 +6,31 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from threading import Thread
 from typing import NoReturn
 
 from dray.contract import exit_codes, unexpected
 from dray.contract.findings import ConfigError, DrayError
+
+_AT_END: list[Callable[[], None]] = []
+_PATIENCE_S = 5.0  # for what a dead disk keeps waiting
+
+
+def at_end(do: Callable[[], None]) -> None:
+    """Have it done before this process ends, however that comes, but for a kill."""
+    _AT_END.append(do)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without taking anything apart: see `guarded`."""
+    last = [Thread(target=do, daemon=True) for do in _AT_END]
+    for thread in last:
+        thread.start()
+    for thread in last:
+        thread.join(_PATIENCE_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def say(text: str) -> None:
@@ -47,6 +68,4 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
     except BaseException:
         traceback.print_exc()
         code = exit_codes.FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(code)

@@ -161,7 +161,7 @@ class Loop:
         self.metrics.write(
             "step",
             f"step {taken}/{config.steps}  loss {loss:.4f}  {fields['tokens_per_s']:,.0f} tokens/s  "
-            f"{fields['seconds_left']:.0f} s left",
+            f"{fields['seconds_left']:.0f} s left{self.checkpoints.warning()}",
             step=taken,
             loss=loss,
             lr=learning_rate(config, taken - 1),
@@ -186,9 +186,10 @@ class Loop:
         return total / max(labels, 1.0), last
 
     def _end(self, taken: int) -> NoReturn:
-        """All ranks together, once what was begun is there."""
+        """All ranks together, once what was begun is there; where it is not, the disk is the cause."""
         self.checkpoints.settle()
         barrier()
+        self.checkpoints.require_saved()
         raise RetryError(
             f"the run was asked to end, after step {taken} of {self.config.steps}",
             found=self.checkpoints.newest_text(),

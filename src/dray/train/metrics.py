@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Metrics:
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._file, self._trackers = None, list[Tracker]()
+        self._lock = Lock()  # what checkpoints have to say, their own threads say
         if writes:
             folder = Path(config.folder)
             self._file = (folder / METRICS).open("a", encoding="utf-8")
@@ -32,6 +34,10 @@ class Metrics:
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         """One line, flushed: a reader may follow it. Every rank shows it in its own log."""
+        with self._lock:
+            self._written(event, shown, fields)
+
+    def _written(self, event: str, shown: str, fields: dict[str, Any]) -> None:
         print(shown, flush=True)
         if self._file is None:
             return

@@ -129,6 +129,7 @@ class Checkpoint:
     at_start: bool
     keep: int
     folder: str
+    mirror: str
 
 
 @dataclass(frozen=True, kw_only=True)
