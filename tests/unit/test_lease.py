@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,22 +17,9 @@ import pytest
 from dray.contract.findings import ConfigError
 from dray.train import lease
 from dray.train.lease import NAME, Lease
+from leases import Other, about
 
 pytestmark = pytest.mark.hostile("checkpoints")
-HOLD = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from dray.train import lease
-lease.BEAT_S = 0.05
-one = lease.Lease(Path(sys.argv[1]), SimpleNamespace(**eval(sys.argv[2])))
-one.acquire()
-print("has it", flush=True)
-sys.stdin.readline()
-one.require()
-one.release()
-print("released", flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -44,37 +29,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE", "node-1")
 
 
-def about(**other: Any) -> dict[str, Any]:
-    return {"host_variable": "NODE", "job": 0, "run_folder": "/runs/one", "attempt": 1} | other
-
-
 def holding(folder: Path, **other: Any) -> Lease:
     return Lease(folder, SimpleNamespace(**about(**other)))  # type: ignore[arg-type]
-
-
-class Other:
-    """A process that has the folder until it is told."""
-
-    def __init__(self, folder: Path, **other: Any) -> None:
-        argv = [sys.executable, "-c", HOLD, str(folder), repr(about(**other))]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.said() == "has it"
-
-    def said(self) -> str:
-        assert self.process.stdout
-        return self.process.stdout.readline().strip()
-
-    def ended(self) -> str:
-        assert self.process.stdin
-        print(file=self.process.stdin, flush=True)
-        return self.said()
-
-    def __enter__(self) -> Other:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 def elsewhere(folder: Path, **other: Any) -> None:

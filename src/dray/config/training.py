@@ -159,6 +159,9 @@ class Train(Spec):
     (all)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
+    on_divergence: Literal["stop", "skip"] = "stop"
+    """What a run does whose loss is not finite, or jumps. stop: end, or warn where it jumps. skip: go back to the last
+    checkpoint, and on without the samples of those steps, at most three times; with ddp and fsdp alone."""
     activation_checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept."""
     deepspeed: str | None = None
@@ -190,6 +193,8 @@ class Train(Spec):
             found = f"they are {self.strategy} and {self.precision}"
             raise ValueError(f"master_weights wants strategy ddp and precision bf16 or fp16; {found}")
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
+        if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            raise ValueError("on_divergence = skip wants strategy ddp or fsdp: DeepSpeed's optimizer does not go back")
         if self.offload and self.strategy not in stages and not unread:
             raise ValueError(f"offload = {self.offload} wants strategy {stages}, and it is {self.strategy}")
         return self

@@ -1,18 +1,20 @@
-"""What a training's metrics tell of checkpoints that were not saved or copied, as warnings of its result."""
+"""What a training's metrics tell of saves that failed and of losses that jumped, as warnings of its result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from dray.contract.findings import counted
 
 _WHAT = {"checkpoint": "not saved", "mirror": "not copied"}
-KINDS = tuple(_WHAT)
+_SHOWN = 5
+_DIVERGENCE = "divergence"
+KINDS = (*_WHAT, _DIVERGENCE)
 """The events that `warnings` takes."""
 
 
-def warnings(events: Iterable[dict[str, Any]]) -> list[str]:
+def warnings(events: Sequence[dict[str, Any]]) -> list[str]:
     """One for each kind of trouble, however often it came."""
     found = []
     told = [event for event in events if isinstance(event.get("checkpoint"), int)]
@@ -24,4 +26,6 @@ def warnings(events: Iterable[dict[str, Any]]) -> list[str]:
             text = f"{count} {what}, the first of step {step}: {first.get('why')}"
             mended = f"; step {last['checkpoint']} is there again" if last.get("saved") is True else ""
             found.append(text[:600] + mended)
-    return found
+    jumps = [str(event.get("why"))[:600] for event in events if event["event"] == _DIVERGENCE]
+    more = [f"and {counted(len(jumps) - _SHOWN, 'time')} more"] if len(jumps) > _SHOWN else []
+    return found + jumps[:_SHOWN] + more

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.train import disk, manifest, saved, shards
+from dray.contract.findings import DrayError, UnfitError
+from dray.train import disk, divergence, manifest, restore, saved, shards
 from dray.train.collectives import all_gather_json, on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.errors import at_end, say
 from dray.train.lease import Lease
 from dray.train.metrics import Metrics
 from dray.train.mirror import Mirror
-from dray.train.shards import MismatchError, Reader, Staged, Staging
+from dray.train.shards import Staged, Staging
 from dray.train.strategies.base import Strategy
 
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
@@ -50,6 +50,7 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._unsaved: UnfitError | None = None
         self.newest: int | None = None  # the step of the newest that is complete
+        self.skipped: list[list[int]] = []  # the first and the last of steps that the run goes on without
 
     def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
         """All ranks together. It is there after `settle`, or a warning why it is not."""
@@ -62,7 +63,7 @@ class Checkpoints:
             return
         scaler = self.strategy.scaler
         own = {"feed": position, "scaler": scaler.state() if scaler else None}
-        updates = step - (scaler.skipped if scaler else 0)
+        updates = step - (scaler.skipped if scaler else 0) - divergence.count(self.skipped, step)
         state = self.strategy.state()
         staged = self._staging.fill(state)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
@@ -168,6 +169,7 @@ class Checkpoints:
         )
         found = {"version": saved.VERSION, "step": step, "updates": updates, **self.made_by, "world_size": self.world}
         found |= {"order": self.order, "files": files, "tensors": tensors}
+        found |= {"skipped": self.skipped} if self.skipped else {}
         try:
             manifest.write(part, found)
             if trouble := manifest.cut_off(part):  # older ones go with it
@@ -195,20 +197,27 @@ class Checkpoints:
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            self._check_order(path, found["order"])
+            restore.check_order(self.order, path, found["order"])
             read = self._converted(path, found) if found["version"] == saved.OF_DCP else path
             if read != path:
                 found = manifest.read(read)
-            owns = [json.loads((read / saved.files(rank)[1]).read_bytes()) for rank in range(found["world_size"])]
-            if self.strategy.scaler and owns[0]["scaler"]:
-                self.strategy.scaler.load(owns[0]["scaler"])
-            self._load(read, found)
-            self.newest = step
+            self.newest, self.skipped = step, found.get("skipped", [])
             say(f"resumed at step {step} from {path}")
             if self.mirror and step not in self.mirror.known:
                 self.mirror.put(path)
-            return [own["feed"] for own in owns]
+            return restore.load(self.strategy, read, found)
         return []
+
+    def again(self, *, without: list[int]) -> list[Any]:
+        """Load the newest once more, to go on without the steps from the first to the last of these; as `resume`."""
+        path = self.folder / f"step-{self.newest}"
+        found = on_rank_0(partial(saved.look, path))
+        old = found.get("trouble", "an older dray wrote it")
+        troubles = self._troubles(path, found) if "tensors" in found else [old]
+        if troubles:
+            raise DrayError("the checkpoint to go back to is damaged", where=path, found="; ".join(troubles[:3]))
+        self.skipped = [*self.skipped, without]
+        return restore.load(self.strategy, path, found)
 
     def _begin(self) -> list[tuple[int, bool]]:
         """The steps that there are and whether each is the mirror's, the newest first; on rank 0."""
@@ -247,28 +256,6 @@ class Checkpoints:
 
         on_rank_0(convert)
         return part
-
-    def _check_order(self, path: Path, order: dict[str, Any]) -> None:
-        """Another batch, sequence length, seed or dataset gives the same numbers other samples."""
-        for name, own in self.order.items():
-            if order.get(name) != own:
-                raise ConfigError(
-                    "the data order differs from the checkpoint's",
-                    wanted=f"{name} = {order.get(name)}, as in {path}",
-                    found=f"{name} = {own}",
-                    fix="restore it, or set another checkpoint.folder and model.name = the folder of a final model",
-                )
-
-    def _load(self, path: Path, found: dict[str, Any]) -> None:
-        try:
-            self.strategy.load(Reader(path, found["tensors"]).fill, found["updates"])
-        except MismatchError as error:
-            raise ConfigError(
-                "the checkpoint is of another model",
-                wanted="the tensors of this recipe's model",
-                found=f"in {path}: {error}",
-                fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
-            ) from error
 
     def _troubles(self, path: Path, found: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""

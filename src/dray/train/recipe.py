@@ -91,6 +91,7 @@ class Train:
     fsdp_prefetch: int
     offload: str
     compile: bool
+    on_divergence: str
     activation_checkpointing: bool
     deepspeed: str | None
     eval_every: int
