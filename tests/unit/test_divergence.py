@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from types import SimpleNamespace
@@ -66,19 +67,43 @@ def test_samples_of_steps_and_ranks(steps: range, ranks: list[int], wanted: str)
 
 
 def test_steps_that_are_left_out() -> None:
-    skipped = [[3, 3], [7, 9]]
-    assert [step for step in range(12) if divergence.left_out(skipped, step)] == [3, 7, 8, 9]
-    assert [divergence.count(skipped, step) for step in (2, 3, 8, 20)] == [0, 1, 3, 4]
-    assert divergence.count([[3, 5], [4, 6]], 9) == 4
+    watch = Watch()
+    watch.skipped = [[3, 3], [7, 9]]
+    assert [step for step in range(12) if watch.leaves_out(step)] == [3, 7, 8, 9]
+    assert [watch.left_out(step) for step in (2, 3, 8, 20)] == [0, 1, 3, 4]
+    watch.skipped = [[3, 5], [4, 6]]
+    assert watch.left_out(9) == 4
+
+
+@pytest.mark.parametrize("at", [20, 45])
+def test_one_that_resumes_finds_the_same(at: int) -> None:
+    losses = learned(60, 0.02)
+    losses[50] = 20.0
+    first, then = Watch(), Watch()
+    for loss in losses[:at]:
+        first.jumped(loss)
+    state = json.loads(json.dumps(first.state()))
+    assert divergence.is_state(state)
+    then.load(state)
+    assert [then.jumped(loss) for loss in losses[at:]] == [first.jumped(loss) for loss in losses[at:]]
+    then.load({})
+    assert then.state() == {"skipped": [], "losses": []}
 
 
 @pytest.mark.parametrize(
-    ("found", "good"),
+    ("skipped", "good"),
     [
         ([], True), ([[1, 1]], True), ([[1, 2], [3, 9], [4, 4]], True), ([[1, 1]] * 4, False), ([[0, 1]], False),
         ([[2, 1]], False), ([[1, True]], False), ([[1]], False), ([1], False), ({}, False), (None, False),
         ([[1, 1 << 70]], False), ("12", False),
     ],
 )  # fmt: skip
-def test_what_a_manifest_may_say_of_them(found: object, good: bool) -> None:
-    assert divergence.is_skipped(found) is good
+def test_what_a_manifest_may_say_of_them(skipped: object, good: bool) -> None:
+    assert divergence.is_state({"skipped": skipped, "losses": [1.5]}) is good
+
+
+@pytest.mark.parametrize(
+    "found", [None, [], {"losses": []}, {"skipped": [], "losses": ["x"]}, {"skipped": [], "losses": [math.inf]}]
+)
+def test_what_is_no_state(found: object) -> None:
+    assert not divergence.is_state(found)

@@ -108,7 +108,7 @@ def test_a_run_goes_back_and_on_without_those_samples(
     (event,) = other.events("divergence")
     assert (event["back_to"], event["first_step"]) == (back, at)
     found = json.loads((other.folder / "checkpoints/step-16/manifest.json").read_text())
-    assert (found["skipped"], found["updates"]) == ([[at, at]], 15)
+    assert (found["watch"]["skipped"], found["updates"]) == ([[at, at]], 15)
     assert finish(other.paths, code=0).warnings[0].endswith(f"; back to step {back}, and on without step {at}")
     # The same again, wherever it is cut off: from a checkpoint before those samples, and from one after them.
     for step, env in ((back, {what: str(at)}), (16, {})):
@@ -143,7 +143,9 @@ def test_a_stream_goes_back_too(run: BEGUN, tmp_path: Path) -> None:
     assert steps(other) == [1, 2, 3, 4, 5, 5, *range(7, 21)]
     assert other.losses()[:5] == plain.losses()[:5]
     assert other.losses()[5] == plain.losses()[4]
-    assert other.losses()[6] == pytest.approx(plain.losses()[6], abs=0.2)
+    again = run(2, *words, *SKIP)
+    shutil.copytree(other.folder / "checkpoints/step-12", again.folder / "checkpoints/step-12")
+    assert again.end().losses() == other.losses()[-8:]
 
 
 def test_the_sources_of_a_mix_are_named(run: BEGUN, tmp_path: Path) -> None:

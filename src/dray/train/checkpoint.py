@@ -21,9 +21,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import disk, divergence, manifest, restore, saved, shards
+from dray.train import disk, manifest, restore, saved, shards
 from dray.train.collectives import all_gather_json, on_all, on_rank_0
 from dray.train.config import Config
+from dray.train.divergence import Watch
 from dray.train.errors import at_end, say
 from dray.train.lease import Lease
 from dray.train.metrics import Metrics
@@ -50,7 +51,7 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._unsaved: UnfitError | None = None
         self.newest: int | None = None  # the step of the newest that is complete
-        self.skipped: list[list[int]] = []  # the first and the last of steps that the run goes on without
+        self.watch = Watch()
 
     def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
         """All ranks together. It is there after `settle`, or a warning why it is not."""
@@ -63,12 +64,13 @@ class Checkpoints:
             return
         scaler = self.strategy.scaler
         own = {"feed": position, "scaler": scaler.state() if scaler else None}
-        updates = step - (scaler.skipped if scaler else 0) - divergence.count(self.skipped, step)
+        updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
         state = self.strategy.state()
         staged = self._staging.fill(state)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
-        self._pending = self._writer.submit(self._write, part, staged, step, updates, own)
+        about = {"step": step, "updates": updates, "watch": self.watch.state()}
+        self._pending = self._writer.submit(self._write, part, staged, about, own)
 
     def fence(self) -> None:
         """Call it before the weights are changed: on a GPU they may still be copied."""
@@ -123,13 +125,13 @@ class Checkpoints:
     def _require_room(self, size: int) -> None:
         disk.require_room(self.folder, size, self.newest_text())
 
-    def _write(self, part: Path, staged: Staged, step: int, updates: int, own: dict[str, Any]) -> None:
-        text = json.dumps(own, default=lambda array: array.tolist()).encode()
+    def _write(self, part: Path, staged: Staged, about: dict[str, Any], own: dict[str, Any]) -> None:
+        step, text = about["step"], json.dumps(own, default=lambda array: array.tolist()).encode()
         try:
             sizes = on_all(lambda: len(staged.head) + len(staged.numbers) + len(text))
             on_rank_0(lambda: self._require_room(sum(sizes)))
             ranks = on_all(lambda: self._write_own(part, staged, text))
-            on_rank_0(lambda: self._complete(part, ranks, step, updates))
+            on_rank_0(lambda: self._complete(part, ranks, about))
         except DrayError as failed:  # on all ranks alike
             staged.wait()
             if self.rank == 0:
@@ -162,20 +164,19 @@ class Checkpoints:
             raise self._failed(error) from error
         return {"files": files, "tensors": staged.tensors}
 
-    def _complete(self, part: Path, ranks: list[dict[str, Any]], step: int, updates: int) -> None:
+    def _complete(self, part: Path, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
         files = {name: one for rank in ranks for name, one in rank["files"].items()}
         tensors = shards.joined(
             [rank["tensors"] for rank in ranks], [saved.files(rank)[0] for rank in range(self.world)]
         )
-        found = {"version": saved.VERSION, "step": step, "updates": updates, **self.made_by, "world_size": self.world}
+        found = {"version": saved.VERSION, **about, **self.made_by, "world_size": self.world}
         found |= {"order": self.order, "files": files, "tensors": tensors}
-        found |= {"skipped": self.skipped} if self.skipped else {}
         try:
             manifest.write(part, found)
             if trouble := manifest.cut_off(part):  # older ones go with it
                 raise OSError(errno.EIO, trouble)
             self.lease.require()
-            part.rename(self.folder / f"step-{step}")
+            part.rename(self.folder / f"step-{about['step']}")
             manifest.sync(self.folder)
         except OSError as error:
             raise self._failed(error) from error
@@ -201,7 +202,8 @@ class Checkpoints:
             read = self._converted(path, found) if found["version"] == saved.OF_DCP else path
             if read != path:
                 found = manifest.read(read)
-            self.newest, self.skipped = step, found.get("skipped", [])
+            self.newest = step
+            self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
             if self.mirror and step not in self.mirror.known:
                 self.mirror.put(path)
@@ -216,7 +218,9 @@ class Checkpoints:
         troubles = self._troubles(path, found) if "tensors" in found else [old]
         if troubles:
             raise DrayError("the checkpoint to go back to is damaged", where=path, found="; ".join(troubles[:3]))
-        self.skipped = [*self.skipped, without]
+        skipped = [*self.watch.skipped, without]
+        self.watch.load(found.get("watch", {}))
+        self.watch.skipped = skipped
         return restore.load(self.strategy, path, found)
 
     def _begin(self) -> list[tuple[int, bool]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +19,39 @@ if TYPE_CHECKING:
 MOST = 3
 """How often a run goes back."""
 _LINES, _LEAST = 32, 8
-_TIMES = 8.0  # standard deviations, as the median's own deviation tells them: outliers move it little
+_TIMES = 8.0  # standard deviations, as medians tell them: outliers move these little
 _NOISE = 0.01  # of the median; lines may agree by chance
 _SHOWN = 6  # ranges
 
 
 class Watch:
-    """The losses of the log's last lines. Every rank has the same, and finds the same."""
+    """The losses of the log's last lines, and the steps that the run goes on without. Every rank has the same.
+
+    Both are in each checkpoint: a run that resumes finds the same jumps.
+    """
 
     def __init__(self) -> None:
+        self.skipped: list[list[int]] = []
+        """The first and the last of each row of steps."""
         self._losses: deque[float] = deque(maxlen=_LINES)
         self._high = False
+
+    def state(self) -> dict[str, Any]:
+        """JSON that `load` understands."""
+        return {"skipped": self.skipped, "losses": [*self._losses]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from there; an older checkpoint has none."""
+        self.skipped, self._high = [*state.get("skipped", [])], False
+        self._losses = deque(state.get("losses", []), maxlen=_LINES)
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether the run goes on without this step."""
+        return any(first <= step <= last for first, last in self.skipped)
+
+    def left_out(self, until: int) -> int:
+        """How many of the first steps."""
+        return len({step for first, last in self.skipped for step in range(first, min(last, until) + 1)})
 
     def jumped(self, loss: float) -> float | None:
         """The median of the lines before, where this loss is far above; of several such lines the first says so."""
@@ -35,7 +59,8 @@ class Watch:
         self._losses.append(loss)
         if len(before) >= _LEAST:
             middle = median(before)
-            deviation = 1.4826 * median(abs(one - middle) for one in before)
+            # From line to line, since a loss that falls is far from its median too.
+            deviation = 1.4826 * median(abs(after - one) for one, after in pairwise(before))
             high = loss > middle + _TIMES * max(deviation, _NOISE * abs(middle))
             found = middle if high and not self._high else None
             self._high = high
@@ -79,19 +104,13 @@ def steps_text(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def left_out(skipped: list[list[int]], step: int) -> bool:
-    """Whether the run goes on without this step."""
-    return any(first <= step <= last for first, last in skipped)
-
-
-def count(skipped: list[list[int]], until: int) -> int:
-    """How many of the first steps were left out."""
-    return len({step for first, last in skipped for step in range(first, min(last, until) + 1)})
-
-
-def is_skipped(found: Any) -> bool:  # noqa: ANN401  any JSON value
-    """Whether a manifest's steps to leave out are some."""
-    return isinstance(found, list) and len(found) <= MOST and all(map(_is_pair, found))
+def is_state(found: Any) -> bool:  # noqa: ANN401  any JSON value
+    """Whether `load` takes it."""
+    match found:
+        case {"skipped": [*skipped], "losses": [*losses]}:
+            numbers = all(isinstance(one, float) and math.isfinite(one) for one in losses)
+            return numbers and len(skipped) <= MOST and all(map(_is_pair, skipped))
+    return bool(found == {})
 
 
 def _is_pair(found: Any) -> bool:  # noqa: ANN401  any JSON value

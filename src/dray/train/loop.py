@@ -62,7 +62,6 @@ class Loop:
         )  # losses and labels since the last line
         self._bad = torch.full((), _NEVER, device=strategy.device)  # the first step that was not finite
         self._own_bad = self._bad.clone()  # on this rank, by its own losses
-        self._watch = divergence.Watch()
         self.speed = Speed(config, strategy)
         self._logged = 0  # the step of the last line
         self._analog: Analog | None = None
@@ -99,7 +98,7 @@ class Loop:
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
             taken = step + 1
-            if divergence.left_out(self.checkpoints.skipped, taken):
+            if self.checkpoints.watch.leaves_out(taken):
                 say(f"step {taken} is left out")
             else:
                 with self._analog.step() if self._analog else nullcontext():
@@ -166,7 +165,7 @@ class Loop:
 
     def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
         config, scaler, first = self.config, self.strategy.scaler, self._logged + 1
-        if all(divergence.left_out(self.checkpoints.skipped, one) for one in range(first, taken + 1)):
+        if all(map(self.checkpoints.watch.leaves_out, range(first, taken + 1))):
             return
         # Before the host waits for the device, which computes meanwhile.
         shares = self.feed.shares(range(self._logged * config.global_size, taken * config.global_size))
@@ -191,7 +190,7 @@ class Loop:
             tokens=taken * config.step_tokens,
             **fields,
         )
-        if (middle := self._watch.jumped(loss)) is not None:
+        if (middle := self.checkpoints.watch.jumped(loss)) is not None:
             self._jumped(range(first, taken + 1), loss, middle)
 
     def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float]:
@@ -249,7 +248,7 @@ class Loop:
         data = divergence.samples(self.feed, config, range(steps[0] - 1, steps[-1]), ranks, self.world)
         text = divergence.text(data)
         back = None
-        if config.train.on_divergence == "skip" and len(checkpoints.skipped) < divergence.MOST:
+        if config.train.on_divergence == "skip" and len(checkpoints.watch.skipped) < divergence.MOST:
             checkpoints.settle()
             back = checkpoints.newest if (checkpoints.newest or 0) < steps[0] else None
         named = divergence.steps_text(steps[0], steps[-1])
