@@ -69,10 +69,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BEGUN]:
-    forks, folder, count = Forks([sys.executable, "-c", STAND_IN]), tmp_path_factory.mktemp("my runs"), iter(range(99))
-    yield lambda ranks, *words, **more: Run(forks, folder / f"run-{next(count)}", ranks, *words, **more)
+def forks() -> Iterator[Forks]:
+    forks = Forks([sys.executable, "-c", STAND_IN])
+    yield forks
     forks.close()
+
+
+@pytest.fixture(scope="module")
+def run(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> BEGUN:
+    folder, count = tmp_path_factory.mktemp("my runs"), iter(range(99))
+    return lambda ranks, *words, **more: Run(forks, folder / f"run-{next(count)}", ranks, *words, **more)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +119,17 @@ def test_a_full_disk_costs_saves_and_not_the_run(run: BEGUN, alone: Run, small: 
     assert (found.status, len(found.warnings)) == ("done", 1)
     assert found.warnings[0].startswith("2 checkpoints not saved, the first of step 12: No space left on device")
     assert found.warnings[0].endswith(f": {small}; step 20 is there again")
+
+
+@pytest.mark.tmpfs
+@pytest.mark.hostile("disks")
+def test_the_run_folder_itself_is_on_the_full_disk(forks: Forks, alone: Run, small: Path) -> None:
+    """Logs, metrics and TensorBoard's files have no room either, and end nothing; the metrics are there afterwards."""
+    other = Run(forks, small / "run", 2, "checkpoint.every=4").end(FULL_AT="8", ROOM_AT="16")
+    assert other.losses() == alone.losses()
+    assert [event["step"] for event in other.events("step")] == list(range(1, 21))
+    assert saves(other) == [(8, False), (12, False), (16, True)]
+    assert (other.paths.final_model / "config.json").is_file()
 
 
 @pytest.mark.tmpfs

@@ -20,6 +20,7 @@ from dray.train import manifest, mirror
 from dray.train.mirror import Mirror
 
 pytestmark = pytest.mark.hostile("checkpoints")
+ELSEWHERE = Path("/")
 
 
 class Events(list):
@@ -77,7 +78,7 @@ def test_what_was_copied_is_fetched_to_the_last_byte(place: str, tmp_path: Path)
     path = checkpoint(tmp_path / "own", 4, 11 << 20)  # of two parts in a bucket
     made = copied(place, path)
     assert (made.trouble, made.metrics) == ("", [])
-    assert Mirror(place, Events(), keep=2).begin(instead=False) == [4]
+    assert Mirror(place, Events(), keep=2).begin(ELSEWHERE, instead=False) == [4]
     assert fetched(place, 4, tmp_path / "new") == ""
     assert content(tmp_path / "new/step-4") == content(path)
     assert manifest.wrong(tmp_path / "new/step-4", manifest.read(path)["files"]) == {}
@@ -88,7 +89,7 @@ def test_the_newest_stay_and_others_of_the_place_too(place: str, tmp_path: Path)
     paths = [checkpoint(tmp_path / "own", step) for step in (2, 4, 6, 8, 90)]
     copied(place, paths[4])  # of a run that was further, and whose checkpoint was lost
     made = copied(place, *paths[:4])
-    assert made.begin(instead=False) == [6, 8, 90]
+    assert made.begin(ELSEWHERE, instead=False) == [6, 8, 90]
 
 
 def test_the_manifest_comes_last(store: stores.Store, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_copy_that_failed_is_tried_again_by_itself(store: stores.Store, tmp_pa
     while made.trouble:
         assert time.monotonic() < end, made.metrics
         time.sleep(0.02)
-    assert made.begin(instead=False) == [4]
+    assert made.begin(ELSEWHERE, instead=False) == [4]
 
 
 def test_a_newer_one_takes_the_place_of_one_that_waits(store: stores.Store, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_a_newer_one_takes_the_place_of_one_that_waits(store: stores.Store, tmp_
     for path in paths:
         made.put(path)
     made.settle()
-    assert made.begin(instead=False)[-1] == 6
+    assert made.begin(ELSEWHERE, instead=False)[-1] == 6
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lost", "manifest", "names", "long"])
@@ -196,10 +197,10 @@ def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
 def test_a_mirror_that_cannot_be(place: str, code: int, problem: str) -> None:
     """A run that has nothing else does not begin from nothing; one with a checkpoint of its own goes on with that."""
     with pytest.raises(DrayError) as error:
-        Mirror(place, Events(), keep=2).begin(instead=False)
+        Mirror(place, Events(), keep=2).begin(ELSEWHERE, instead=False)
     assert (error.value.finding.code, error.value.problem) == (code, problem)
     made = Mirror(place, Events(), keep=2)
-    assert made.begin(instead=True) == []
+    assert made.begin(ELSEWHERE, instead=True) == []
     assert made.trouble.startswith(problem)
 
 
@@ -207,5 +208,14 @@ def test_a_mirror_that_does_not_answer_is_tried_again_later(monkeypatch: pytest.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     stores.forget()
     with pytest.raises(DrayError) as error:
-        Mirror("s3://b/x", Events(), keep=2).begin(instead=False)
+        Mirror("s3://b/x", Events(), keep=2).begin(ELSEWHERE, instead=False)
     assert error.value.finding.code == 75
+
+
+def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
+    """By whatever name: a copy begins with the removal of the manifest there."""
+    checkpoint(tmp_path / "own", 4)
+    (tmp_path / "name").symlink_to(tmp_path / "own")
+    for place in ("own", "own/", "name", "own/../own"):
+        with pytest.raises(DrayError, match=r"checkpoint\.mirror is the checkpoint folder itself"):
+            Mirror(f"{tmp_path}/{place}", Events(), keep=2).begin(tmp_path / "own", instead=True)

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from dray.config.model import Spec
+from dray.config.model import SecretError, Spec
 from dray.config.training import Count
 
 Every = tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
-_URL = re.compile("(s3|gs)://[A-Za-z0-9][A-Za-z0-9._-]+(/[A-Za-z0-9._=-]+)*/?")
+_URL = re.compile(r"(s3|gs)://[A-Za-z0-9][A-Za-z0-9._-]+(/(?!\.\.?(/|$))[A-Za-z0-9._=-]+)*/?")
 
 
 class Checkpoint(Spec):
@@ -45,9 +45,8 @@ class Checkpoint(Spec):
         if "://" not in mirror:
             return mirror
         if "@" in mirror or "?" in mirror:
-            raise ValueError(
-                "a URL with a user, a password or a signature is shown by plans; name the secret in pass_env"
-            )
+            shown = "a URL with a user, a password or a signature is shown by plans and run folders"
+            raise SecretError(f"{shown}; export the secret, and name it in pass_env")
         if not _URL.fullmatch(mirror):
             raise ValueError("expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder")
         return mirror.rstrip("/")

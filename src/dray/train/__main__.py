@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.train import manifest, numerics, objectives, strategies
+from dray.train import checkpoint, manifest, numerics, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.compiled import Compiled
@@ -47,7 +47,7 @@ def main(path: str) -> None:
     numerics.set_up(config, device)
     tokens = tokenizer.load(config)
     build.check(config, tokens)  # before datasets are read, which may take long
-    metrics = Metrics(config, writes=dist.get_rank() == 0)
+    lease, metrics = checkpoint.take(config), Metrics(config, writes=dist.get_rank() == 0)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
     network = build.build(config, tokens, filled=build.has_weights())
@@ -59,7 +59,7 @@ def main(path: str) -> None:
     say(f"attention: {attention.install(network, config, device)}")
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
-    checkpoints = Checkpoints(config, strategy, metrics, dataset=data.training.identity)
+    checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
     data.training.load(checkpoints.resume())
     resumed = checkpoints.newest or 0
     _require_steps(config, resumed)

@@ -35,16 +35,33 @@ from dray.train.strategies.base import Strategy
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
+def take(config: Config) -> Lease:
+    """The folder, for this run alone, before it spends time on data; all ranks together."""
+    lease = Lease(folder := Path(config.checkpoints), config)
+
+    def begin() -> None:
+        try:
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            manifest.require_own(folder)
+            lease.acquire()
+        except OSError as error:
+            raise disk.failed(error, folder, "nothing was trained yet") from error
+        at_end(lease.release)
+
+    on_rank_0(begin)
+    return lease
+
+
 class Checkpoints:
     """Those of one run: their folder is on a disk that all ranks see. `dataset` tells one dataset from another."""
 
-    def __init__(self, config: Config, strategy: Strategy, metrics: Metrics, *, dataset: str) -> None:
+    def __init__(self, config: Config, strategy: Strategy, metrics: Metrics, lease: Lease, *, dataset: str) -> None:
         self.folder, self.strategy, self.metrics = Path(config.checkpoints), strategy, metrics
         self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.lease, place = Lease(self.folder, config), config.checkpoint.mirror
+        self.lease, place = lease, config.checkpoint.mirror
         self.mirror = Mirror(place, metrics, keep=self.keep) if place and self.rank == 0 else None
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
@@ -183,10 +200,7 @@ class Checkpoints:
         self._prune()
 
     def resume(self) -> list[Any]:
-        """Take the folder, and load the newest that is complete, if any; the feed's states.
-
-        A broken one is reported and renamed.
-        """
+        """Load the newest that is complete, if any; the feed's states. A broken one is reported and renamed."""
         for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
             if mirrored and not on_rank_0(partial(self._fetch, path)):
@@ -225,15 +239,8 @@ class Checkpoints:
 
     def _begin(self) -> list[tuple[int, bool]]:
         """The steps that there are and whether each is the mirror's, the newest first; on rank 0."""
-        try:
-            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            manifest.require_own(self.folder)
-            self.lease.acquire()
-        except OSError as error:
-            raise self._failed(error) from error
-        at_end(self.lease.release)
         own = _steps(self.folder)
-        copies = self.mirror.begin(instead=bool(own)) if self.mirror else []
+        copies = self.mirror.begin(self.folder, instead=bool(own)) if self.mirror else []
         # The mirror's of the same step comes after this folder's, which may be damaged.
         return sorted(
             [(step, False) for step in own] + [(step, True) for step in copies], key=lambda it: (-it[0], it[1])

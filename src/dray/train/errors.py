@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from typing import NoReturn
 
@@ -28,14 +29,16 @@ def leave(code: int) -> NoReturn:
         thread.start()
     for thread in last:
         thread.join(_PATIENCE_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its disk may be full
+            stream.flush()
     os._exit(code)
 
 
 def say(text: str) -> None:
-    """A line in this rank's log, at once."""
-    print(text, flush=True)
+    """A line in this rank's log, at once; a log whose disk is full does not end the run."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _nondeterministic(raised: Exception) -> DrayError | None:
@@ -63,8 +66,9 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
         main(*arguments)
     except Exception as raised:
         found = _nondeterministic(raised) or unexpected.error(raised, log=True)
-        print(f"{name}{found}", file=sys.stderr)
         code = found.finding.code
+        with suppress(OSError):
+            print(f"{name}{found}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = exit_codes.FAILED

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from dray.contract import exit_codes, findings
 from dray.contract.files import open_regular
-from dray.contract.findings import DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.train import manifest
 from dray.train.data import remote
 from dray.train.errors import say
@@ -44,8 +44,15 @@ class Mirror:
         self._changed = Condition()
         self._thread: Thread | None = None
 
-    def begin(self, *, instead: bool) -> list[int]:
+    def begin(self, folder: Path, *, instead: bool) -> list[int]:
         """The steps that are complete there. Where it does not answer, a run ends unless it has others `instead`."""
+        if "://" not in self.place and Path(self.place).exists() and Path(self.place).samefile(folder):
+            raise ConfigError(
+                "checkpoint.mirror is the checkpoint folder itself",
+                wanted="another place, which is there when this folder is lost",
+                found=self.place,
+                fix="checkpoint.mirror=ANOTHER",
+            )
         try:
             with remote.reading(self.place, _WHAT):
                 self.known = self._steps()
