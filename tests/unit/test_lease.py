@@ -195,3 +195,18 @@ def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
         holding(tmp_path).acquire()
     assert time.monotonic() - began < 5
     assert not target.exists()
+
+
+def test_one_that_comes_late_puts_back_what_it_took(tmp_path: Path) -> None:
+    """It has seen the dead one too, and another has taken that one's place meanwhile."""
+    (tmp_path / NAME).write_text("{}")
+    quick, late = holding(tmp_path), holding(tmp_path)
+    seen = late._look()
+    assert seen == quick._look()
+    assert seen
+    assert quick._removed(seen)
+    assert quick._created()
+    assert not late._removed(seen)
+    quick.require()
+    assert not late._created()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
