@@ -46,7 +46,7 @@ def filled(filler):
 def saved(self, step, position):
     self.settle()
     filler = self.folder / "filler"
-    if str(step) == os.environ.get("FULL_AT"):
+    if os.environ.get("FULL_AT") in (str(step), "any"):
         on_rank_0(lambda: filled(filler))
     if str(step) == os.environ.get("ROOM_AT"):
         on_rank_0(lambda: filler.unlink())
@@ -143,6 +143,31 @@ def test_a_last_save_that_fails_is_a_failure_after_the_model(run: BEGUN, small: 
     again = run(2, f"checkpoint.folder={small}", "checkpoint.every=4", steps="steps=8").end()
     assert again.events("start")[0]["first_step"] == 4
     assert again.losses() == other.losses()[4:]
+
+
+@pytest.mark.tmpfs
+@pytest.mark.hostile("disks")
+def test_a_model_that_does_not_fit_leaves_no_part_of_itself(forks: Forks, small: Path) -> None:
+    other = Run(forks, small / "run", 2, "checkpoint.every=4", steps="steps=8")
+    with other.going(FULL_AT="8"):
+        pass
+    assert 69 in other.codes
+    assert sorted(path.name for path in (other.folder / "checkpoints").iterdir()) == ["filler", "step-4"]
+
+
+@pytest.mark.tmpfs
+@pytest.mark.hostile("disks")
+def test_a_run_that_is_asked_to_end_and_cannot_save_says_so(run: BEGUN, small: Path) -> None:
+    """75 would promise that the same again goes on from there."""
+    other = run(2, f"checkpoint.folder={small}", steps="steps=100000")
+    with other.going(FULL_AT="any") as pids:
+        until(lambda: other.paths.metrics.exists() and len(other.events("step")) > 1, other)
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+    assert 69 in other.codes
+    assert 75 not in other.codes
+    assert "No space left on device" in other.said()
+    assert [path.name for path in small.iterdir()] == ["filler"]
 
 
 @pytest.mark.hostile("disks")

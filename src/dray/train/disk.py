@@ -34,7 +34,7 @@ def require_room(folder: Path, size: int, newest: str) -> None:
         raise UnfitError(
             "the checkpoint does not fit on the disk",
             where=folder,
-            wanted=f"{size / 1e9:,.3f} GB",
-            found=f"{os.strerror(errno.ENOSPC)} ({free / 1e9:,.3f} GB free of {size / 1e9:,.3f} GB)",
+            wanted=f"{size / 1e9:.4g} GB",
+            found=f"{os.strerror(errno.ENOSPC)} ({free / 1e9:.4g} GB free, {size / 1e9:.4g} GB needed)",
             fix=f"make room there; {newest}",
         )
