@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -86,6 +87,16 @@ def _charliecloud() -> str | None:
     return "this machine does not allow user namespaces" if own.returncode else None
 
 
+def _tmpfs() -> str | None:
+    """A small disk, which root alone can make, and not in every container."""
+    with tempfile.TemporaryDirectory() as folder:
+        tried = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, text=True, check=False)
+        if tried.returncode == 0:
+            subprocess.run(["umount", folder], check=True)
+            return None
+    return f"this user cannot mount a tmpfs ({tried.stderr.strip()})"
+
+
 # What a marker needs, in the order in which it is looked at.
 NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "docker": (_engine,),
@@ -97,6 +108,7 @@ NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "deepspeed": (_deepspeed,),
     "shellcheck": (_shell,),
     "charliecloud": (_charliecloud,),
+    "tmpfs": (_tmpfs,),
 }
 
 

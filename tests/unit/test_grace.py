@@ -286,7 +286,10 @@ class TestAfter:
         _, paths = write(recipe, JOB, runs=runs)
         (paths.checkpoints / "step-20").mkdir()
         events: list[dict[str, object]] = [{"event": "step", "time": 100.0, "step": 20, "loss": 1.0}]
-        events += [{"event": "checkpoint", "time": 190.0, "saved_step": 20, "seconds": seconds} for seconds in saves]
+        events += [
+            {"event": "checkpoint", "time": 190.0, "checkpoint": 20, "saved": True, "seconds": seconds}
+            for seconds in saves
+        ]
         paths.metrics.write_text("".join(f"{json.dumps(event)}\n" for event in events))
         result = finish.finish(paths, code=code, stopped=stopped)
         return result, summary(result, paths)

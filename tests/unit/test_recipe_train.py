@@ -37,6 +37,27 @@ def told(*words: str) -> str:
         (("train.steps=5", "data.train=data/**/*.jsonl"), "* may be in a file's name alone"),
         (("train.steps=5", "checkpoint.every=[[0, 50], [100, 10]]"), "expected pairs that reach further each"),
         (("train.steps=5", "checkpoint.every=0"), "checkpoint.every"),
+        (("train.steps=5", "checkpoint.mirror=/far"), "none is made before the end; set checkpoint.every"),
+        *(
+            (("train.steps=5", "checkpoint.every=5", f"checkpoint.mirror={wrong}"), found)
+            for wrong, found in (
+                ("s3://", "expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a folder"),
+                ("s3://b/x", "expected s3://BUCKET/FOLDER"),
+                ("s3://bucket/a b", "expected s3://BUCKET/FOLDER"),
+                ("s3://bucket/../x", "expected s3://BUCKET/FOLDER"),
+                ("hf://datasets/a/b", "expected s3://BUCKET/FOLDER"),
+                ("https://host/x", "expected s3://BUCKET/FOLDER"),
+                ("file://host/x", "expected s3://BUCKET/FOLDER"),
+                ("$SCRATCH/x", "~ and $ are the shell's"),
+                ("s3://key:hunter2hunter2@bucket/x", "shown by plans and run folders"),
+                ("s3://bucket/x?X-Amz-Signature=hunter2hunter2", "shown by plans and run folders"),
+            )
+        ),
+        (
+            ("train.steps=5", "train.on_divergence=skip", "train.strategy=zero2"),
+            "on_divergence = skip wants strategy ddp",
+        ),
+        (("train.steps=5", "train.on_divergence=ignore"), "train.on_divergence=ignore"),
         (("train.steps=5", "train.precision=fp8"), "train.precision=fp8"),
         (
             ("train.steps=5", "train.precision=bf16", "train.master_weights=true", "lora.enabled=true"),
@@ -50,11 +71,26 @@ def told(*words: str) -> str:
 )
 def test_what_does_not_go_together(words: tuple[str, ...], said: str) -> None:
     assert said in told(*words)
+    assert "hunter2" not in told(*words)
 
 
 def test_a_number_alone_is_how_often_for_ever() -> None:
     recipe = read_recipe(ROOT / "tests" / "tiny.toml", ["train.steps=5", "checkpoint.every=500"])
     assert recipe.checkpoint.every == ((0, 500),)
+
+
+@pytest.mark.parametrize(
+    ("mirror", "place"),
+    [
+        ("s3://bucket/a/b/", "s3://bucket/a/b"), ("gs://bucket", "gs://bucket"), ("file:///far away", "/far away"),
+        ("/far", "/far"), ("far", str(ROOT / "tests" / "far")),
+    ],
+)  # fmt: skip
+def test_a_mirror_is_a_bucket_or_a_folder(mirror: str, place: str) -> None:
+    recipe = read_recipe(
+        ROOT / "tests" / "tiny.toml", ["train.steps=5", "checkpoint.every=5", f"checkpoint.mirror={mirror}"]
+    )
+    assert recipe.checkpoint.mirror == place
 
 
 def test_paths_begin_beside_the_recipe() -> None:

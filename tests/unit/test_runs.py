@@ -187,6 +187,7 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "save_s": None,
         "grace_s": 120.0,
         "failing_nodes": [],
+        "slow_ranks": [],
         "next": None,
         "history": [],
         "command": False,

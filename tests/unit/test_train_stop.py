@@ -58,7 +58,7 @@ def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], numbe
         if asked:
             assert f"the run was asked to end, after step {reached} of 15" in other.said()
             assert f"the newest checkpoint is of step {reached}" in other.said()
-            assert other.events("checkpoint")[-1]["saved_step"] == reached
+            assert other.events("checkpoint")[-1]["checkpoint"] == reached
             assert all(event["seconds"] > 0 for event in other.events("checkpoint"))
     assert other.losses() == plain.losses()
 

@@ -89,7 +89,7 @@ def _placing(device_map: str | None, max_memory: list[str], folder: Path | None)
 
 def _writing(recipe: Recipe, folder: Path | None) -> Recipe:
     """A container may write there, as a run does in its folder of checkpoints; nowhere else."""
-    held = recipe.checkpoint.model_copy(update={"folder": str(folder.absolute()) if folder else ""})
+    held = recipe.checkpoint.model_copy(update={"folder": str(folder.absolute()) if folder else "", "mirror": ""})
     return recipe.model_copy(update={"checkpoint": held})
 
 
@@ -143,7 +143,7 @@ def export(
         raise ConfigError("the target exists already", where=target, fix="name another folder: --to")
     target.parent.mkdir(parents=True, exist_ok=True)
     job = jobs.Export(str(folder / f"step-{chosen}"), str(target), dtype, shard_gb, plan.model_dump(mode="json"))
-    held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder)})
+    held = plan.recipe.checkpoint.model_copy(update={"folder": str(folder), "mirror": ""})
     recipe = plan.recipe.model_copy(update={"checkpoint": held})
     raise typer.Exit(desk.once(recipe, job, engine=engine, folder=target.parent, sections=("model", "checkpoint")))
 

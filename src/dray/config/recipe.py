@@ -10,17 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dray.config.analog import Analog
+from dray.config.checkpoint import Checkpoint
 from dray.config.data import Data
 from dray.config.image import ADOPTED, Fingerprint, Variant
 from dray.config.model import SecretError, Spec
 from dray.config.preflight import Preflight
 from dray.config.runs import HangTimeout, Runs
-from dray.config.training import STRATEGIES, Batch, Checkpoint, Count, Evaluation, Lora, Model, Strategy, Train
+from dray.config.training import STRATEGIES, Batch, Count, Evaluation, Lora, Model, Strategy, Train
 from dray.contract import dataset, secrets
 
 Launcher = Literal["torchrun", "accelerate", "deepspeed", "python", "ray"]
-
-
 _OURS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 _HUB = re.compile(r"hub:[^/:@\s]+/[^/:@\s]+(@[\w.-]+)?(/[^/:@\s]+)?(:[^/\s]+)?")
 _SHELLS = re.compile(r"~|.*\$\{?[A-Za-z_]", re.DOTALL)
@@ -134,7 +133,8 @@ class Recipe(Spec):
 
     def all_places(self) -> dict[str, str]:
         """Those, and the folders where something is kept."""
-        kept = {"checkpoint.folder": self.checkpoint.folder, "data.cache_dir": self.data.cache_dir}
+        folders = ("checkpoint.folder", self.checkpoint.folder), ("checkpoint.mirror", self.checkpoint.mirror_folder)
+        kept = dict((*folders, ("data.cache_dir", self.data.cache_dir)))
         return self.places() | {key: place for key, place in kept.items() if place}
 
     def datasets(self) -> dict[str, str]:

@@ -1,9 +1,8 @@
-"""A recipe's sections for dray's own trainer beside its datasets: batch, model, loop, evaluation, LoRA, checkpoints."""
+"""A recipe's sections for dray's own trainer beside its datasets: batch, model, loop, evaluation, LoRA."""
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
@@ -13,7 +12,6 @@ from dray.config.model import Spec
 
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
-Every = tuple[tuple[Annotated[int, Field(ge=0)], Count], ...]
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 
 
@@ -161,6 +159,9 @@ class Train(Spec):
     (all)."""
     compile: bool = False
     """Whether the model is compiled: slower to its first step, faster from then on."""
+    on_divergence: Literal["stop", "skip"] = "stop"
+    """What a run does whose loss is not finite, or jumps. stop: end, or warn where it jumps. skip: go back to the last
+    checkpoint, and on without the samples of those steps, at most three times; with ddp and fsdp alone."""
     activation_checkpointing: bool = False
     """Whether activations are computed again in the backward pass instead of kept."""
     deepspeed: str | None = None
@@ -192,6 +193,8 @@ class Train(Spec):
             found = f"they are {self.strategy} and {self.precision}"
             raise ValueError(f"master_weights wants strategy ddp and precision bf16 or fp16; {found}")
         unread = self.deepspeed is not None and not self.deepspeed.startswith("{")  # its stage is not known yet
+        if self.on_divergence == "skip" and (STRATEGIES[self.strategy].deepspeed or self.deepspeed):
+            raise ValueError("on_divergence = skip wants strategy ddp or fsdp: DeepSpeed's optimizer does not go back")
         if self.offload and self.strategy not in stages and not unread:
             raise ValueError(f"offload = {self.offload} wants strategy {stages}, and it is {self.strategy}")
         return self
@@ -234,37 +237,3 @@ class Evaluation(Spec):
         if self.stride and self.last_word:
             raise ValueError("stride and last_word are two ways to evaluate a dataset; name it twice to have both")
         return self
-
-
-class Checkpoint(Spec):
-    """What a run keeps, so that another may resume."""
-
-    every: Every = ()
-    """Pairs of how far and how often: [[100, 10], [0, 50]] is every 10 steps until step 100, then every 50. A number
-    alone holds to the end. Left out: none before the end."""
-    at_start: bool = False
-    """Whether a checkpoint of step 0 is kept too. It is removed as others are, once there are `keep` newer ones."""
-    keep: Count = 2
-    """How many of the newest checkpoints to keep."""
-    folder: str = ""
-    """Where checkpoints are kept; else in the run folder. With a folder, the same command, requeued or typed again,
-    resumes where the last one stopped. A relative path starts at the recipe's own folder."""
-
-    @field_validator("every", mode="before", json_schema_input_type=Count | Every)
-    @classmethod
-    def _number_alone(cls, value: object) -> object:
-        if isinstance(value, int):
-            return ((0, value),)
-        return (
-            tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
-            if isinstance(value, list)
-            else value
-        )
-
-    @field_validator("every")
-    @classmethod
-    def _ascending(cls, every: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        untils = [until or math.inf for until, _ in every]
-        if untils != sorted(set(untils)):
-            raise ValueError("expected pairs that reach further each, such as [[100, 10], [0, 50]]; 0 is for ever")
-        return every

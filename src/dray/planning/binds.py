@@ -57,6 +57,7 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath)
         yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
     for folder, key, why in (
         (recipe.checkpoint.folder, "checkpoint.folder", "checkpoints that this run resumes from"),
+        (recipe.checkpoint.mirror_folder, "checkpoint.mirror", "copies of the checkpoints"),
         (recipe.data.cache_dir, "data.cache_dir", "the tokenized datasets"),
     ):
         if folder:

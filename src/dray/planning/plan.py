@@ -76,6 +76,7 @@ def plan(
         run=run_folder.name,
         run_folder=str(run_folder),
         attempt=attempt,
+        job=facts.job,
         folder=str(folder),
         scratch=scratch,
         engine=facts.engine,

@@ -38,6 +38,8 @@ class Plan(BaseModel):
     run: str
     run_folder: str
     attempt: int
+    job: int = 0
+    """Slurm's number; 0 without Slurm."""
     folder: str
     """Of this attempt; the checkpoints of all of them are in the run's."""
     scratch: str

@@ -16,7 +16,7 @@ from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import counted
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, causes, grace, records
+from dray.runs import again, causes, grace, noted, records
 from dray.runs.paths import RunPaths
 from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
@@ -210,12 +210,14 @@ class _Left:
         """What the metrics tell of how far it came, how good it was, and how long it went on after what is `saved`."""
         found: dict[str, Any] = {}
         kept = last_time = None
+        told = []
         for event in self._events():
             kind = event.get("event")
-            if kind == "checkpoint":
+            if kind in noted.KINDS:
+                told.append(event)
                 seconds = _number(event, "seconds")
                 found |= {"save_s": max(seconds, found.get("save_s", 0.0))} if seconds is not None else {}
-                continue  # it may be complete long after the last step
+                continue  # a checkpoint may be complete long after the last step
             if (now := _number(event, "time")) is not None:
                 last_time = now
                 if kept is None or (kind == "step" and (_whole(event, "step") or 0) <= (saved or 0)):
@@ -233,6 +235,7 @@ class _Left:
             elif kind == "end":
                 found |= {name: _number(event, name) for name in ("tokens_per_s", "train_seconds")}
                 found["sample"] = str(event.get("sample") or "")
+        self.warnings += noted.warnings(told)
         if saved is not None and kept is not None and last_time is not None:
             found["lost_s"] = round(max(0.0, last_time - kept), 3)
         return found

@@ -139,7 +139,7 @@ class Result(BaseModel):
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
-    """What of the run's files could not be read, and a grace that is too short."""
+    """What of the run's files could not be read; what its metrics warn of; a grace that is too short."""
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:

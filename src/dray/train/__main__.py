@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.train import manifest, numerics, objectives, strategies
+from dray.train import checkpoint, manifest, numerics, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
 from dray.train.compiled import Compiled
@@ -40,8 +40,7 @@ _LARGE = 500_000_000  # weights; a larger model is not loaded once more only to 
 
 def main(path: str) -> None:
     """One rank from the first line to the last."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _be_quiet()
     config = read(path)
     heartbeat.begin(config.hang_timeout_s)
     device = init_distributed(config.variant)
@@ -49,19 +48,18 @@ def main(path: str) -> None:
     numerics.set_up(config, device)
     tokens = tokenizer.load(config)
     build.check(config, tokens)  # before datasets are read, which may take long
-    metrics = Metrics(config, writes=dist.get_rank() == 0)
+    lease, metrics = checkpoint.take(config), Metrics(config, writes=dist.get_rank() == 0)
     data = datasets.load(config, tokens)
     config = replace(config, steps=data.steps(config))
     network = build.build(config, tokens, filled=build.has_weights())
-    parameters = sum(weight.numel() for weight in network.parameters())
-    trained = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
+    parameters, trained = _sizes(network)
     check_same(network)
     compiled = Compiled(config, device)
     compiled.load()
     say(f"attention: {attention.install(network, config, device)}")
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
-    checkpoints = Checkpoints(config, strategy, dataset=data.training.identity)
+    checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
     resumed = checkpoints.newest or 0
@@ -99,8 +97,22 @@ def main(path: str) -> None:
         speed = steps * config.step_tokens / seconds if steps else 0.0
         sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
+    checkpoints.close()
     metrics.close()
     barrier()
+    checkpoints.require_saved()
+
+
+def _be_quiet() -> None:
+    """transformers' own words are about another trainer."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _sizes(network: torch.nn.Module) -> tuple[int, int]:
+    """How many parameters it has, and how many of them are trained."""
+    sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def _require_steps(config: Config, resumed: int) -> None:
@@ -147,12 +159,16 @@ def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # n
     if dist.get_rank() == 0:
         part = final.with_name(f"{final.name}.part")
         shutil.rmtree(part, ignore_errors=True)
-        if lora.on(network):
-            lora.save_adapter(network, state, final.with_name("adapter"), base)
-            network, state = lora.plain(network), lora.merged(network, state)
-        network.save_pretrained(part, state_dict=state)
-        tokens.save_pretrained(part)
-        manifest.seal_model(part)
+        try:
+            if lora.on(network):
+                lora.save_adapter(network, state, final.with_name("adapter"), base)
+                network, state = lora.plain(network), lora.merged(network, state)
+            network.save_pretrained(part, state_dict=state)
+            tokens.save_pretrained(part)
+            manifest.seal_model(part)
+        except Exception:  # a full disk: what was there before has its room again
+            shutil.rmtree(part, ignore_errors=True)
+            raise
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
 

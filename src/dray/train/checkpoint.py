@@ -8,6 +8,7 @@ that the manifest does not describe.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -19,47 +20,76 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dray.contract.findings import ConfigError, DrayError
-from dray.train import manifest, saved, shards
+from dray.contract.findings import DrayError, UnfitError
+from dray.train import disk, manifest, restore, saved, shards
 from dray.train.collectives import all_gather_json, on_all, on_rank_0
 from dray.train.config import Config
-from dray.train.errors import say
-from dray.train.shards import MismatchError, Reader, Staged, Staging
+from dray.train.divergence import Watch
+from dray.train.errors import at_end, say
+from dray.train.lease import Lease
+from dray.train.metrics import Metrics
+from dray.train.mirror import Mirror
+from dray.train.shards import Staged, Staging
 from dray.train.strategies.base import Strategy
 
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
+def take(config: Config) -> Lease:
+    """The folder, for this run alone, before it spends time on data; all ranks together."""
+    lease = Lease(folder := Path(config.checkpoints), config)
+
+    def begin() -> None:
+        try:
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            manifest.require_own(folder)
+            lease.acquire()
+        except OSError as error:
+            raise disk.failed(error, folder, "nothing was trained yet") from error
+        at_end(lease.release)
+
+    on_rank_0(begin)
+    return lease
+
+
 class Checkpoints:
     """Those of one run: their folder is on a disk that all ranks see. `dataset` tells one dataset from another."""
 
-    def __init__(self, config: Config, strategy: Strategy, *, dataset: str) -> None:
-        self.folder, self.strategy = Path(config.checkpoints), strategy
+    def __init__(self, config: Config, strategy: Strategy, metrics: Metrics, lease: Lease, *, dataset: str) -> None:
+        self.folder, self.strategy, self.metrics = Path(config.checkpoints), strategy, metrics
         self.run, self.keep = config.run, config.checkpoint.keep
         self.made_by = {"run": config.run, "image_sha256": config.image_sha256, "dray": config.dray}
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.lease, place = lease, config.checkpoint.mirror
+        self.mirror = Mirror(place, metrics, keep=self.keep) if place and self.rank == 0 else None
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
         self._began = 0.0
         self._pending: Future[None] | None = None
+        self._unsaved: UnfitError | None = None
         self.newest: int | None = None  # the step of the newest that is complete
-        self.took: dict[int, float] = {}  # seconds from its beginning to its name, by step; the loop takes them out
+        self.watch = Watch()
 
     def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
-        """All ranks together. It is there after `settle`."""
+        """All ranks together. It is there after `settle`, or a warning why it is not."""
         self.settle()
         self._began = time.monotonic()
         part = self.folder / f"step-{step}.part-{self.run}"
-        on_rank_0(lambda: self._make(part))
+        try:
+            on_rank_0(lambda: self._make(part))
+        except UnfitError as failed:  # on all ranks alike
+            self._not_saved(step, failed)
+            return
         scaler = self.strategy.scaler
         own = {"feed": position, "scaler": scaler.state() if scaler else None}
-        updates = step - (scaler.skipped if scaler else 0)
+        updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
         state = self.strategy.state()
         staged = self._staging.fill(state)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
-        self._pending = self._writer.submit(self._write, part, staged, step, updates, own)
+        about = {"step": step, "updates": updates, "watch": self.watch.state()}
+        self._pending = self._writer.submit(self._write, part, staged, about, own)
 
     def fence(self) -> None:
         """Call it before the weights are changed: on a GPU they may still be copied."""
@@ -77,6 +107,22 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(error) from error
 
+    def close(self) -> None:
+        """Wait until the mirror has the newest, or cannot have it."""
+        if self.mirror:
+            self.mirror.settle()
+
+    def require_saved(self) -> None:
+        """Fail (69) where the last save did."""
+        if self._unsaved:
+            raise self._unsaved
+
+    def warning(self) -> str:
+        """What a line of the log says as long as the disk or the mirror is not mended."""
+        found = [f"not saved: {self._unsaved.finding.found}; {self.newest_text()}"] if self._unsaved else []
+        found += [self.mirror.trouble] if self.mirror and self.mirror.trouble else []
+        return f"  WARNING: {'; '.join(found)}" if found else ""
+
     def newest_text(self) -> str:
         """From what a run can resume."""
         exists = self.newest is not None
@@ -87,27 +133,47 @@ class Checkpoints:
         shutil.rmtree(part, ignore_errors=True)
         try:
             self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            self.lease.require()
             part.mkdir(mode=0o755)
         except OSError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> DrayError:
-        return DrayError(
-            "the checkpoint cannot be written",
-            wanted=f"room and permission to write in {self.folder}",
-            found=" ".join(str(error).split())[-300:] or type(error).__name__,
-            fix=f"check the disk and its quota; {self.newest_text()}",
-        )
+        return disk.failed(error, self.folder, self.newest_text())
 
-    def _write(self, part: Path, staged: Staged, step: int, updates: int, own: dict[str, Any]) -> None:
-        ranks = on_all(lambda: self._write_own(part, staged, own))
-        on_rank_0(lambda: self._complete(part, ranks, step, updates))
-        self.took[step] = time.monotonic() - self._began
-        self.newest = step
+    def _require_room(self, size: int) -> None:
+        disk.require_room(self.folder, size, self.newest_text())
 
-    def _write_own(self, part: Path, staged: Staged, own: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, part: Path, staged: Staged, about: dict[str, Any], own: dict[str, Any]) -> None:
+        step, text = about["step"], json.dumps(own, default=lambda array: array.tolist()).encode()
+        try:
+            sizes = on_all(lambda: len(staged.head) + len(staged.numbers) + len(text))
+            on_rank_0(lambda: self._require_room(sum(sizes)))
+            ranks = on_all(lambda: self._write_own(part, staged, text))
+            on_rank_0(lambda: self._complete(part, ranks, about))
+        except DrayError as failed:  # on all ranks alike
+            staged.wait()
+            if self.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            if not isinstance(failed, UnfitError):
+                raise
+            self._not_saved(step, failed)
+            return
+        seconds = round(time.monotonic() - self._began, 3)
+        shown = f"checkpoint of step {step}: {seconds:.1f} s"
+        self.metrics.write("checkpoint", shown, checkpoint=step, saved=True, seconds=seconds)
+        self._unsaved, self.newest = None, step
+        if self.mirror:
+            self.mirror.put(self.folder / f"step-{step}")
+
+    def _not_saved(self, step: int, failed: UnfitError) -> None:
+        """Nothing that was there is hurt; the next save tries again."""
+        self._unsaved, why = failed, failed.finding.found
+        text = f"WARNING: the checkpoint of step {step} is not saved: {why}; the run goes on, and {self.newest_text()}"
+        self.metrics.write("checkpoint", text, checkpoint=step, saved=False, why=f"{why}: {self.folder}")
+
+    def _write_own(self, part: Path, staged: Staged, text: bytes) -> dict[str, Any]:
         """What this rank has written. It says so itself: what others wrote may not be visible yet."""
-        text = json.dumps(own, default=lambda array: array.tolist()).encode()
         staged.wait()
         tensors, position = saved.files(self.rank)
         try:
@@ -118,16 +184,19 @@ class Checkpoints:
             raise self._failed(error) from error
         return {"files": files, "tensors": staged.tensors}
 
-    def _complete(self, part: Path, ranks: list[dict[str, Any]], step: int, updates: int) -> None:
+    def _complete(self, part: Path, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
         files = {name: one for rank in ranks for name, one in rank["files"].items()}
         tensors = shards.joined(
             [rank["tensors"] for rank in ranks], [saved.files(rank)[0] for rank in range(self.world)]
         )
-        found = {"version": saved.VERSION, "step": step, "updates": updates, **self.made_by, "world_size": self.world}
+        found = {"version": saved.VERSION, **about, **self.made_by, "world_size": self.world}
         found |= {"order": self.order, "files": files, "tensors": tensors}
         try:
             manifest.write(part, found)
-            part.rename(self.folder / f"step-{step}")
+            if trouble := manifest.cut_off(part):  # older ones go with it
+                raise OSError(errno.EIO, trouble)
+            self.lease.require()
+            part.rename(self.folder / f"step-{about['step']}")
             manifest.sync(self.folder)
         except OSError as error:
             raise self._failed(error) from error
@@ -135,8 +204,10 @@ class Checkpoints:
 
     def resume(self) -> list[Any]:
         """Load the newest that is complete, if any; the feed's states. A broken one is reported and renamed."""
-        for step in on_rank_0(self._own_steps)[::-1]:
+        for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
+            if mirrored and not on_rank_0(partial(self._fetch, path)):
+                continue
             found = on_rank_0(partial(saved.look, path))
             troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
             if troubles:
@@ -144,23 +215,48 @@ class Checkpoints:
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
-            self._check_order(path, found["order"])
+            restore.check_order(self.order, path, found["order"])
             read = self._converted(path, found) if found["version"] == saved.OF_DCP else path
             if read != path:
                 found = manifest.read(read)
-            owns = [json.loads((read / saved.files(rank)[1]).read_bytes()) for rank in range(found["world_size"])]
-            if self.strategy.scaler and owns[0]["scaler"]:
-                self.strategy.scaler.load(owns[0]["scaler"])
-            self._load(read, found)
             self.newest = step
+            self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
-            return [own["feed"] for own in owns]
+            if self.mirror and step not in self.mirror.known:
+                self.mirror.put(path)
+            return restore.load(self.strategy, read, found)
         return []
 
-    def _own_steps(self) -> list[int]:
-        if self.folder.exists():
-            manifest.require_own(self.folder)
-        return _steps(self.folder)
+    def again(self, *, without: list[int]) -> list[Any]:
+        """Load the newest once more, to go on without the steps from the first to the last of these; as `resume`."""
+        path = self.folder / f"step-{self.newest}"
+        found = on_rank_0(partial(saved.look, path))
+        old = found.get("trouble", "an older dray wrote it")
+        troubles = self._troubles(path, found) if "tensors" in found else [old]
+        if troubles:
+            raise DrayError("the checkpoint to go back to is damaged", where=path, found="; ".join(troubles[:3]))
+        skipped = [*self.watch.skipped, without]
+        self.watch.load(found.get("watch", {}))
+        self.watch.skipped = skipped
+        return restore.load(self.strategy, path, found)
+
+    def _begin(self) -> list[tuple[int, bool]]:
+        """The steps that there are and whether each is the mirror's, the newest first; on rank 0."""
+        own = _steps(self.folder)
+        copies = self.mirror.begin(self.folder, instead=bool(own)) if self.mirror else []
+        # The mirror's of the same step comes after this folder's, which may be damaged.
+        return sorted(
+            [(step, False) for step in own] + [(step, True) for step in copies], key=lambda it: (-it[0], it[1])
+        )
+
+    def _fetch(self, path: Path) -> bool:
+        """Whether the mirror's copy is in this folder now; on rank 0."""
+        assert self.mirror
+        part = path.with_name(f"{path.name}.part-{self.run}")
+        self._make(part)
+        trouble = self.mirror.fetch(part, path, self._require_room, instead=bool(_steps(self.folder)))
+        say(f"{path.name} {f'is skipped: {trouble}' if trouble else 'is fetched'} from {self.mirror.place}")
+        return not trouble
 
     def _converted(self, path: Path, found: dict[str, Any]) -> Path:
         """The same checkpoint in a folder of its own, which goes when the next one has been written."""
@@ -175,28 +271,6 @@ class Checkpoints:
         on_rank_0(convert)
         return part
 
-    def _check_order(self, path: Path, order: dict[str, Any]) -> None:
-        """Another batch, sequence length, seed or dataset gives the same numbers other samples."""
-        for name, own in self.order.items():
-            if order.get(name) != own:
-                raise ConfigError(
-                    "the data order differs from the checkpoint's",
-                    wanted=f"{name} = {order.get(name)}, as in {path}",
-                    found=f"{name} = {own}",
-                    fix="restore it, or set another checkpoint.folder and model.name = the folder of a final model",
-                )
-
-    def _load(self, path: Path, found: dict[str, Any]) -> None:
-        try:
-            self.strategy.load(Reader(path, found["tensors"]).fill, found["updates"])
-        except MismatchError as error:
-            raise ConfigError(
-                "the checkpoint is of another model",
-                wanted="the tensors of this recipe's model",
-                found=f"in {path}: {error}",
-                fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
-            ) from error
-
     def _troubles(self, path: Path, found: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""
         some = slice(self.rank, None, self.world)
@@ -205,6 +279,8 @@ class Checkpoints:
     def _prune(self) -> None:
         """The newest `keep` stay; what was cut off goes."""
         for old in _steps(self.folder)[: -self.keep]:
+            if self.mirror and old == self.mirror.copying:
+                continue  # until the next time
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
         for part in self.folder.glob("step-*.part-*"):
             with suppress(FileNotFoundError):  # another run, whose folder it is too, has just named it

@@ -18,6 +18,9 @@ class Config:
 
     name: str
     run: str
+    run_folder: str
+    attempt: int
+    job: int  # Slurm's number; 0 without
     folder: str
     final_model: str
     checkpoints: str
@@ -57,7 +60,10 @@ def of_recipe(recipe: dict[str, Any]) -> Config:
     """A recipe that nobody has planned yet, for what is the same on any machine."""
     batch = {"global_size": recipe["batch"]["global_size"], "per_device": 1, "gradient_accumulation_steps": 1}
     nowhere = dict.fromkeys(("run", "folder", "run_folder", "scratch", "image_sha256", "dray"), "")
-    return of_plan({"recipe": recipe, "batch": batch, "variant": "cpu", "world": {"identity": {"name": ""}}, **nowhere})
+    world = {"identity": {"name": ""}}
+    return of_plan(
+        {"recipe": recipe, "batch": batch, "variant": "cpu", "world": world, "attempt": 1, "job": 0, **nowhere}
+    )
 
 
 def of_plan(plan: dict[str, Any]) -> Config:
@@ -72,6 +78,9 @@ def of_plan(plan: dict[str, Any]) -> Config:
     return Config(
         name=recipe["name"],
         run=plan["run"],
+        run_folder=plan["run_folder"],
+        attempt=plan["attempt"],
+        job=plan["job"],
         folder=plan["folder"],
         final_model=str(checkpoints / run_folder.FINAL_MODEL),
         checkpoints=recipe["checkpoint"]["folder"] or str(checkpoints),

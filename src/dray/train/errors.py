@@ -6,15 +6,39 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
 from typing import NoReturn
 
 from dray.contract import exit_codes, unexpected
 from dray.contract.findings import ConfigError, DrayError
 
+_AT_END: list[Callable[[], None]] = []
+_PATIENCE_S = 5.0  # for what a dead disk keeps waiting
+
+
+def at_end(do: Callable[[], None]) -> None:
+    """Have it done before this process ends, however that comes, but for a kill."""
+    _AT_END.append(do)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without taking anything apart: see `guarded`."""
+    last = [Thread(target=do, daemon=True) for do in _AT_END]
+    for thread in last:
+        thread.start()
+    for thread in last:
+        thread.join(_PATIENCE_S)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its disk may be full
+            stream.flush()
+    os._exit(code)
+
 
 def say(text: str) -> None:
-    """A line in this rank's log, at once."""
-    print(text, flush=True)
+    """A line in this rank's log, at once; a log whose disk is full does not end the run."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _nondeterministic(raised: Exception) -> DrayError | None:
@@ -54,11 +78,10 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
         main(*arguments)
     except Exception as raised:
         found = _nondeterministic(raised) or _memory(raised) or unexpected.error(raised, log=True)
-        print(f"{name}{found}", file=sys.stderr)
         code = found.finding.code
+        with suppress(OSError):
+            print(f"{name}{found}", file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = exit_codes.FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(code)

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
 from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, STEP
-from dray.train import host
+from dray.train import divergence, host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
 from dray.train.compiled import Compiled
 from dray.train.config import Config
 from dray.train.data.feeds import Feed
 from dray.train.data.order import indices
+from dray.train.errors import say
 from dray.train.heartbeat import heartbeat
 from dray.train.metrics import Metrics, Speed
 from dray.train.model import attention_scores
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 62
 NOT_FINITE = "a smaller train.lr or more train.warmup_steps; train.max_grad_norm = 1; bf16 in place of fp16"
+
+
+class _BackError(Exception):
+    """The run has gone back to its newest checkpoint."""
 
 
 class Loop:
@@ -59,6 +64,7 @@ class Loop:
             2, dtype=torch.float64, device=strategy.device
         )  # losses and labels since the last line
         self._bad = torch.full((), _NEVER, device=strategy.device)  # the first step that was not finite
+        self._own_bad = self._bad.clone()  # on this rank, by its own losses
         self.speed = Speed(config, strategy)
         self.slow = Slow(config, strategy.device, metrics)
         self._logged = self._lines = 0  # the step of the last line, and how many there are
@@ -70,13 +76,24 @@ class Loop:
 
     def run(self, evaluate: Callable[[int], None]) -> None:
         """Take the steps that are left, with checkpoints and evaluations between them."""
-        config, begin = self.config, self.checkpoints.newest or 0
         self.strategy.network.train()
-        if config.checkpoint.at_start and self.checkpoints.newest is None:
+        if self.config.checkpoint.at_start and self.checkpoints.newest is None:
             with heartbeat.during(CHECKPOINT):
                 self.checkpoints.save(0, self.feed.state())
+        while True:
+            try:
+                self._steps(self.checkpoints.newest or 0, evaluate)
+                break
+            except _BackError:
+                continue
+        heartbeat.enter(END)
+        self._reader.shutdown()
+        self.checkpoints.settle()
+
+    def _steps(self, begin: int, evaluate: Callable[[int], None]) -> None:
+        config, norm = self.config, torch.zeros((), device=self.strategy.device)
         self.speed.begin(begin)
-        self._logged = begin
+        self._logged, self._lines = begin, 0
         heartbeat.enter(COMPILE)
         ahead = self._reader.submit(self._read, begin)
         self.stop.begin(begin, config.steps)
@@ -87,9 +104,12 @@ class Loop:
                 batches, labels, position = ahead.result()
             if step + 1 < config.steps:
                 ahead = self._reader.submit(self._read, step + 1)
-            with self._analog.step() if self._analog else nullcontext():
-                norm = self._step(step, batches, labels)
             taken = step + 1
+            if self.checkpoints.watch.leaves_out(taken):
+                say(f"step {taken} is left out")
+            else:
+                with self._analog.step() if self._analog else nullcontext():
+                    norm = self._step(step, batches, labels)
             heartbeat.step(taken)
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
@@ -111,10 +131,6 @@ class Loop:
                 if not due(taken, config.checkpoint.every):
                     self.checkpoints.save(taken, position)
                 self._end(taken)
-        heartbeat.enter(END)
-        self._reader.shutdown()
-        self.checkpoints.settle()
-        self._tell_saved()
 
     def _read(self, step: int) -> tuple[list[Batch], int, Any]:
         """This rank's micro-batches of a step, how many labels they have, and the feed's position after it."""
@@ -149,6 +165,8 @@ class Loop:
                     loss, _ = self.strategy.losses(batch.to(self.strategy.device))
                 self.strategy.backward(loss * share)
             self._sums[0] += loss.detach()
+        own = self._sums[0].isfinite()
+        self._own_bad = torch.where(own, self._own_bad, self._own_bad.clamp(max=step + 1))
         self.checkpoints.fence()
         norm = self.strategy.update(learning_rate(self.config, step))
         if self.strategy.scaler is None:
@@ -156,12 +174,13 @@ class Loop:
         return norm
 
     def _log(self, taken: int, norm: torch.Tensor, batch: Batch) -> None:
-        config, scaler = self.config, self.strategy.scaler
+        config, scaler, first = self.config, self.strategy.scaler, self._logged + 1
+        if all(map(self.checkpoints.watch.leaves_out, range(first, taken + 1))):
+            return
         # Before the host waits for the device, which computes meanwhile.
         shares = self.feed.shares(range(self._logged * config.global_size, taken * config.global_size))
-        self._logged = taken
-        self._tell_saved()
         loss, last, own = self._check(taken, norm)
+        self._logged = taken
         self._lines += 1
         if self._lines == 2:  # only now a line has waited for all steps that a GPU had still to take
             heartbeat.enter(STEP)
@@ -176,7 +195,7 @@ class Loop:
         self.metrics.write(
             "step",
             f"step {taken}/{config.steps}  loss {loss:.4f}  {fields['tokens_per_s']:,.0f} tokens/s  "
-            f"{fields['seconds_left']:.0f} s left",
+            f"{fields['seconds_left']:.0f} s left{self.checkpoints.warning()}",
             step=taken,
             loss=loss,
             lr=learning_rate(config, taken - 1),
@@ -185,14 +204,8 @@ class Loop:
             **fields,
         )
         self.slow.see(own, taken)
-
-    def _tell_saved(self) -> None:
-        """Of checkpoints that are complete by now."""
-        for step in sorted(self.checkpoints.took):
-            seconds = round(self.checkpoints.took.pop(step), 3)
-            self.metrics.write(
-                "checkpoint", f"checkpoint of step {step}: {seconds:.1f} s", saved_step=step, seconds=seconds
-            )
+        if (middle := self.checkpoints.watch.jumped(loss)) is not None:
+            self._jumped(range(first, taken + 1), loss, middle)
 
     def _check(self, taken: int, norm: torch.Tensor) -> tuple[float, float, list[float]]:
         """The loss of all ranks since the last line, the norm, and each rank's own time.
@@ -207,28 +220,64 @@ class Loop:
         if scaler:
             scaler.see(*scaled)
         if not math.isfinite(total) or step != _NEVER:
-            self._diverged(min(int(step), taken))
+            self._not_finite(int(step) if step != _NEVER else self._logged + 1, min(int(step), taken))
         return total / max(labels, 1.0), last, own
 
     def _end(self, taken: int) -> NoReturn:
-        """All ranks together, once what was begun is there."""
+        """All ranks together, once what was begun is there; where it is not, the disk is the cause."""
         self.checkpoints.settle()
-        self._tell_saved()
         barrier()
+        self.checkpoints.require_saved()
         raise RetryError(
             f"the run was asked to end, after step {taken} of {self.config.steps}",
             found=self.checkpoints.newest_text(),
             fix="the same command goes on from there",
         )
 
-    def _diverged(self, step: int) -> NoReturn:
+    def _jumped(self, steps: range, loss: float, middle: float) -> None:
+        """A loss far above those before it."""
+        named = divergence.steps_text(steps[0], steps[-1])
+        why = f"the loss jumped at {named}: {loss:.4f}, and {middle:.4f} is the median of the lines before"
+        self._diverged(steps, why, [*range(self.world)], kind="jump")
+
+    def _not_finite(self, first: int, last: int) -> NoReturn:
+        """A loss or a gradient is not a number any more."""
         self.checkpoints.settle()
-        finite = all_gather_json(bool(self._sums[0].isfinite()))
-        ranks = [str(rank) for rank, good in enumerate(finite) if not good]
+        own = all_gather_json(host.read(self._own_bad)[0] <= last)
+        ranks = [rank for rank, bad in enumerate(own) if bad]
+        named = ", ".join(map(str, ranks)) or "unknown"
+        found = f"NaN or Inf at {divergence.steps_text(first, last)}, on rank {named}"
+        problem = f"the {'loss' if ranks else 'gradient'} is not finite any more"
+        ranks = ranks or [*range(self.world)]
+        data = self._diverged(range(first, last + 1), f"{problem}: {found}", ranks, kind="not finite")
         raise DrayError(
-            f"the {'loss' if ranks else 'gradient'} is not finite any more",
+            problem,
             wanted="finite numbers",
-            found=f"NaN or Inf at step {step}, on rank {', '.join(ranks) or 'unknown'}; "
-            + self.checkpoints.newest_text(),
-            fix=f"{NOT_FINITE}; look at the data near that step",
+            found=f"{found}; {self.checkpoints.newest_text()}\n{data}",
+            fix=f"{NOT_FINITE}; look at the data of that step",
         )
+
+    def _diverged(self, steps: range, why: str, ranks: list[int], *, kind: str) -> str:
+        """Name the samples, in the metrics too. Where the recipe says so, go back; it does not return then."""
+        config, checkpoints = self.config, self.checkpoints
+        data = divergence.samples(self.feed, config, range(steps[0] - 1, steps[-1]), ranks, self.world)
+        text = divergence.text(data)
+        back = None
+        if config.train.on_divergence == "skip" and len(checkpoints.watch.skipped) < divergence.MOST:
+            checkpoints.settle()
+            back = checkpoints.newest if (checkpoints.newest or 0) < steps[0] else None
+        named = divergence.steps_text(steps[0], steps[-1])
+        then = f"back to step {back}, and on without {named}" if back is not None else ""
+        why = "; ".join(filter(None, (why, text, then)))
+        self.metrics.write(
+            "divergence", f"WARNING: {why}", kind=kind, first_step=steps[0], last_step=steps[-1], ranks=ranks,
+            samples=data, back_to=back, why=why,
+        )  # fmt: skip
+        if back is not None:
+            self._reader.submit(int).result()  # what was being read is read
+            self.feed.load(checkpoints.again(without=[steps[0], steps[-1]]))
+            self._sums.zero_()
+            self._bad.fill_(_NEVER)
+            self._own_bad.fill_(_NEVER)
+            raise _BackError
+        return text

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dray.contract.files import open_regular, open_to_others
 from dray.contract.findings import ConfigError, DrayError
 
 NAME = "manifest.json"
+LIMIT = 1 << 28  # bytes: a name and three numbers for each tensor and rank
 _INSIDE = re.compile(r"(\w[\w.-]*/)*\.?\w[\w.-]*", re.ASCII)  # a path that leads nowhere else
 _PROSE = "*.md"  # of a final model; a user may write in its card
 
@@ -92,6 +94,21 @@ def wrong(folder: Path, files: dict[str, Any], some: slice = slice(None)) -> dic
     return found
 
 
+def cut_off(folder: Path) -> str:
+    """Whether the disk has all bytes that were written, as far as sizes tell; empty where it has."""
+    found = read(folder)
+    if "trouble" in found:
+        return str(found["trouble"])
+    for name, one in found["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is not there"
+        if size != one["bytes"]:
+            return f"{name} has {size} bytes, and {one['bytes']} were written"
+    return ""
+
+
 def described(path: Path) -> dict[str, Any]:
     """Size and checksum of a file that is there."""
     with open_regular(path, link=False) as file:
@@ -108,7 +125,9 @@ def require_own(folder: Path) -> None:
     """Refuse a folder of another user, or into which another may write; so its files."""
     seen = [(str(folder), open_to_others(folder, folder=True))]
     with os.scandir(folder) as entries:
-        seen += [(one.path, open_to_others(one.path)) for one in entries if one.is_file(follow_symlinks=False)]
+        for one in entries:
+            with suppress(FileNotFoundError):  # another run, which will be refused, looks who has the folder
+                seen += [(one.path, open_to_others(one.path))] if one.is_file(follow_symlinks=False) else []
     for path, found in seen:
         if found:
             raise ConfigError(

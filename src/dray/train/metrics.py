@@ -7,8 +7,9 @@ import math
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from dray.contract import gpus
 from dray.contract.run_folder import METRICS
 from dray.train.config import Config
+from dray.train.errors import say
 from dray.train.strategies.base import Strategy
 from dray.train.trackers import TRACKERS, Tracker
 
@@ -25,34 +27,47 @@ class Metrics:
 
     def __init__(self, config: Config, *, writes: bool) -> None:
         self._file, self._trackers = None, list[Tracker]()
+        self._lock = Lock()  # what checkpoints have to say, their own threads say
+        self._left = b""  # what the disk had no room for
         if writes:
             folder = Path(config.folder)
-            self._file = (folder / METRICS).open("a", encoding="utf-8")
+            self._file = (folder / METRICS).open("ab", buffering=0)
             self._trackers = [TRACKERS[name](folder, config) for name in ("tensorboard", *config.train.trackers)]
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         """One line, flushed: a reader may follow it. Every rank shows it in its own log."""
-        print(shown, flush=True)
+        with self._lock:
+            self._written(event, shown, fields)
+
+    def _written(self, event: str, shown: str, fields: dict[str, Any]) -> None:
+        say(shown)
         if self._file is None:
             return
         for name, value in fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 fields[name] = None  # for which JSON has no number
         line = {"event": event, "time": round(time.time(), 3), **fields}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._left += json.dumps(line, allow_nan=False).encode() + b"\n"
+        with suppress(OSError):  # a full disk does not end the run: it is there once there is room
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
         numbers = {f"{event}/{name}": value for name, value in fields.items() if isinstance(value, (int, float))}
         for name, value in fields.items():
             if isinstance(value, list | dict):  # one number a layer, or a source
                 places = value if isinstance(value, dict) else dict(enumerate(value))
                 numbers |= {f"{event}/{name}/{place}": one for place, one in places.items() if one is not None}
-        for tracker in self._trackers if "step" in fields else ():
-            tracker.log(numbers, fields["step"])
+        for tracker in [*self._trackers] if "step" in fields else ():
+            try:
+                tracker.log(numbers, fields["step"])
+            except OSError as error:  # TensorBoard's writer is dead from then on
+                self._trackers.remove(tracker)
+                say(f"WARNING: {type(tracker).__name__} gets no more metrics: {error}")
 
     def close(self) -> None:
         """Let the trackers finish."""
         for tracker in self._trackers:
-            tracker.close()
+            with suppress(OSError):
+                tracker.close()
 
 
 class Speed:

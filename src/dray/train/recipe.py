@@ -91,6 +91,7 @@ class Train:
     fsdp_prefetch: int
     offload: str
     compile: bool
+    on_divergence: str
     activation_checkpointing: bool
     deepspeed: str | None
     eval_every: int
@@ -129,6 +130,7 @@ class Checkpoint:
     at_start: bool
     keep: int
     folder: str
+    mirror: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from dray.contract.findings import ConfigError, DrayError
 from dray.train import manifest, shards
 from dray.train.config import Config
+from dray.train.divergence import is_state
 from dray.train.manifest import natural
 from dray.train.shards import Reader, Shards, Staging
 
@@ -71,6 +72,7 @@ def look(path: Path) -> dict[str, Any]:
             and natural(world)
             and 0 < world <= len(found["files"])
             and all(files(rank)[1] in found["files"] for rank in range(world))
+            and is_state(found.get("watch", {}))
         ):
             return found
     return {"trouble": "its manifest is not of this step, or not of a checkpoint"}

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dray.contract import exit_codes
-from dray.train.errors import say
+from dray.train.errors import leave, say
 
 # How long ranks wait for all to have heard it. SIGTERM also ends what is left of a run that has failed: not for long.
 _PATIENCE = {signal.SIGUSR1: timedelta(seconds=60), signal.SIGTERM: timedelta(seconds=3)}
@@ -61,7 +61,7 @@ class Stop:
         while True:
             for number in map(signal.Signals, os.read(self._pipe, 1)):
                 if number in _PATIENCE and not self._ends(number):
-                    os._exit(128 + number)
+                    leave(128 + number)
 
     def _ends(self, number: signal.Signals) -> bool:
         """Whether the main thread will see to it, or has to go on."""
@@ -69,7 +69,7 @@ class Stop:
             first, self._asked = not self._asked, True
         if self._step is None:
             say(f"asked to end by {number.name} before the first step: nothing is to be saved")
-            os._exit(exit_codes.RETRY)
+            leave(exit_codes.RETRY)
         if first:
             # A thread: torch's own deadline ends with a question to the store's server, which may be stopped.
             answer = ThreadPoolExecutor(1).submit(self._agree, _PATIENCE[number])

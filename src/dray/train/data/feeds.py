@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,9 @@ class Feed(Protocol):
 
     def shares(self, samples: range) -> dict[str, float]:
         """How much of them is each source's, by name; empty where there is one dataset."""
+
+    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
+        """The source of each, and its number there."""
 
     def state(self) -> Any:  # noqa: ANN401  any JSON value
         """The position from which another process resumes; JSON, but for arrays."""
@@ -66,6 +69,9 @@ class Mapped(Numbered):
         del samples
         return {}
 
+    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
+        return {"data.train": [*samples]}
+
 
 class Mixed(Numbered):
     """Several of them, by weight. `step` is the samples of one step, by which `until` counts."""
@@ -101,3 +107,10 @@ class Mixed(Numbered):
         before, after = self.mix.taken(samples.start), self.mix.taken(samples.stop)
         found = (round((end - begin) / len(samples), 6) for begin, end in zip(before, after, strict=True))
         return dict(zip(self.sources, found, strict=True))
+
+    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {f"data.mix.{name}": [] for name in self.sources}
+        rows = [*found.values()]
+        for source, row in map(self.mix.place, samples):
+            rows[source].append(row)
+        return {name: own for name, own in found.items() if own}

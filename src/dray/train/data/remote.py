@@ -92,8 +92,8 @@ def opened(url: str, *, buffered: bool = True) -> BinaryIO:
 
 
 @contextmanager
-def reading(url: str) -> Iterator[None]:
-    """What may go wrong with files that are elsewhere, as errors with their fix."""
+def reading(url: str, what: str = "the dataset") -> Iterator[None]:
+    """What may go wrong with files that are elsewhere, as errors with their fix; `what` is there."""
     protocol = urlsplit(url).scheme
     try:
         if protocol == "hf":
@@ -107,34 +107,34 @@ def reading(url: str) -> Iterator[None]:
         package = error.name or {"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}.get(protocol, protocol)
         raise missing_package(package, f"{protocol}://", str(error)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        _no(url, "does not exist", str(error), "check the name of the bucket and of the file")
+        _no(url, f"{what} does not exist", str(error), "check the name of the bucket and of the file")
     except PermissionError as error:
-        _denied(url, protocol, str(error))
+        _denied(url, protocol, str(error), what)
     except gzip.BadGzipFile:  # an OSError too, and what reads the file says it
         raise
     except (OSError, http.client.HTTPException) as error:
         if "data stream" in str(error) or "decompress" in str(error):  # bz2's and zstd's
             raise
-        _as_arrow_says(url, protocol, error)
+        _as_arrow_says(url, protocol, error, what)
     except ValueError as error:
         if "rotocol" not in str(error):
             raise
         _no(
             url,
-            f"is of a protocol that fsspec does not know: {protocol}",
+            f"{what} is of a protocol that fsspec does not know: {protocol}",
             str(error),
             "s3://, hf://, gs:// or https://",
         )
 
 
-def _as_arrow_says(url: str, protocol: str, error: Exception) -> NoReturn:
+def _as_arrow_says(url: str, protocol: str, error: Exception, what: str) -> NoReturn:
     text = " ".join(str(error).split())
     if any(word in text for word in _MISSING):
-        _no(url, "does not exist", text, "check the name of the bucket and of the file")
+        _no(url, f"{what} does not exist", text, "check the name of the bucket and of the file")
     if any(word in text for word in _DENIED):
-        _denied(url, protocol, text)
+        _denied(url, protocol, text, what)
     raise DrayError(
-        "the dataset cannot be fetched",
+        f"{what} cannot be fetched",
         where=url,
         found=text[:300],
         fix="look at the network; the same command tries again",
@@ -142,14 +142,14 @@ def _as_arrow_says(url: str, protocol: str, error: Exception) -> NoReturn:
     ) from error
 
 
-def _denied(url: str, protocol: str, found: str) -> NoReturn:
+def _denied(url: str, protocol: str, found: str, what: str) -> NoReturn:
     secret = _SECRETS.get(protocol, "")
     fix = f"export {secret} where you submit, and name them in pass_env" if secret else "name a file that all may read"
-    _no(url, "may not be read", found, fix)
+    _no(url, f"{what} may not be read", found, fix)
 
 
 def _no(url: str, problem: str, found: str, fix: str) -> NoReturn:
-    raise ConfigError(f"the dataset {problem}", where=url, found=" ".join(found.split())[:300], fix=fix)
+    raise ConfigError(problem, where=url, found=" ".join(found.split())[:300], fix=fix)
 
 
 def missing_package(package: str, what: str, found: str) -> ConfigError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -120,6 +120,9 @@ class Stream:
     def shares(self, samples: range) -> dict[str, float]:
         del samples
         return {}
+
+    def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
+        return {"data.train": [*samples]}
 
     def _shard(self, number: int) -> Shard:
         if number not in self._shards:

@@ -1,0 +1,40 @@
+"""What a disk refuses: room that is looked at before a save, and errors that somebody mends while the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from dray.contract.findings import DrayError, UnfitError
+
+_MENDED = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+_MORE = 1 << 20  # bytes beside the tensors: the manifest
+
+
+def failed(error: BaseException, folder: Path, newest: str) -> DrayError:
+    """The checkpoint's failure; UnfitError (69) where the run may go on until the disk is mended."""
+    mended = isinstance(error, OSError) and error.errno in _MENDED
+    found = " ".join(str(error).split())[-300:] or type(error).__name__
+    if mended and isinstance(error, OSError) and error.errno != errno.EIO:
+        found = error.strerror or found
+    return (UnfitError if mended else DrayError)(
+        "the checkpoint cannot be written",
+        wanted=f"room and permission to write in {folder}",
+        found=found,
+        fix=f"check the disk and its quota; {newest}",
+    )
+
+
+def require_room(folder: Path, size: int, newest: str) -> None:
+    """So many bytes; a quota shows itself only when they are written."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free < size + _MORE:  # some file systems do not tell
+        raise UnfitError(
+            "the checkpoint does not fit on the disk",
+            where=folder,
+            wanted=f"{size / 1e9:.4g} GB",
+            found=f"{os.strerror(errno.ENOSPC)} ({free / 1e9:.4g} GB free, {size / 1e9:.4g} GB needed)",
+            fix=f"make room there; {newest}",
+        )

@@ -1,0 +1,41 @@
+"""A checkpoint that has been checked, back into the weights, the optimizer and the loss scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dray.contract.findings import ConfigError
+from dray.train import saved
+from dray.train.shards import MismatchError, Reader
+from dray.train.strategies.base import Strategy
+
+
+def check_order(own: dict[str, Any], path: Path, order: dict[str, Any]) -> None:
+    """Another batch, sequence length, seed or dataset gives the same numbers other samples."""
+    for name, value in own.items():
+        if order.get(name) != value:
+            raise ConfigError(
+                "the data order differs from the checkpoint's",
+                wanted=f"{name} = {order.get(name)}, as in {path}",
+                found=f"{name} = {value}",
+                fix="restore it, or set another checkpoint.folder and model.name = the folder of a final model",
+            )
+
+
+def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> list[Any]:
+    """All ranks together; the feed's states of the ranks that wrote it."""
+    owns = [json.loads((path / saved.files(rank)[1]).read_bytes()) for rank in range(found["world_size"])]
+    if strategy.scaler and owns[0]["scaler"]:
+        strategy.scaler.load(owns[0]["scaler"])
+    try:
+        strategy.load(Reader(path, found["tensors"]).fill, found["updates"])
+    except MismatchError as error:
+        raise ConfigError(
+            "the checkpoint is of another model",
+            wanted="the tensors of this recipe's model",
+            found=f"in {path}: {error}",
+            fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
+        ) from error
+    return [own["feed"] for own in owns]

@@ -1,0 +1,221 @@
+"""Checkpoints in a bucket or another folder: copied, read back, published last, fetched, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow", reason="pyarrow: the training stack is not installed (make demo installs it)")
+pytest.importorskip("huggingface_hub", reason="the training stack is not installed (make demo installs it)")
+
+import stores
+from dray.contract.findings import DrayError
+from dray.train import manifest, mirror
+from dray.train.mirror import Mirror
+
+pytestmark = pytest.mark.hostile("checkpoints")
+ELSEWHERE = Path("/")
+
+
+class Events(list):
+    def write(self, event: str, shown: str, **fields: Any) -> None:
+        self.append((event, fields["checkpoint"], fields["saved"]))
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Store]:
+    """The server, with an empty bucket b."""
+    with stores.serving({}) as served:
+        served.buckets.add("b")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", served.address)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAMAYREAD")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        monkeypatch.setattr(mirror, "RETRY_S", 0.05)
+        stores.forget()
+        yield served
+    stores.forget()
+
+
+@pytest.fixture(params=["s3", "folder"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "s3://b/my/runs" if request.param == "s3" else str(tmp_path / "far away")
+
+
+def checkpoint(folder: Path, step: int, size: int = 1000) -> Path:
+    path = folder / f"step-{step}"
+    path.mkdir(mode=0o755, parents=True)
+    data = os.urandom(size)
+    files = {name: manifest.written(path / name, data) for name in ("rank-0.safetensors", "rank-0.json")}
+    manifest.write(path, {"version": 2, "step": step, "files": files})
+    return path
+
+
+def copied(place: str, *paths: Path, keep: int = 2) -> Mirror:
+    made = Mirror(place, Events(), keep=keep)
+    for path in paths:
+        made.put(path)
+        made.settle()
+    return made
+
+
+def fetched(place: str, step: int, to: Path) -> str:
+    part = to / f"step-{step}.part-x"
+    part.mkdir(mode=0o755, parents=True)
+    return Mirror(place, Events(), keep=2).fetch(part, to / f"step-{step}", lambda _: None, instead=True)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+def test_what_was_copied_is_fetched_to_the_last_byte(place: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "own", 4, 11 << 20)  # of two parts in a bucket
+    made = copied(place, path)
+    assert (made.trouble, made.metrics) == ("", [])
+    assert Mirror(place, Events(), keep=2).begin(ELSEWHERE, instead=False) == [4]
+    assert fetched(place, 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
+    assert manifest.wrong(tmp_path / "new/step-4", manifest.read(path)["files"]) == {}
+    manifest.require_own(tmp_path / "new/step-4")
+
+
+def test_the_newest_stay_and_others_of_the_place_too(place: str, tmp_path: Path) -> None:
+    paths = [checkpoint(tmp_path / "own", step) for step in (2, 4, 6, 8, 90)]
+    copied(place, paths[4])  # of a run that was further, and whose checkpoint was lost
+    made = copied(place, *paths[:4])
+    assert made.begin(ELSEWHERE, instead=False) == [6, 8, 90]
+
+
+def test_the_manifest_comes_last(store: stores.Store, tmp_path: Path) -> None:
+    copied("s3://b/x", checkpoint(tmp_path, 4))
+    complete = [path for verb, path in store.asked if verb == "POST"]
+    assert complete[-2:] == ["b/x/step-4/manifest.json"] * 2  # it begins, and is complete
+    read = [path for verb, path in store.asked if verb == "GET" and path.endswith(("json", "tensors"))]
+    assert set(read) == {f"b/x/step-4/{name}" for name in ("rank-0.safetensors", "rank-0.json", "manifest.json")}
+    last = store.asked.index(("POST", "b/x/step-4/manifest.json"))
+    assert {("GET", "b/x/step-4/rank-0.json"), ("GET", "b/x/step-4/rank-0.safetensors")} <= {*store.asked[:last]}
+
+
+def test_a_byte_that_the_store_changed_is_seen_and_sent_again(store: stores.Store, tmp_path: Path) -> None:
+    store.flips = 1
+    made = copied("s3://b/x", path := checkpoint(tmp_path / "own", 4))
+    assert [event[1:] for event in made.metrics] == [(4, False), (4, True)]
+    assert made.trouble == ""
+    assert fetched("s3://b/x", 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
+
+
+@pytest.mark.parametrize("cuts", [1, 40])
+def test_a_connection_that_is_cut_in_the_middle(store: stores.Store, tmp_path: Path, cuts: int) -> None:
+    """Once, the library sends it again; for longer, the copy fails and is tried until it is there."""
+    store.cuts = cuts
+    made = copied("s3://b/x", path := checkpoint(tmp_path / "own", 4))
+    if cuts > 1:
+        assert made.trouble.startswith("the copy of step 4 failed: the mirror of the checkpoints cannot be fetched: ")
+        assert "b/x/step-4/manifest.json" not in store.objects
+        store.cuts = 0
+        made.settle()
+        assert [event[2] for event in made.metrics][-1] is True
+    assert made.trouble == ""
+    assert fetched("s3://b/x", 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
+
+
+def test_a_copy_that_failed_is_tried_again_by_itself(store: stores.Store, tmp_path: Path) -> None:
+    store.buckets.clear()
+    made = copied("s3://b/x", checkpoint(tmp_path, 4))
+    assert made.trouble
+    store.buckets.add("b")
+    end = time.monotonic() + 30
+    while made.trouble:
+        assert time.monotonic() < end, made.metrics
+        time.sleep(0.02)
+    assert made.begin(ELSEWHERE, instead=False) == [4]
+
+
+def test_a_newer_one_takes_the_place_of_one_that_waits(store: stores.Store, tmp_path: Path) -> None:
+    paths = [checkpoint(tmp_path, step) for step in (2, 4, 6)]
+    made = Mirror("s3://b/x", Events(), keep=9)
+    for path in paths:
+        made.put(path)
+    made.settle()
+    assert made.begin(ELSEWHERE, instead=False)[-1] == 6
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "lost", "manifest", "names", "long"])
+def test_what_is_damaged_there_is_not_taken(store: stores.Store, tmp_path: Path, harm: str) -> None:
+    copied("s3://b/x", checkpoint(tmp_path / "own", 4))
+    name, about = "b/x/step-4/rank-0.safetensors", "b/x/step-4/manifest.json"
+    data = store.objects[name]
+    if harm == "flip":
+        store.objects[name] = data[:-1] + bytes([data[-1] ^ 1])
+    elif harm == "cut":
+        store.objects[name] = data[:-1]
+    elif harm == "long":
+        store.objects[name] = data * 100
+    elif harm == "lost":
+        del store.objects[name]
+    elif harm == "manifest":
+        store.objects[about] = b"{"
+    else:
+        found = json.loads(store.objects[about])
+        found["files"]["../../planted"] = {"bytes": 1, "sha256": ""}
+        store.objects[about] = json.dumps(found).encode()
+    assert fetched("s3://b/x", 4, tmp_path / "new")
+    assert not (tmp_path / "new/step-4").exists()
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_folder_that_others_may_write_is_not_read(tmp_path: Path) -> None:
+    copied(str(tmp_path / "far"), checkpoint(tmp_path / "own", 4))
+    (tmp_path / "far/step-4").chmod(0o777)
+    assert fetched(str(tmp_path / "far"), 4, tmp_path / "new").startswith("the checkpoint is open to other users")
+
+
+def test_a_umask_that_lets_a_group_write_does_not_count(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        copied(str(tmp_path / "far"), checkpoint(tmp_path / "own", 4))
+    finally:
+        os.umask(before)
+    assert fetched(str(tmp_path / "far"), 4, tmp_path / "new") == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "problem"),
+    [
+        ("s3://none/x", 78, "the mirror of the checkpoints does not exist"),
+        ("s3://nobody/x", 78, "the mirror of the checkpoints may not be read"),
+    ],
+)
+def test_a_mirror_that_cannot_be(place: str, code: int, problem: str) -> None:
+    """A run that has nothing else does not begin from nothing; one with a checkpoint of its own goes on with that."""
+    with pytest.raises(DrayError) as error:
+        Mirror(place, Events(), keep=2).begin(ELSEWHERE, instead=False)
+    assert (error.value.finding.code, error.value.problem) == (code, problem)
+    made = Mirror(place, Events(), keep=2)
+    assert made.begin(ELSEWHERE, instead=True) == []
+    assert made.trouble.startswith(problem)
+
+
+def test_a_mirror_that_does_not_answer_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    stores.forget()
+    with pytest.raises(DrayError) as error:
+        Mirror("s3://b/x", Events(), keep=2).begin(ELSEWHERE, instead=False)
+    assert error.value.finding.code == 75
+
+
+def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
+    """By whatever name: a copy begins with the removal of the manifest there."""
+    checkpoint(tmp_path / "own", 4)
+    (tmp_path / "name").symlink_to(tmp_path / "own")
+    for place in ("own", "own/", "name", "own/../own"):
+        with pytest.raises(DrayError, match=r"checkpoint\.mirror is the checkpoint folder itself"):
+            Mirror(f"{tmp_path}/{place}", Events(), keep=2).begin(tmp_path / "own", instead=True)
