@@ -219,3 +219,20 @@ def test_the_checkpoint_folder_is_no_mirror_of_itself(tmp_path: Path) -> None:
     for place in ("own", "own/", "name", "own/../own"):
         with pytest.raises(DrayError, match=r"checkpoint\.mirror is the checkpoint folder itself"):
             Mirror(f"{tmp_path}/{place}", Events(), keep=2).begin(tmp_path / "own", instead=True)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_place_where_others_may_write_is_refused_before_the_first_step(tmp_path: Path, mode: int) -> None:
+    place = tmp_path / "far"
+    place.mkdir()
+    place.chmod(mode)
+    with pytest.raises(DrayError, match="the checkpoint is open to other users") as refused:
+        Mirror(str(place), Events(), keep=2).begin(ELSEWHERE, instead=True)
+    assert refused.value.finding.code == 78
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "far").write_text("")
+    with pytest.raises(DrayError, match="the checkpoint is open to other users") as refused:
+        Mirror(str(tmp_path / "far"), Events(), keep=2).begin(ELSEWHERE, instead=True)
+    assert refused.value.finding.code == 78

@@ -213,8 +213,11 @@ def _user() -> str:
 
 def _process(pid: int) -> list[Any]:
     """What no other process is: this start of the kernel, the namespace of process ids, the id, and when it began."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return [boot, str(Path("/proc/self/ns/pid").readlink()), pid, _began(pid)]
+    boot = namespace = ""
+    with suppress(OSError):  # a container that hides them; then nobody knows when this process has ended
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    return [boot, namespace, pid, _began(pid)]
 
 
 def _began(pid: int) -> str:
@@ -232,4 +235,4 @@ def _gone(process: list[Any]) -> bool:
     """Whether this machine knows that it has ended."""
     boot, namespace, pid, began = process
     here = _process(os.getpid())
-    return here[:2] == [boot, namespace] and _began(pid) != began
+    return bool(boot and namespace and began) and here[:2] == [boot, namespace] and _began(pid) != began

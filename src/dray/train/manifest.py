@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def of_file(file: BufferedReader) -> dict[str, Any]:
 def require_own(folder: Path) -> None:
     """Refuse a folder of another user, or into which another may write; so its files."""
     seen = [(str(folder), open_to_others(folder, folder=True))]
-    with os.scandir(folder) as entries:
+    with os.scandir(folder) if not seen[0][1] else nullcontext([]) as entries:
         for one in entries:
             with suppress(FileNotFoundError):  # another run, which will be refused, looks who has the folder
                 seen += [(one.path, open_to_others(one.path))] if one.is_file(follow_symlinks=False) else []

@@ -46,13 +46,15 @@ class Mirror:
 
     def begin(self, folder: Path, *, instead: bool) -> list[int]:
         """The steps that are complete there. Where it does not answer, a run ends unless it has others `instead`."""
-        if "://" not in self.place and Path(self.place).exists() and Path(self.place).samefile(folder):
-            raise ConfigError(
-                "checkpoint.mirror is the checkpoint folder itself",
-                wanted="another place, which is there when this folder is lost",
-                found=self.place,
-                fix="checkpoint.mirror=ANOTHER",
-            )
+        if "://" not in self.place and Path(self.place).exists():
+            if Path(self.place).samefile(folder):
+                raise ConfigError(
+                    "checkpoint.mirror is the checkpoint folder itself",
+                    wanted="another place, which is there when this folder is lost",
+                    found=self.place,
+                    fix="checkpoint.mirror=ANOTHER",
+                )
+            manifest.require_own(Path(self.place))
         try:
             with remote.reading(self.place, _WHAT):
                 self.known = self._steps()
