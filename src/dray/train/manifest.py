@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -124,10 +124,10 @@ def of_file(file: BufferedReader) -> dict[str, Any]:
 def require_own(folder: Path) -> None:
     """Refuse a folder of another user, or into which another may write; so its files."""
     seen = [(str(folder), open_to_others(folder, folder=True))]
-    with os.scandir(folder) if not seen[0][1] else nullcontext([]) as entries:
-        for one in entries:
-            with suppress(FileNotFoundError):  # another run, which will be refused, looks who has the folder
-                seen += [(one.path, open_to_others(one.path))] if one.is_file(follow_symlinks=False) else []
+    for one in [] if seen[0][1] else sorted(folder.iterdir()):
+        with suppress(FileNotFoundError):  # another run, which will be refused, looks who has the folder
+            if not one.is_symlink() and one.is_file():
+                seen.append((str(one), open_to_others(one)))
     for path, found in seen:
         if found:
             raise ConfigError(
