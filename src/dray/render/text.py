@@ -39,6 +39,7 @@ def text(plan: Plan) -> str:
                 *([(name, plan.reasons[name]) for name in ("training", "attention")] if plan.recipe.train else []),
                 *([("hub", plan.reasons["hub"])] if "hub" in plan.reasons else []),
                 ("preflight", plan.reasons["preflight"]),
+                ("hang", plan.reasons["hang"]),
             ],
         ),
         *([("fabric", _fabric(plan))] if plan.fabric.kind != "unknown" else []),

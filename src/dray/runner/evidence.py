@@ -35,7 +35,7 @@ _FRAMES, _FRAME, _ENTRIES = 12, 200, 50  # kept of a stack, characters of one, a
 _FILE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a torch knows both, one or none
-_TOOLS = (("py-spy", "dump", "--native", "--pid", "{process}"), ("ncclras", "-v"))
+_TOOLS: tuple[tuple[str, ...], ...] = (("py-spy", "dump", "--native", "--pid", "{process}"), ("ncclras", "-v"))
 
 
 class Place(NamedTuple):
