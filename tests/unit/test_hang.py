@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +17,8 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError
-from dray.runner import channel, hang
-from dray.runner.beats import Beats
+from dray.runner import channel, hang, stacks
+from dray.runner.beats import Beat, Beats
 from dray.runner.odd import Entered, Seen, odd
 from dray.runs import local, write
 from helpers import ROOT
@@ -136,8 +137,8 @@ def test_tools_are_asked_where_they_are(hanging: Callable[..., None], start: Sta
     hanging("spin")
     _, seconds = both(start, tmp_path / "ready", PATH=f"{tools}:{os.environ['PATH']}")
     saved = (tmp_path / "hang" / "rank-2.txt").read_text()
-    asked = f"dump --native --nonblocking --pid {(tmp_path / 'ready').read_text()}"
-    assert f"== {tools}/py-spy {asked}\nasked: {asked}\n" in saved
+    asked = f"dump --native --pid {(tmp_path / 'ready').read_text()}"
+    assert f"== py-spy {asked}\nasked: {asked}\n" in saved
     assert seconds < LIMIT + 10
 
 
@@ -219,11 +220,36 @@ def test_time_in_which_the_node_itself_was_stopped_does_not_count(tmp_path: Path
     assert looked(beats, 1006, 1010) is not None
 
 
-@pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 64, os.urandom(64), b"\0" * 64])
+@pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 64, bytes(range(192, 256)), b"\0" * 64])
 def test_a_heartbeat_that_is_none_is_not_believed(tmp_path: Path, data: bytes) -> None:
     beats = Beats(str(tmp_path), str(tmp_path), range(1), 2, 0.0)
     (tmp_path / "beat-0").write_bytes(data)
     assert beats.look(1.0) is None
+
+
+def test_what_a_program_writes_stays_within_its_bounds(tmp_path: Path) -> None:
+    """Else the first node would not believe the message, and take this node for lost."""
+    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0)
+    wrote(tmp_path, 0, -7, 99, 1, 1)
+    late = looked(beats, 0, 4)
+    assert (late.step, late.phase) == (0, heartbeat.STEP)
+    wrote(tmp_path, 0, (1 << 63) - 1, -1, (1 << 63) - 1, -1)
+    assert beats.of(0) == Beat(1, 1 << 53, heartbeat.STEP, 1 << 53, -1)
+
+
+@pytest.mark.parametrize("whose", ["first", "own", "parent", "orphan"])
+def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, whose: str) -> None:
+    """As where a program writes its step where its process id stands."""
+    starts = "sleep 60 >/dev/null 2>&1 & echo $!"
+    orphan = int(subprocess.run(["sh", "-c", starts], capture_output=True, check=True).stdout)
+    program = {"first": 1, "own": os.getpid(), "parent": os.getppid(), "orphan": orphan}[whose]
+    try:
+        (place,) = stacks.places(str(tmp_path), str(tmp_path), 0, "node1", range(1))
+        seen = stacks.save(place, Beat(program, 1, heartbeat.STEP, 0, 1), time.monotonic())
+        assert (seen.state, seen.frames) == ("", ())
+        os.kill(orphan, 0)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
 
 
 def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(plan: dict[str, Any]) -> None:
@@ -242,6 +268,7 @@ def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(pla
     ("node", "message"),
     [
         *((1, {"beat": beat}) for beat in (None, "1", -1, True, [], float("nan"), float("inf"))),
+        (1, {"late": [0, 1, heartbeat.STEP, 9.0, 1.0]}),  # another node's
         *((1, {"late": late}) for late in (None, [], {}, "late", [1] * 4, [1] * 6, [2, 0, "step", 1, 1], [None] * 5)),
         *((1, {"seen": seen}) for seen in (None, 1, "x", [], {}, {"rank": "2"}, {"rank": 2, "more": 1})),
         *((1, {"seen": {"rank": 2, **more}}) for more in ({"frames": 1}, {"frames": [1]}, {"flight": [[1, 2]]})),
@@ -343,8 +370,8 @@ def test_a_limit_that_is_none_is_refused(value: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ((), "a step that takes ten times the slowest one, and at least 120 s; half an hour to compile"),
-        (("hang_timeout_s=60",), "a step that takes 60 s: hang_timeout_s; half an hour to compile"),
+        ((), "a step that takes ten times the slowest, at least 120 s; half an hour to compile"),
+        (("hang_timeout_s=60",), "a step that takes 60 s (hang_timeout_s); half an hour to compile"),
         (("hang_timeout_s=0",), "never: hang_timeout_s = 0"),
     ],
 )

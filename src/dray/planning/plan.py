@@ -155,9 +155,10 @@ def _hang(recipe: Recipe) -> str:
     if limit == 0:
         return "never: hang_timeout_s = 0"
     if recipe.train is None:
-        return f"no beat and no line in a log for {limit} s: hang_timeout_s" if limit else "never: no hang_timeout_s"
-    step = f"{limit} s: hang_timeout_s" if limit else "ten times the slowest one, and at least 120 s"
-    return f"a step that takes {step}; half an hour to compile, save or evaluate, an hour to start or end, or ten times"
+        return f"no beat and no line in a log for {limit} s (hang_timeout_s)" if limit else "never: no hang_timeout_s"
+    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest, at least 120 s"
+    rest = "half an hour to compile, save or evaluate, an hour to start or end, or ten times the longest so far"
+    return f"a step that takes {step}; {rest}"
 
 
 def _attention(recipe: Recipe) -> str:

@@ -40,6 +40,7 @@ def text(plan: Plan) -> str:
                 *([("hub", plan.reasons["hub"])] if "hub" in plan.reasons else []),
                 ("preflight", plan.reasons["preflight"]),
                 *([("grace", plan.reasons["grace"])] if "grace" in plan.reasons else []),
+                ("hang", plan.reasons["hang"]),
             ],
         ),
         *([("fabric", _fabric(plan))] if plan.fabric.kind != "unknown" else []),

@@ -28,6 +28,7 @@ from dray.runner import (
     output,
     record,
     rendezvous,
+    silent,
 )
 from dray.runner.hang import Hang
 from dray.runner.start import Start
@@ -146,6 +147,8 @@ def launch(
     code = links.lead(explain)
     if between:
         between.finish()
+    if links.cause and not links.stopped:
+        silent.record_ranks(plan, me)
     if links.cause and not world["shared_folder"]:  # the record is on another machine
         if links.hang and links.hang.since:
             links.hang.write_record(links.cause)
@@ -164,6 +167,7 @@ def restart(
 ) -> tuple[Start, socket.socket | None]:
     """Once nothing of this node's start is left: the next one, to which the first node calls the others."""
     world = plan["world"]
+    evidence.require_image(world["nodes"][me]["name"])
     if listener:
         listener.close()
     if not supervised.close(_ENDING_S):
@@ -200,6 +204,7 @@ def serve(
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
     """Why this node failed, by what its ranks have recorded; else the launcher itself failed, which is recorded."""
     each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
+    silent.record_ranks(plan, me)
     left = []
     for rank in range(me * each, (me + 1) * each):
         path = f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"

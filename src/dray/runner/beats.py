@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dray.contract import heartbeat, run_folder
 
+_MOST = 1 << 53
 _GAP = 5.0  # seconds between two looks after which this process itself was stopped, as by `scontrol suspend`
 
 
@@ -63,7 +64,8 @@ class Beats:
             return Beat()
         step, phase, limit, time = heartbeat.BEAT.unpack_from(data, heartbeat.BEAT_AT)
         phase = phase if 0 <= phase < len(heartbeat.PHASES) else heartbeat.STEP
-        return Beat(heartbeat.PROGRAM.unpack_from(data)[0], step, phase, max(0, limit), time)
+        step, limit = (min(max(0, number), _MOST) for number in (step, limit))  # any program may write it
+        return Beat(heartbeat.PROGRAM.unpack_from(data)[0], step, phase, limit, time)
 
     def look(self, now: float) -> Late | None:
         """The rank that is late the longest."""

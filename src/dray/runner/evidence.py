@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from dray.contract import node
+from dray.contract.findings import RetryError
 
 BEFORE = "DRAY_OOM_KILLS"  # what `oom_kills` was before the launcher was started
 _MOST, _LONGEST = 12, 600
@@ -97,6 +98,18 @@ def _limit(path: str) -> str:
         limits = [int(text) for one in folders if (text := _read(f"{one}/memory.max").strip()).isdigit()]
     limits = [limit for limit in limits if limit < 1 << 60]  # v1 has a number for none
     return f"; its limit is {min(limits) / 1e9:.3f} GB" if limits else ""
+
+
+def require_image(node: str) -> None:
+    """RetryError: what has mounted the image is gone, as by a signal to all processes of a job. Nothing starts here."""
+    for found in _image():
+        raise RetryError(
+            "the image's mount has gone away",
+            wanted="an image in which the ranks can be started again",
+            found=found,
+            fix="submit again, or set max_requeues; docs/survive.md says which signals leave the mount alone",
+            node=node,
+        )
 
 
 def _image() -> list[str]:

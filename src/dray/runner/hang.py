@@ -80,6 +80,8 @@ class Hang:
             self._progress = max(self._progress, now - _number(message["beat"]))
         elif "late" in message and not self.open:
             rank, step, phase, seconds, limit = map(_number, _five(message["late"]))
+            if rank not in self._ranks(node):
+                raise channel.BrokenError("another node's rank is late")
             return self._judge(Late(int(rank), int(step), int(phase), seconds, limit), now)
         elif "seen" in message:
             seen = Seen.told(message["seen"])

@@ -13,7 +13,7 @@ _SHOWN = 3  # innermost frames
 _C10D, _WRAPPERS = "/torch/distributed/distributed_c10d.py", ("wrapper", "wrapped")
 _TORCHS = ("/torch/distributed/", "/torch/nn/parallel/")
 _BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
-_ENDS = {"stopped": "is stopped (SIGSTOP)", "ended": "has ended", "unseen": "was not seen: its node did not answer"}
+_ENDS = {"stopped": "is stopped (SIGSTOP)", "unseen": "was not seen: its node did not answer", "ended": "has ended"}
 
 
 class Entered(NamedTuple):

@@ -27,7 +27,7 @@ from dray.runner.beats import Beat
 from dray.runner.odd import Entered, Seen
 
 _SAMPLES, _SAMPLE_S = 10, 0.03  # of a thread's state; one that runs may wait for a core, and is then runnable
-_STOPPED_S = 2.0  # from the beginning on, all ranks of all nodes are stopped
+_STOPPED_S = 2.0  # after so many seconds, and those of the tools, all ranks of all nodes are stopped
 _TORCH_S, _TOOLS_S, _ABORT_S = 1.5, 2.5, 2.0  # for all questions, for all tools, and until the rank has ended
 _LONGEST = 256 << 10  # bytes of one source
 _ANSWER = 8 << 20  # bytes of the Flight Recorder's
@@ -35,7 +35,7 @@ _FRAMES, _FRAME, _ENTRIES = 12, 200, 50  # kept of a stack, characters of one, a
 _FILE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of gloo, and of NCCL; a torch knows both, one or none
-_TOOLS = (("py-spy", "dump", "--native", "--nonblocking", "--pid", "{process}"), ("ncclras", "-v"))
+_TOOLS: tuple[tuple[str, ...], ...] = (("py-spy", "dump", "--native", "--pid", "{process}"), ("ncclras", "-v"))
 
 
 class Place(NamedTuple):
@@ -53,7 +53,7 @@ class Place(NamedTuple):
 def save(at: Place, beat: Beat, began: float) -> Seen:
     """Write the file, end the rank's program, and say in short what was seen. All nodes begin at the same time."""
     known = Seen(at.rank, at.node, beat.step if beat.time else -1, heartbeat.PHASES[beat.phase] if beat.time else "")
-    program = beat.program
+    program = beat.program if beat.program <= 0 or _is_below(beat.program) else 0
     if program <= 0:
         seen = known._replace(state="ended" if program else "")
         parts = {"state": f"the program has ended with {-1 - program}" if program else "no program was started"}
@@ -61,12 +61,14 @@ def save(at: Place, beat: Beat, began: float) -> Seen:
         python = _pythons(program)
         main = python[0] if python else program
         state = _state(main)
-        flight = {} if state == "stopped" else _flight(heartbeat.socket(at.beat))
+        tools = [tool for tool in _TOOLS if shutil.which(tool[0])]
+        flight, told = {}, {}
+        if state != "stopped":  # which nobody can ask
+            flight, told = _flight(heartbeat.socket(at.beat)), _ask(tools, main)
         parts = {"state": f"{state}, process {main}", "threads": _threads(main)}
         _signal(python, signal.SIGSTOP)
-        parts |= {name: json.dumps(newest(trace), indent=1) for name, trace in flight.items()}
-        parts |= _tools(main)
-        time.sleep(max(0.0, began + _STOPPED_S - time.monotonic()))
+        parts |= {name: json.dumps(newest(trace), indent=1) for name, trace in flight.items()} | told
+        time.sleep(max(0.0, began + _STOPPED_S + _TOOLS_S * bool(tools) - time.monotonic()))
         stacks = _abort(program, python, at)
         entered = tuple(one for trace in flight.values() for one in entered_last(trace))
         seen = known._replace(state=state, frames=frames(stacks), flight=entered)
@@ -103,6 +105,17 @@ def entered_last(trace: Any) -> list[Entered]:  # noqa: ANN401  any JSON value
                 called = str(entry["profiling_name"]).rpartition(":")[2][:60]
                 last[group] = Entered(group, number, called, waits=entry.get("retired") is False)
     return list(last.values())
+
+
+def _is_below(process: int) -> bool:
+    """Whether it comes from this one: a program that writes beside its place must not have another one killed."""
+    own = os.getpid()
+    while process > 1 and process != own:
+        parent = _line(f"/proc/{process}/stat").rpartition(")")[2].split()[1:2]
+        process = int(parent[0]) if parent else 0
+        if process == own:
+            return True
+    return False
 
 
 def _pythons(program: int) -> list[int]:
@@ -178,17 +191,16 @@ def _answer(path: str, handler: str, deadline: float) -> bytes:
     return body
 
 
-def _tools(process: int) -> dict[str, str]:
+def _ask(tools: list[tuple[str, ...]], process: int) -> dict[str, str]:
     """Native stacks, and what NCCL knows of its communicators, where a tool for it is in the image or a layer."""
     found, deadline = {}, time.monotonic() + _TOOLS_S
-    for name, *options in _TOOLS:
-        if path := shutil.which(name):
-            argv = [path, *(option.format(process=process) for option in options)]
-            with suppress(OSError, subprocess.TimeoutExpired):
-                done = subprocess.run(  # noqa: S603  our own list
-                    argv, capture_output=True, timeout=_left(deadline), check=False, errors="replace"
-                )
-                found[" ".join(argv)] = done.stdout + done.stderr
+    for tool in tools:
+        argv = [word.format(process=process) for word in tool]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(  # noqa: S603  our own list
+                argv, capture_output=True, timeout=_left(deadline), check=False, errors="replace"
+            )
+            found[" ".join(argv)] = done.stdout + done.stderr
     return found
 
 

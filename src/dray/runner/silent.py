@@ -1,0 +1,43 @@
+"""Ranks whose supervisor was killed, and so has recorded nothing."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dray.contract import files, heartbeat, run_folder
+from dray.runner import record
+
+_KILLED = 137
+_WAIT_S = 0.5  # for a supervisor that is alive to write down how its rank ended
+
+
+def record_ranks(plan: Mapping[str, Any], me: int) -> None:
+    """Record those of this node, once the launcher has ended or fails: a rank ends with its supervisor."""
+    each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
+    deadline = time.monotonic() + _WAIT_S
+    for rank in range(me * each, (me + 1) * each):
+        while (silent := _silent(plan, rank)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if silent:
+            log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
+            why = "killed by SIGKILL, or the process that supervises it was"
+            record.write(
+                plan["folder"], f"rank-{rank}", node=name, rank=rank, code=_KILLED, why=why, log=log,
+                last_lines=files.tail(log),
+            )  # fmt: skip
+
+
+def _silent(plan: Mapping[str, Any], rank: int) -> bool:
+    """Whether its program is gone, and neither its end nor a record of that was written."""
+    if os.path.exists(f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
+        return False
+    try:
+        with open(heartbeat.path(plan["scratch"], rank), "rb") as file:
+            program = heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0]
+    except (OSError, ValueError, struct.error):
+        return False
+    return program > 0 and not os.path.exists(f"/proc/{program}")
