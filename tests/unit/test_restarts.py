@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dray.runner import channel, children, locks
+from dray.contract.findings import RetryError
+from dray.runner import channel, children, evidence, locks
 from dray.runner.start import Start as NextStart
 from nodes import SECRET, Start, ended, free_port
 
@@ -81,6 +82,28 @@ def test_all_ranks_start_again(plan: dict[str, Any], start: Start, dies: str, fi
     assert all(name.startswith("restart-1/") for name in failures(plan))
     node = int(dies[0]) // 2 + 1
     assert f"dray: restart 1 of 2: rank {dies[0]} on node{node}: exit code 9\n" in said
+
+
+def test_a_supervisor_that_is_killed_has_recorded_nothing_and_its_rank_is_named(
+    plan: dict[str, Any], start: Start
+) -> None:
+    ranks(plan, dies="3 0", how="kill -9 $PPID; sleep 60")
+    (first, said), _ = both(start)
+    assert first == 0, said
+    record = json.loads(Path(plan["folder"], "failures/restart-1/rank-3.json").read_text())
+    assert (record["node"], record["rank"], record["code"]) == ("node2", 3, 137)
+    assert record["why"] == "killed by SIGKILL, or the process that supervises it was"
+    assert "dray: restart 1 of 2: rank 3 on node2: killed by SIGKILL, or the process" in said
+
+
+def test_nothing_is_started_again_where_the_image_is_gone(
+    plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    evidence.require_image("n2")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    with pytest.raises(RetryError, match="the image's mount has gone away") as caught:
+        evidence.require_image("n2")
+    assert (caught.value.finding.code, caught.value.finding.node) == (75, "n2")
 
 
 def test_one_node_starts_its_ranks_again(plan: dict[str, Any], start: Start) -> None:
