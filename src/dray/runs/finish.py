@@ -17,7 +17,7 @@ from dray.contract.findings import DrayError, counted
 from dray.planning.schema import Plan
 from dray.runs import again
 from dray.runs.paths import RunPaths
-from dray.runs.result import Cause, Result, SlowRank
+from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
@@ -224,8 +224,9 @@ class _Left:
             elif kind == "step" and (step := _whole(event, "step")) is not None:
                 loss = _number(event, "loss")
                 found |= {"steps": step, "loss_first": found.get("loss_first", loss), "loss_last": loss}
-            elif kind == "slow":
-                found.setdefault("slow_ranks", []).append(SlowRank.model_validate(event).model_dump())
+            elif kind == "slow" and None not in (slow := [_whole(event, "rank"), _number(event, "times")]):
+                one = {"rank": slow[0], "node": str(event.get("node")), "times": slow[1], "step": _whole(event, "step")}
+                found.setdefault("slow_ranks", []).append(one)
             elif kind == "eval":
                 found["perplexity"] = _number(event, "perplexity")
             elif kind == "end":
