@@ -227,6 +227,21 @@ def test_a_heartbeat_that_is_none_is_not_believed(tmp_path: Path, data: bytes) -
     assert beats.look(1.0) is None
 
 
+def test_a_rank_that_works_at_its_start_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What prepares data or reads weights may beat for no hour, and uses a CPU; later that is no sign of progress."""
+    monkeypatch.setattr(beats_module, "_WORK_S", 0.05)
+    beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0)
+    for phase, late in ((heartbeat.START, False), (heartbeat.CHECKPOINT, True)):
+        wrote(tmp_path, 0, 7, phase, 3, 1, program=os.getpid())
+        for second in range(6):
+            until = time.process_time() + 0.1
+            while time.process_time() < until:
+                pass
+            found = beats.look(float(second))
+        assert (found is not None) is late
+        beats._changed.clear()
+
+
 def test_what_a_program_writes_stays_within_its_bounds(tmp_path: Path) -> None:
     """Else the first node would not believe the message, and take this node for lost."""
     beats = Beats(str(tmp_path), str(tmp_path), range(1), None, 0.0)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dray.contract import heartbeat, run_folder
 
 _MOST = 1 << 53
+_WORK_S = 60.0  # seconds of a CPU: more than a rank uses that waits for an hour
 _GAP = 5.0  # seconds between two looks after which this process itself was stopped, as by `scontrol suspend`
 
 
@@ -81,6 +82,8 @@ class Beats:
         if beat.program <= 0 or not (beat.time or self.limit):
             return None
         signs = beat[1:] if beat.time else (self._log_size(rank),)
+        if beat.time and beat.phase == heartbeat.START:  # what prepares data or reads weights knows of no heartbeat
+            signs = (*signs, int(_cpu_s(beat.program) / _WORK_S))
         if signs != self._seen.get(rank):
             self._seen[rank], self._changed[rank] = signs, now
             self.progress = now
@@ -94,3 +97,13 @@ class Beats:
             return os.stat(f"{self._folder}/{run_folder.rank_log(rank)}").st_size
         except OSError:  # a disk that does not answer
             return 0
+
+
+def _cpu_s(process: int) -> float:
+    """Seconds of a CPU that it has used, with children that have ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -20,7 +20,7 @@ from dray.runs import again, causes, grace, noted, records
 from dray.runs.paths import RunPaths
 from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
-from dray.runs.result import Cause, Result, SlowRank
+from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
@@ -228,8 +228,9 @@ class _Left:
             elif kind == "step" and (step := _whole(event, "step")) is not None:
                 loss = _number(event, "loss")
                 found |= {"steps": step, "loss_first": found.get("loss_first", loss), "loss_last": loss}
-            elif kind == "slow":
-                found.setdefault("slow_ranks", []).append(SlowRank.model_validate(event).model_dump())
+            elif kind == "slow" and None not in (slow := [_whole(event, "rank"), _number(event, "times")]):
+                one = {"rank": slow[0], "node": str(event.get("node")), "times": slow[1], "step": _whole(event, "step")}
+                found.setdefault("slow_ranks", []).append(one)
             elif kind == "eval":
                 found["perplexity"] = _number(event, "perplexity")
             elif kind == "end":

@@ -71,7 +71,7 @@ class SlowRank(BaseModel):
     node: str
     times: float
     """How many times as long as the median rank's its own part of a step took."""
-    step: int
+    step: int | None
     """When it was named."""
 
 
