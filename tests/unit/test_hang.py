@@ -17,6 +17,7 @@ import pytest
 
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError
+from dray.runner import beats as beats_module
 from dray.runner import channel, hang, stacks
 from dray.runner.beats import Beat, Beats
 from dray.runner.odd import Entered, Seen, odd
