@@ -192,13 +192,14 @@ def with_network(run: Running, node: str, command: str) -> None:
 KILLED = r"killed by SIGKILL"
 GONE = r"is gone"
 STOPPED = r"stopped by (SIGUSR1|the time limit|preemption|SIGTERM)"
+HANGS = ("hang_timeout_s=10",)
 FAULTS = (
     Fault("kill -9 of a rank", kill_rank, KILLED),
     Fault("kill -9 of the launcher", kill_launcher, r"launcher ended with killed by SIGKILL"),
-    Fault("kill -9 of a rank's supervisor", kill_supervisor, KILLED),
+    Fault("kill -9 of a rank's supervisor", kill_supervisor, r"killed by SIGKILL, or the process that supervises it"),
     Fault("kill -9 of a node's runner", kill_runner, GONE),
     Fault("kill -9 of the first node's runner", kill_first_runner, GONE),
-    Fault("kill -9 of squashfuse", kill_mount, r"SIGBUS|is gone|exit code"),
+    Fault("kill -9 of squashfuse", kill_mount, r"SIGBUS.*the image's mount has gone away"),
     Fault("a node is switched off", switch_off, GONE),
     Fault("the controller is restarted", restart_controller, "", lost=0),
     Fault("a node stands still for 10 s", pause_node, "", lost=0),
@@ -211,5 +212,5 @@ FAULTS = (
     Fault("a checkpoint's file is deleted", damage(delete), STOPPED),
     Fault("a manifest of another checkpoint", damage(other_manifest), STOPPED),
     Fault("a node's network is cut and healed", cut_network, GONE),
-    Fault("a rank is stopped (SIGSTOP)", stop_rank, r"hang", words=("hang_timeout_s=15",)),
+    Fault("a rank is stopped (SIGSTOP)", stop_rank, r"hang: rank \d on n\d is stopped", words=HANGS),
 )
