@@ -30,7 +30,7 @@ end::job() { # CODE: whom to tell how it ended; of one that did not end well, wh
     fi
   fi
   (($1 != 0)) || return 0
-  [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-}"
+  [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-} restarts=${SLURM_RESTART_COUNT:-0}"
   # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
   ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
 }

@@ -191,7 +191,7 @@ def with_network(run: Running, node: str, command: str) -> None:
 
 KILLED = r"killed by SIGKILL"
 GONE = r"is gone"
-STOPPED = r"stopped by (SIGUSR1|the time limit|preemption|SIGTERM)"
+STOPPED = r"stopped by (SIGUSR1|the time limit)"
 HANGS = ("hang_timeout_s=10",)
 FAULTS = (
     Fault("kill -9 of a rank", kill_rank, KILLED),
@@ -205,8 +205,8 @@ FAULTS = (
     Fault("a node stands still for 10 s", pause_node, "", lost=0),
     Fault("kill -9 in the middle of a save", kill_while_saving, KILLED),
     Fault("the time limit is near", time_is_near, STOPPED, lost=0),
-    Fault("scontrol requeue", requeue, STOPPED),
-    Fault("preemption by a partition of higher priority", preempt, STOPPED),
+    Fault("scontrol requeue", requeue, "stopped by scontrol requeue"),
+    Fault("preemption by a partition of higher priority", preempt, "stopped by preemption"),
     Fault("a checkpoint's file is flipped", damage(flip), STOPPED),
     Fault("a checkpoint's file is truncated", damage(truncate), STOPPED),
     Fault("a checkpoint's file is deleted", damage(delete), STOPPED),

@@ -119,8 +119,9 @@ class Running:
             if follow and follow[-1] not in self.jobs:
                 self.jobs.append(follow[-1])
             shown = self.show()
-            state = re.search(r"JobState=(\S+)", shown)[1]
-            restarts = re.search(r"Restarts=(\d+)", shown)[1]
+            if not (found := re.search(r"JobState=(\S+) .*Restarts=(\d+)", shown)):
+                continue  # a controller that does not answer
+            state, restarts = found.groups()
             if state == "PENDING" and "Reason=BeginTime" in shown and restarts not in hurried:
                 # In its first seconds a node takes the job for the one that has just ended.
                 self.cluster.exec(["scontrol", "update", f"job={self.jobs[-1]}", "StartTime=now+3"])

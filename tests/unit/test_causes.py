@@ -352,3 +352,10 @@ def test_no_line_takes_a_pattern_long(piece: str) -> None:
 def test_torch_itself(tmp_path: Path, code: str, name: str) -> None:
     pytest.importorskip("torch")
     assert failed(tmp_path, *python(f"import os, torch\n{code}")).name == name
+
+
+def test_a_mount_that_went_away_is_try_again() -> None:
+    """Whatever the rank ended with: the same again may succeed."""
+    why = "killed by SIGBUS; the image is gone: [Errno 107] Transport endpoint is not connected: '/opt/dray/x.py'"
+    found = causes.explained(Cause(node="n2", rank=1, code=135, why=why, log=None, last_lines=[]))
+    assert (found.name, found.code) == ("the image's mount went away", 75)

@@ -244,6 +244,14 @@ class TestStopped:
         text = f"signal=USR1 at=1000 end={1000 + left}\n{self.LINE.format('RUNNING', 'None', 'None')}\n"
         assert stop.parse(text, now=0).reason == reason
 
+    @pytest.mark.parametrize(
+        ("before", "now", "reason"), [("0", "1", "scontrol requeue"), ("1", "1", "scancel"), ("", "1", "scancel")]
+    )
+    def test_a_job_that_slurm_has_put_back_was_not_cancelled(self, before: str, now: str, reason: str) -> None:
+        """As seen: its state is COMPLETING in both cases, and Slurm counts the restart at once."""
+        line = f"{self.LINE.format('COMPLETING', 'None', 'None')} Restarts={now}"
+        assert stop.parse(f"signal=TERM at=1000 end=9000 restarts={before}\n{line}\n", now=0).reason == reason
+
     def test_a_controller_that_does_not_answer(self) -> None:
         assert stop.parse("at= end=\n", now=1000).reason == "SIGTERM"
 

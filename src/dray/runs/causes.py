@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dray.contract import exit_codes
 from dray.runs.result import UNKNOWN, Cause
 
 FOLLOWS = "another rank ended first"
@@ -42,6 +43,8 @@ class Known(BaseModel):
 
     name: str
     fix: str
+    again: bool = False
+    """Whether the same again may succeed (75), whatever the rank ended with."""
     sign: Annotated[tuple[Sign, ...], Field(min_length=1)]
 
 
@@ -58,7 +61,8 @@ def explained(cause: Cause) -> Cause:
     for one in known():
         for sign in one.sign:
             if not sign.reason and _fits(sign, cause, lines):
-                return cause.model_copy(update={"name": one.name, "fix": one.fix, "source": sign.source})
+                code = exit_codes.RETRY if one.again else cause.code
+                return cause.model_copy(update={"name": one.name, "fix": one.fix, "source": sign.source, "code": code})
     return cause.model_copy(update={"name": UNKNOWN, "fix": "", "source": ""})
 
 

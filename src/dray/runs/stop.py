@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dray.planning.grace import DEFAULT_S
 
 # What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
-TIME_LIMIT, PREEMPTION = "the time limit", "preemption"
+TIME_LIMIT, PREEMPTION, REQUEUE = "the time limit", "preemption", "scontrol requeue"
 _BY_STATE = {
     "TIMEOUT": TIME_LIMIT,
     "PREEMPTED": PREEMPTION,
@@ -33,7 +33,7 @@ class Stop(NamedTuple):
 
 
 def parse(text: str, *, now: float, grace: int = DEFAULT_S) -> Stop:
-    """From `signal=NAME at=SECONDS end=SECONDS` and the line of `scontrol show job`, if the controller answered.
+    """From `signal=NAME at=SECONDS end=SECONDS restarts=COUNT` and, if the controller answered, `scontrol show job`.
 
     SIGUSR1 about `grace` seconds before the end is the time limit's.
     """
@@ -72,6 +72,9 @@ def _reason(fields: dict[str, str], at: float, grace: int) -> str:
         return _BY_STATE["TIMEOUT"]
     if end is not None and fields.get("signal") == "USR1" and end - at <= grace + _EARLY_S:
         return _BY_STATE["TIMEOUT"]
+    before, now = _seconds(fields, "restarts"), _seconds(fields, "Restarts")
+    if before is not None and now is not None and now > before:
+        return REQUEUE
     # A job that nothing else ends was cancelled; one that runs on got a signal alone.
     return _BY_STATE["CANCELLED"] if state == "COMPLETING" else f"SIG{fields.get('signal') or 'TERM'}"
 
