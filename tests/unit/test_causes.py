@@ -139,7 +139,7 @@ class TestReal:
             fuse.kill()
             fuse.wait()
             subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
-        assert (found.name, found.code, found.node) == ("the image's mount went away", 3, "n1")
+        assert (found.name, found.code, found.node) == ("the image's mount went away", 75, "n1")
         assert found.why.startswith("exit code 3; the image is gone: ")
 
 
