@@ -49,6 +49,15 @@ NodeName=DEFAULT CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCo
 """
 
 
+MAIN = " Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20\n"
+PREEMPTION = """
+# Its jobs take the nodes of main's, which go back into the queue: what tests of preemption want.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=urgent Nodes={nodes} Hidden=YES MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+
+
 @pytest.mark.parametrize(
     ("size", "last_lines", "gres"),
     [
@@ -71,7 +80,7 @@ NodeName=DEFAULT CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCo
 )
 def test_every_file(size, last_lines, gres):
     assert slurm_files(size) == {
-        "slurm.conf": f"{SLURM_CONF}{last_lines} Default=YES MaxTime=INFINITE State=UP\n",
+        "slurm.conf": SLURM_CONF + last_lines + MAIN + PREEMPTION.format(nodes=last_lines.rpartition("=")[2]),
         "gres.conf": gres,
         "cgroup.conf": "CgroupPlugin=disabled\n",
     }
