@@ -209,8 +209,8 @@ class TestWords:
         lines = [line for line in after.splitlines() if not line.startswith(("DRAY_IMAGE_ID", "TRITON", "TORCH"))]
         assert lines == [
             "ACCELERATE_USE_CPU='true'", "CUDA_VISIBLE_DEVICES=''", "HF_HUB_OFFLINE='1'", "MY_TOKEN='hush'",
-            "OMP_NUM_THREADS='1'", "PYTHONFAULTHANDLER='1'", "PYTHONNOUSERSITE='1'", "PYTHONUNBUFFERED='1'", "SLURMD_NODENAME='n1'",
-            "SLURM_NODEID='0'", "SLURM_STEP_NUM_NODES='1'", "TOKENIZERS_PARALLELISM='false'",
+            "OMP_NUM_THREADS='1'", "PYTHONFAULTHANDLER='1'", "PYTHONNOUSERSITE='1'", "PYTHONUNBUFFERED='1'",
+            "SLURMD_NODENAME='n1'", "SLURM_NODEID='0'", "SLURM_STEP_NUM_NODES='1'", "TOKENIZERS_PARALLELISM='false'",
             *(f"--bind={tmp_path}/{name}:{tmp_path}/{name}" for name in ("data", "link", "run")),
             f"--cd={tmp_path}/run/attempt-1", str(tree), "--", "python3", "-m", "dray.runner",
             f"{tmp_path}/run/attempt-1/plan.json", "TMPDIR=unset",
