@@ -163,7 +163,9 @@ class Running:
             result = self.result(number)
             for cause in (result["restart_cause"], result["cause"]):
                 if cause:
-                    said.append(f"rank {cause['rank']} on {cause['node']}: {cause['why'].splitlines()[0]}")
+                    who = "the launch" if cause["rank"] is None else f"rank {cause['rank']}"
+                    why = cause["why"].splitlines()[0][:160]
+                    said.append(f"{who} on {cause['node']}: {why} ({cause['name']})")
             if result.get("reason"):
                 said.append(f"stopped by {result['reason']}")
         return "; ".join(said)

@@ -323,3 +323,28 @@ def test_a_rank_that_died_of_another_s_end_is_no_cause_though_its_record_is_olde
     cause = finish(paths, code=1).cause
     assert cause is not None
     assert (cause.rank, cause.why) == (0, "killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("told", "record", "ended"),
+    [
+        ("JobState=RUNNING Reason=None PreemptTime=2026-11-24T23:16:00", False, ("stopped", "preemption")),
+        ("JobState=RUNNING Reason=None PreemptTime=None", False, ("failed", None)),
+        ("", False, ("failed", None)),
+        ("JobState=RUNNING Reason=None PreemptTime=2026-11-24T23:16:00", True, ("failed", None)),
+    ],
+)
+def test_slurm_has_signalled_the_nodes_alone(
+    root: Path, tmp_path: Path, told: str, record: bool, ended: tuple[str, str | None]
+) -> None:
+    """As in a preemption: the job's script hears nothing, and ranks that are told to end record nothing."""
+    paths = begun(root, tmp_path)
+    if record:
+        found = {"time": 10.0, "node": "n1", "rank": 1, "code": 9, "why": "exit code 9", "log": "l", "last_lines": []}
+        (paths.failures / "rank-1.json").write_text(json.dumps(found))
+    argv = [sys.executable, "-m", "dray", "finish", paths.folder, "--code", "135"]
+    subprocess.run(
+        argv, input=f"JobId=17 {told} BatchFlag=1\n" if told else "", text=True, capture_output=True, check=False
+    )
+    result = json.loads(paths.result.read_text())
+    assert (result["status"], result["reason"]) == ended

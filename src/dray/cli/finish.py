@@ -33,7 +33,9 @@ def finish(
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
     paths = attempt_at(folder)
     known = sys.stdin.buffer.read().decode(errors="replace") if sys.stdin and not sys.stdin.isatty() else ""
-    why = stop.parse(known, now=time.time(), grace=_grace(paths)) if stopped else None
+    told = stop.parse(known, now=time.time(), grace=_grace(paths))
+    # Slurm may signal the nodes alone, as in a preemption: then the job's script has heard nothing, and no rank fails.
+    why = told if stopped or (code and told.by_slurm and not any(paths.failures.glob("*.json"))) else None
     result = conclude(paths, code=code, stopped=why, batch=stop.of_a_batch_job(known))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

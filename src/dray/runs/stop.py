@@ -31,6 +31,11 @@ class Stop(NamedTuple):
     left_s: int | None = None
     """Seconds from SIGUSR1 to the time limit."""
 
+    @property
+    def by_slurm(self) -> bool:
+        """Whether Slurm itself has told so."""
+        return self.reason in (REQUEUE, *_BY_STATE.values())
+
 
 def parse(text: str, *, now: float, grace: int = DEFAULT_S) -> Stop:
     """From `signal=NAME at=SECONDS end=SECONDS restarts=COUNT` and, if the controller answered, `scontrol show job`.
