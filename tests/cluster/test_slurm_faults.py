@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+from following import RECIPE, new, until
 
-RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", "ranks_per_node=1", "preflight.when=never")
+pytestmark = pytest.mark.cluster
 
 
 def test_a_rank_that_fails_fails_the_job_with_its_cause(sbatch) -> None:
@@ -104,20 +102,6 @@ def test_a_cancelled_job_still_says_how_it_ended(sbatch, cluster) -> None:
     result = ended.result()
     assert (result["status"], result["exit_code"], result["cause"]) == ("stopped", 143, None)
     assert result["steps"] >= 1
-
-
-def new(cluster, before: set[Path], name: str) -> list[Path]:
-    """This file of runs that were not there before."""
-    attempts = [path / "attempt-1" for path in set((cluster.shared / "runs").iterdir()) - before]
-    return [path / name for path in attempts if (path / name).exists()]
-
-
-def until(happened: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for what a job does; its files are all that tells us."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_an_image_without_dray(sbatch, cluster, root: Path) -> None:

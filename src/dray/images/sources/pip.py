@@ -90,8 +90,10 @@ def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[
             if _LARGE.match(line):
                 say(line.strip())
 
-        # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines.
-        if process.follow(argv, on_line=on_line, env={"PYTHONPATH": path, "TMPDIR": made}) != 0:
+        # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines. A constraint in the user's
+        # configuration of pip could only refuse what the lock names by its hash.
+        env = {"PYTHONPATH": path, "TMPDIR": made, "PIP_CONSTRAINT": os.devnull}
+        if process.follow(argv, on_line=on_line, env=env) != 0:
             raise _failed(pins, image, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
 
