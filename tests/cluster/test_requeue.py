@@ -72,7 +72,7 @@ def losses(attempt: Path) -> dict[int, float]:
 
 
 def test_it_is_put_back_and_goes_on_where_it_was(queue: Queue, sbatch, short) -> None:
-    words = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "train.steps=400", "max_requeues=1")
+    words = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, "train.steps=200", "max_requeues=1")
     queue.submit(*words)
     queue.until(lambda: queue.trains(1))
     queue.time_is_near()
@@ -87,11 +87,11 @@ def test_it_is_put_back_and_goes_on_where_it_was(queue: Queue, sbatch, short) ->
     log = queue.log()
     assert f"requeued: job {queue.job} goes on in this run folder; Slurm starts it" in log
     second = queue.result(2)
-    assert (second["status"], second["steps"], second["first_step"]) == ("done", 400, first["saved_step"])
+    assert (second["status"], second["steps"], second["first_step"]) == ("done", 200, first["saved_step"])
     (history,) = second["history"]
     assert (history["attempt"], history["status"], history["requeued"]) == (1, "stopped", True)
     assert f"stopped by SIGUSR1 at {first['at']}" in log  # the log of the first attempt is still there
-    assert "done: 400 steps" in log
+    assert "done: 200 steps" in log
     both = {**losses(queue.attempt(1)), **losses(queue.attempt(2))}
     assert both == losses(sbatch(*words).attempt)
 
