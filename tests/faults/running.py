@@ -27,10 +27,10 @@ _QUEUE = threading.Lock()  # job numbers and run folders come one by one
 class Running:
     """One job, by its number, and the folder of its run on this machine."""
 
-    def __init__(self, cluster: Any, seed: int, *words: str, script: str = "slurm/multinode.sh") -> None:
+    def __init__(self, cluster: Any, seed: int, *words: str, recipe: tuple[str, ...] = RECIPE) -> None:
         self.cluster, self.seed, self.rng = cluster, seed, random.Random(seed)
         self.log = cluster.shared / "home" / f"fault-{seed}-{time.time_ns()}.log"
-        self.words, self.script = words, script
+        self.words = (*recipe, *words)
         self.jobs: list[str] = []
         self.run = Path()
         self.injected = 0.0
@@ -39,7 +39,7 @@ class Running:
 
     def submit(self, *options: str, run: str = "") -> None:
         given = [f"--run={run}"] if run else []
-        words = [*options, self.script, *given, *RECIPE, *self.words]
+        words = [*options, "slurm/multinode.sh", *given, *self.words]
         with _QUEUE:
             code, out, err = self.cluster.exec(
                 ["sbatch", "--parsable", f"--output=/shared/home/{self.log.name}", "--open-mode=append", *words]

@@ -14,7 +14,7 @@ import pytest
 
 from dray.contract import run_folder
 from dray.runner import rank as rank_module
-from helpers import PYTHON
+from helpers import PYTHON, python
 from nodes import Start, ended, plan, start
 
 __all__ = ["plan", "start"]
@@ -114,7 +114,7 @@ def test_what_a_rank_starts_is_told_once(tmp_path: Path, inside: str) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "load").touch()
     (tmp_path / "saves.py").write_text(SAVES)
-    program = inside.format(f"{sys.executable} {tmp_path}/saves.py {tmp_path} 0")
+    program = inside.format(f"{python()} {tmp_path}/saves.py {tmp_path} 0")
     env = {**PYTHON, "RANK": "1", "WORLD_SIZE": "2"}
     argv = [sys.executable, "-S", "-E", RANK, tmp_path, "2", "node2", "sh", "-c", f"{program}; exit 75"]
     with subprocess.Popen(argv, env=env) as rank:

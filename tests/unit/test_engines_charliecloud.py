@@ -22,7 +22,7 @@ from dray.images.sif import format as sif_format
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
-from helpers import ROOT
+from helpers import ROOT, python
 from jobs import Job
 
 SYSTEM = "/usr/bin:/bin:/usr/sbin:/sbin"
@@ -297,7 +297,7 @@ class TestTheJob:
     def test_a_digest_pins_a_file(self, tmp_path: Path) -> None:
         job = Job(tmp_path)
         (job.bin / "apptainer").unlink()
-        job.tool("ch-run", f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift 2\nexec {sys.executable} "$@"\n')
+        job.tool("ch-run", f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift 2\nexec {python()} "$@"\n')
         job.env["PATH"] = f"{job.bin}:{SYSTEM}"
         (tmp_path / "image").mkdir()
         pinned = f"image_digest=sha256:{'0' * 64}"

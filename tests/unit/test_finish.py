@@ -348,3 +348,25 @@ def test_slurm_has_signalled_the_nodes_alone(
     )
     result = json.loads(paths.result.read_text())
     assert (result["status"], result["reason"]) == ended
+
+
+@pytest.mark.parametrize(("ranks", "asked", "code"), [(4, True, 75), (3, True, 138), (4, False, 138)])
+def test_all_ranks_have_saved_though_srun_killed_a_node_that_was_ending(
+    root: Path, tmp_path: Path, ranks: int, asked: bool, code: int
+) -> None:
+    """As seen: the first node ended with 75 some milliseconds before the second one's container."""
+    paths = begun(root, tmp_path)
+    assert json.loads(paths.plan.read_text())["world"]["size"] == 4
+    for rank in range(ranks):
+        record = {
+            "time": 10.0,
+            "node": "n1",
+            "rank": rank,
+            "code": 75,
+            "why": "it was asked to save and end",
+            "log": "l",
+        }
+        (paths.failures / f"rank-{rank}.json").write_text(json.dumps({**record, "log": "l", "last_lines": []}))
+    (paths.folder / "stop").write_text("USR1\n" if asked else "")
+    result = finish(paths, code=138, stopped=Stop("SIGUSR1", "2026-11-24T23:39:39Z"))
+    assert (result.status, result.exit_code) == ("stopped", code)

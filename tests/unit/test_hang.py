@@ -22,7 +22,7 @@ from dray.runner import channel, hang, stacks
 from dray.runner.beats import Beat, Beats
 from dray.runner.odd import Entered, Seen, odd
 from dray.runs import local, write
-from helpers import ROOT
+from helpers import ROOT, python
 from nodes import Start, ended
 
 # A program that beats as docs/survive.md shows, waits for the others by files as in a collective, and does once what
@@ -73,7 +73,7 @@ def hanging(plan: dict[str, Any], tmp_path: Path) -> Callable[..., None]:
         plan["recipe"] = {"hang_timeout_s": limit}
         plan["world"]["max_restarts"] = restarts
         plan["launcher"] = [sys.executable, "-S", "-E", "{ranks}", "2", "2", "{node_rank}", "{master}", "{port}"]
-        plan["command"] = ["sh", "-c", f"cd '{tmp_path}' && {sys.executable} program.py {does}"]
+        plan["command"] = ["sh", "-c", f"cd '{tmp_path}' && {python()} program.py {does}"]
 
     return planned
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from dray.containers import singularity
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import doctor
+from helpers import python
 
 PULLED = "docker://registry.example/team/image:1"
 
@@ -28,7 +28,7 @@ def tool(tmp_path, monkeypatch):
         script = folder / name
         logged = "    print(os.path.basename(sys.argv[0]), *sys.argv[1:], file=file)"
         script.write_text(
-            f"#!{sys.executable}\nimport sys, os, time, subprocess\n"
+            f"#!{python()}\nimport sys, os, time, subprocess\n"
             f"with open({str(calls)!r}, 'a') as file:\n{logged}\n{does}\n"
         )
         for forbidden in ("sudo", "docker"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, python
 
 # As Slurm 24.11 prints it.
 JOB = """JobId=17 JobName=my run
@@ -64,7 +63,7 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
         for name in ("scontrol", "sbatch"):
-            (folder / name).write_text(TOOL.format(python=sys.executable))
+            (folder / name).write_text(TOOL.format(python=python()))
             (folder / name).chmod(0o755)
 
     def after(

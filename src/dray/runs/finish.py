@@ -36,6 +36,8 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     """
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
+    if plan and code not in (exit_codes.DONE, exit_codes.RETRY) and left.saved(plan):
+        left.code = code = exit_codes.RETRY
     failures = left.tried(paths.failures, left.restarts) or []
     first = failures[0][1] if failures else None
     stopped = stopped or left.asked()
@@ -119,11 +121,22 @@ class _Left:
 
     def asked(self) -> Stop | None:
         """Whether ranks have ended since somebody had asked them to, in the file that is for that."""
+        at = self._asked_at()
+        return Stop("a request", utc(at)) if at and self.code == exit_codes.RETRY else None
+
+    def _asked_at(self) -> float | None:
         with suppress(OSError):
             asked = (self.paths.folder / run_folder.STOP).stat()
-            if asked.st_size and self.code == exit_codes.RETRY:
-                return Stop("a request", utc(asked.st_mtime))
+            return asked.st_mtime if asked.st_size else None
         return None
+
+    def saved(self, plan: Plan) -> bool:
+        """Whether all ranks were asked to save, and have. srun may tell of a node that it killed as that was ending."""
+        if self._asked_at() is None:
+            return False
+        found = self.tried(self.paths.failures, lambda: self._records(self.paths.failures)) or []
+        ranks = {one.cause.rank for one in found if one.cause.code == exit_codes.RETRY and one.cause.rank is not None}
+        return len(found) == len(ranks) == plan.world.size
 
     def recoveries(self, within: list[tuple[float, Cause | None]]) -> list[dict[str, Any]]:
         """From the end of the attempt before this one, and from each restart."""
@@ -141,8 +154,11 @@ class _Left:
 
     def first_cause(self, folder: Path) -> tuple[float, Cause] | None:
         """The earliest record of a failure, and its time."""
-        found = self.tried(folder, lambda: records.read(folder, self.paths.logs, code=self.code, warn=self.warn))
+        found = self.tried(folder, lambda: self._records(folder))
         return found[0][:2] if found else None
+
+    def _records(self, folder: Path) -> list[records.Record]:
+        return records.read(folder, self.paths.logs, code=self.code, warn=self.warn)
 
     def warn(self, text: str) -> None:
         """Something of the run's files cannot be read."""
