@@ -31,6 +31,7 @@ end::job() { # CODE: whom to tell how it ended; of one that did not end well, wh
   fi
   (($1 != 0)) || return 0
   [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-} restarts=${SLURM_RESTART_COUNT:-0}"
+  [[ "${ENVIRONMENT:-}" != BATCH ]] || echo "BatchFlag=1" # which sbatch sets, also where the controller does not answer
   # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
   ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
 }
@@ -58,7 +59,9 @@ end::requeue() { # [NODE...]: this job, without these nodes
   local -r without="$(IFS=,; echo "$*")"
   # The number of an array's last task is that of the array, and would put all of it back.
   [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-  if answer="$(timeout 20 scontrol requeue "$id" 2>&1)"; then
+  local code=0
+  answer="$(timeout 20 scontrol requeue "$id" 2>&1)" || code=$?
+  if ((code == 0)); then
     [[ -z "$without" ]] || end::exclude "$id" "$without"
     echo "requeued: job $id goes on in this run folder; Slurm starts it in two minutes at the earliest (BeginTime)"
     return
@@ -67,6 +70,8 @@ end::requeue() { # [NODE...]: this job, without these nodes
   shown="$(timeout 20 scontrol show job "$id" 2>/dev/null)" || true
   if [[ "$(end::field JobState)" == PENDING || "$(end::field Restarts)" -gt "${SLURM_RESTART_COUNT:-0}" ]]; then
     echo "requeued: by Slurm itself; job $id goes on in this run folder"
+  elif ((code == 124)) || [[ -z "$shown" ]]; then # a job beside one that was put back would do the same work
+    echo "not known whether job $id was put back, since Slurm does not answer: squeue --job=$id shows it"
   else
     echo "not requeued: $answer"
     end::follow "$without"
@@ -104,16 +109,18 @@ end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another on
     [[ -z "$value" ]] || words+=("--${option%%=*}=$value")
   done
   [[ "$(end::field OverSubscribe)" != NO ]] || words+=(--exclusive)
+  ! grep -qx -- --no-kill srun.options 2>/dev/null || words+=(--no-kill)
   # scontrol does not tell a job's --signal; the plan has the seconds.
   value="$(sed -n 's/^ "grace_s": \([0-9]\{1,5\}\),\{0,1\}$/\1/p' plan.json 2>/dev/null)" || true
   [[ -z "$value" ]] || words+=("--signal=B:USR1@$value")
   local script=multinode
   ((SLURM_JOB_NUM_NODES > 1)) || script=singlenode
   words+=("$DRAY_HOME/slurm/$script.sh" --run="${attempt%/*}" "${given[@]}")
-  if answer="$(timeout 20 "${words[@]}" 2>&1)"; then
+  # Where this job was submitted: a command's own files are looked for there.
+  if answer="$(cd -- "${SLURM_SUBMIT_DIR:-.}" && timeout 20 "${words[@]}" 2>&1)"; then
     echo "follow-on: job ${answer%%;*} goes on in this run folder once this one has ended"
   else
     echo "not submitted: $answer"
-    printf '  fix:    %s\n' "type this on a login node:$(printf ' %q' "${words[@]}")"
+    printf '  fix:    %s\n' "type this on a login node:${SLURM_SUBMIT_DIR:+ cd $(printf '%q' "$SLURM_SUBMIT_DIR") &&}$(printf ' %q' "${words[@]}")"
   fi
 }

@@ -198,3 +198,23 @@ def test_nothing_is_asked_where_nothing_is_decided(slurm: Slurm, decided: str) -
 def test_the_image_s_word_is_not_trusted(slurm: Slurm, tmp_path: Path, decided: str) -> None:
     done, calls = slurm.after(decided)
     assert (done.returncode, calls, (tmp_path / "bad").exists()) == (78, [], False)
+
+
+def test_no_other_job_follows_where_slurm_does_not_answer(slurm: Slurm) -> None:
+    """It may have put this one back all the same, and both would do the same work."""
+    done, calls = slurm.after("requeue\n", answers=REFUSED, JOB="")
+    assert [call[:2] for call in calls] == [["scontrol", "requeue"]]
+    assert done.stdout == (
+        "not known whether job 17 was put back, since Slurm does not answer: squeue --job=17 shows it\n"
+    )
+
+
+def test_a_follow_on_with_spare_nodes_is_left_to_itself_too_and_starts_where_this_one_did(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    (slurm.folder / "srun.options").write_text("--nodes=2\n--no-kill\n")
+    answers = {**REFUSED, "sbatch --parsable": "!sbatch: error: Access/permission denied"}
+    done, (_, follow) = slurm.after("requeue\n", answers=answers, SLURM_SUBMIT_DIR=str(tmp_path))
+    assert "--no-kill" in follow
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith(f"  fix:    type this on a login node: cd {tmp_path} && sbatch ")

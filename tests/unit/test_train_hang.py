@@ -213,8 +213,8 @@ def at(beating: Heartbeat, monkeypatch: pytest.MonkeyPatch, *moments: float) -> 
 @pytest.mark.parametrize(
     ("compiled", "steps", "given", "limit"),
     [
-        (3, (1, 2), None, 120),
-        (3, (20, 30, 1), None, 300),
+        (3, (1, 2), None, 600),
+        (3, (20, 90, 1), None, 900),
         (900, (1,), None, 1800),  # a step may compile once more
         (900, (100,), 7, 7),
         (1, (1,), 900, 900),

@@ -19,7 +19,7 @@ BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
 """Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
 
 START, COMPILE, STEP, CHECKPOINT, EVALUATE, END = range(6)
-LEAST = {START: 3600, COMPILE: 1800, STEP: 120, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}
+LEAST = {START: 3600, COMPILE: 1800, STEP: 600, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}
 """Seconds that dray's trainer may take for a phase in any case. At the start it tokenizes and reads weights, a
 checkpoint waits for the one before, and at the end it saves a model."""
 PHASES = ("start", "compile", "step", "checkpoint", "evaluate", "end")

@@ -156,7 +156,7 @@ def _hang(recipe: Recipe) -> str:
         return "never: hang_timeout_s = 0"
     if recipe.train is None:
         return f"no beat and no line in a log for {limit} s (hang_timeout_s)" if limit else "never: no hang_timeout_s"
-    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest, at least 120 s"
+    step = f"{limit} s (hang_timeout_s)" if limit else "ten times the slowest, at least 600 s"
     rest = "half an hour to compile, save or evaluate, an hour to start or end, or ten times the longest so far"
     return f"a step that takes {step}; {rest}"
 

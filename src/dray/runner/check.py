@@ -36,7 +36,7 @@ class Part:
 
     def __init__(self, name: str, argv: list[str]) -> None:
         self.name, self.argv = name, argv
-        self.phase = "its start"
+        self.phase, self._since = "its start", time.monotonic()
         self.found: list[Finding] = []
         self.reader = -1
         self._children: children.Children | None = None
@@ -77,7 +77,7 @@ class Part:
         try:
             told = json.loads(text)
             if told.keys() == {"phase"}:
-                self.phase = str(told["phase"])
+                self.phase, self._since = str(told["phase"]), time.monotonic()
             else:
                 self.found.append(Finding(**told["finding"]))
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -93,8 +93,10 @@ class Part:
 
     def hangs(self, seconds: float, *, left: bool) -> None:
         """It had to be killed; it may be `left`, where even that did not end it."""
-        if self.phase == LOADING and not left:
-            self.found.append(Finding(f"{self.name} is not checked: torch was not loaded within {seconds:.0f} s"))
+        moved = time.monotonic() - self._since < seconds / 2  # it was slow in what came before, such as the import
+        if not left and (self.phase == LOADING or moved):
+            done = "torch was not loaded" if self.phase == LOADING else f"{self.phase} was not done"
+            self.found.append(Finding(f"{self.name} is not checked: {done} within {seconds:.0f} s"))
             return
         stays = "; SIGKILL does not end it either" if left else ""
         self._unfit(f"{self.name}: no answer within {seconds:.0f} s", f"hangs in: {self.phase}{stays}")

@@ -187,10 +187,8 @@ class Control:
                         self.hang.open = False
                     self._end(channel.finding(message["failed"]))
                     self._pass_on(message)
-                elif self.hang and any(name in message for name in MESSAGES):
-                    for reply in self.hang.hear(node, message):
-                        self._tell_all(reply)
-                    self.cause = self.cause or self.hang.begun
+                elif any(name in message for name in MESSAGES):
+                    self._hear_of_a_hang(node, message)
                 elif "idle" in message:
                     self._idle.add(node)
                 elif "restart" in message and self._me:
@@ -202,6 +200,14 @@ class Control:
                     return
         except OSError as error:
             self._lost(node, str(error))
+
+    def _hear_of_a_hang(self, node: int, message: dict[str, Any]) -> None:
+        failed = self.cause and not self.saved and not self._hangs()
+        if self.hang is None or (failed and not self._me):  # what waits for ranks that have failed does not hang
+            return
+        for reply in self.hang.hear(node, message):
+            self._tell_all(reply)
+        self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)

@@ -91,7 +91,7 @@ def _heartbeat(rank: str) -> int:
     path = heartbeat.path(folder, rank)
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.ftruncate(file, heartbeat.SIZE)
+        os.pwrite(file, bytes(heartbeat.SIZE), 0)  # no hole: on a full disk the rank's own write would be a SIGBUS
     except OSError as error:
         print(f"dray: this rank has no heartbeat: {path}: {error.strerror}", file=sys.stderr, flush=True)
         return -1

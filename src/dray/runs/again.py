@@ -16,6 +16,8 @@ from dray.runs.result import Attempt, Next, Result
 from dray.runs.stop import PREEMPTION, TIME_LIMIT
 
 _LIMIT = 1 << 20  # bytes of a result
+_NO_NODE_S = ("the disk is full", "disk quota exceeded")
+"""What another node would find too: causes by their names."""
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 
@@ -105,7 +107,13 @@ def _unfit(result: Result, earlier: Iterable[Attempt]) -> list[str]:
     The reason is then not the nodes'.
     """
     cause = result.cause
-    if not cause or cause.code != exit_codes.UNFIT or cause.node not in result.hosts or not _HOST.fullmatch(cause.node):
+    if (
+        not cause
+        or cause.name in _NO_NODE_S
+        or cause.code != exit_codes.UNFIT
+        or cause.node not in result.hosts
+        or not _HOST.fullmatch(cause.node)
+    ):
         return []
     nodes = [name for name in result.failing_nodes if _HOST.fullmatch(name)] or [cause.node]
     if 1 < len(nodes) == len(result.hosts):

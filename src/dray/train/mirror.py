@@ -21,10 +21,12 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.train import manifest
 from dray.train.data import remote
 from dray.train.errors import say
+from dray.train.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from dray.train.metrics import Metrics
 
+_BEAT_S = 10.0
 RETRY_S = 60.0
 _AT_ONCE = 4  # files
 _BLOCK = 1 << 22
@@ -43,6 +45,7 @@ class Mirror:
         self._tried = False
         self._changed = Condition()
         self._thread: Thread | None = None
+        self._moved = 0  # bytes
 
     def begin(self, folder: Path, *, instead: bool) -> list[int]:
         """The steps that are complete there. Where it does not answer, a run ends unless it has others `instead`."""
@@ -133,11 +136,20 @@ class Mirror:
 
     def settle(self) -> None:
         """Wait until the newest is there, or could not be copied, twice."""
+        moved = -1
         for _ in range(2):
             with self._changed:
                 self._tried = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self.copying is None and (self._next is None or self._tried))
+                while not self._changed.wait_for(
+                    lambda: self.copying is None and (self._next is None or self._tried), _BEAT_S
+                ):
+                    if moved != self._moved:  # a copy that goes on is no hang, however long it takes
+                        moved = self._moved
+                        heartbeat.beat()
+
+    def _count(self, size: int) -> None:
+        self._moved += size
 
     def _work(self) -> None:
         while True:
@@ -189,14 +201,14 @@ class Mirror:
             if self._sent(system, path / name, f"{folder}/{name}") != files[name]:
                 raise OSError(f"{path / name} is not what was written")
             with system.open_input_stream(f"{folder}/{name}") as file:
-                if _summed(file) != files[name]:
+                if _summed(file, each=self._count) != files[name]:
                     raise OSError(f"{folder}/{name} is not what was sent")
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(send, files))
         own = self._sent(system, path / manifest.NAME, end)
         with system.open_input_stream(end) as file:
-            if _summed(file) != own:
+            if _summed(file, each=self._count) != own:
                 raise OSError(f"{end} is not what was sent")
         self._prune(system, root, cast(int, _step(path.name)))
 
@@ -205,11 +217,11 @@ class Mirror:
         with open_regular(source, link=False) as file:
             if "://" in self.place:
                 with system.open_output_stream(target) as out:
-                    return _summed(file, out)
+                    return _summed(file, out, each=self._count)
             # No group may write it, whatever the umask; and it is on the disk before the manifest is.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(target, flags, 0o644), "wb") as out:
-                found = _summed(file, out)
+                found = _summed(file, out, each=self._count)
                 out.flush()
                 os.fsync(out.fileno())
                 return found
@@ -240,14 +252,20 @@ def _step(path: str) -> int | None:
     return int(name) if name.isdecimal() and path.rstrip("/").endswith(f"step-{name}") and len(name) < 19 else None
 
 
-def _summed(file: BinaryIO, out: Any = None, most: int | None = None) -> dict[str, Any]:  # noqa: ANN401  a file of any kind
-    """Size and checksum of what it holds, which goes to `out` on the way; it is not read beyond `most`."""
+def _summed(
+    file: BinaryIO,
+    out: Any = None,  # noqa: ANN401  a file of any kind
+    most: int | None = None,
+    each: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Size and checksum of what it holds, which goes to `out` on the way. It is not read beyond `most`."""
     checksum, size = hashlib.sha256(), 0
     while (most is None or size <= most) and (block := file.read(_BLOCK)):
         checksum.update(block)
         size += len(block)
         if out is not None:
             out.write(block)
+        each(len(block))
     return {"bytes": size, "sha256": checksum.hexdigest()}
 
 
