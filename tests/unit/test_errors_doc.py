@@ -25,7 +25,7 @@ script what to do:
 | exit code | meaning |
 |---|---|
 | 69 | a node or the fabric is unfit |
-| 75 | temporary failure: submit again |
+| 75 | temporary failure, or stopped after a checkpoint: submit again |
 | 78 | the configuration is wrong |
 | other | the run failed |
 
