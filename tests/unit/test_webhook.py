@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -96,3 +97,13 @@ def test_what_is_no_url_or_answers_nothing(bad: str) -> None:
     assert failed
     assert failed.startswith("the webhook ")
     assert "secret" not in failed
+
+
+def test_a_name_that_is_looked_up_for_ever_holds_up_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "_SECONDS", 0)
+    asked = threading.Event()
+    monkeypatch.setattr(webhook, "_told", lambda *_: asked.wait(30))
+    began = time.monotonic()
+    assert webhook.tell("https://chat.example/x", RESULT, "done") == "the webhook did not answer within 1 s"
+    assert time.monotonic() - began < 5
+    asked.set()

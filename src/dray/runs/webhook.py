@@ -6,6 +6,7 @@ import ipaddress
 import json
 import urllib.error
 import urllib.request
+from threading import Thread
 from urllib.parse import urlsplit
 
 from dray.runs.result import Result
@@ -15,6 +16,15 @@ _SECONDS = 5  # Slurm kills a job soon after its time limit
 
 def tell(url: str, result: Result, text: str) -> str | None:
     """Why it could not be told. The URL is a secret: no message has it."""
+    answers: list[str | None] = []
+    # A thread: no deadline of a socket's bounds the search for its address, which takes half a minute without a DNS.
+    asked = Thread(target=lambda: answers.append(_told(url, result, text)), daemon=True)
+    asked.start()
+    asked.join(_SECONDS + 1)
+    return answers[0] if answers else f"the webhook did not answer within {_SECONDS + 1} s"
+
+
+def _told(url: str, result: Result, text: str) -> str | None:
     if wrong := _refused(url):
         return f"the webhook was not called: {wrong}"
     first = f"{result.run}: {text.partition(chr(10))[0]}"
