@@ -51,7 +51,7 @@ def test_it_goes_on_to_the_same_losses(run: BEGUN, words: tuple[str, ...], numbe
             for pid in moments.sample(pids, 2):
                 os.kill(pid, number)
                 time.sleep(moments.random() / 20)  # as when a node hears it later than another
-        asked = set(other.codes) == {75}
+        asked = 75 in other.codes and set(other.codes) <= {75, -9}  # the first that ends ends the others, as a launcher
         assert asked or set(other.codes) == {0}, other.said()
         assert [event["step"] for event in other.events("step")] == list(range(1, steps(other) + 1))
         reached = 15 if not asked else steps(other)
