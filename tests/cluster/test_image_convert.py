@@ -122,6 +122,8 @@ def machine(tmp_path_factory) -> Iterator[Machine]:
     options += ["--device=/dev/fuse", "--network=host", "--user=1000:1000", "--env=HOME=/tmp"]
     name = f"dray-convert-{uuid.uuid4().hex[:8]}"
     run("docker", "run", "--detach", f"--name={name}", *options, f"--volume={folder}:{folder}", image, "sleep", "900")
+    # The device has the host's mode, which may be root's alone.
+    run("docker", "exec", "--user=0", name, "chmod", "666", "/dev/fuse")
     tag = f"dray-convert:{name[-8:]}"
 
     def inside(*words: str | Path, code: int = 0) -> str:
