@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -60,12 +61,21 @@ def test_only_the_first_node_is_believed(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     first, other, stranger = ray.Told(b"a" * 64), ray.Told(b"a" * 64), ray.Told(b"b" * 64)
     assert other.heard("head") is None
-    first.say("head", "10.0.0.1:4000 /tmp/x")
+
+    def say(by: ray.Told, value: str) -> None:  # the store answers one client in order, and no other waits for that
+        by.say("head", value)
+        by._store.check(["head"])
+
+    say(first, "10.0.0.1:4000 /tmp/x")
     assert other.heard("head") == "10.0.0.1:4000 /tmp/x"
-    first.say("end", "0")
-    store.set("head", store.get("end"))  # what was signed for another key
-    for spoil in (lambda: None, lambda: stranger.say("head", "6.6.6.6:1 /tmp/x"), lambda: store.set("head", "{")):
+    signed_for_another = json.dumps(["0", first._signed("end", "0")])
+    for spoil in (
+        lambda: store.set("head", signed_for_another),
+        lambda: say(stranger, "6.6.6.6:1 /tmp/x"),
+        lambda: store.set("head", "{"),
+    ):
         spoil()
+        store.check(["head"])
         with pytest.raises(SystemExit) as ended:
             other.heard("head")
         assert ended.value.code == 69

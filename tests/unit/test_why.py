@@ -228,13 +228,13 @@ class TestStates:
 @pytest.mark.parametrize(
     ("words", "code", "problem"),
     [
-        (["gone"], 78, "this is not a run folder"),
+        (["gone"], 78, "there is no such run"),
         (["file"], 78, "this is not a run folder"),
         (["queued"], 78, "this is not a run folder"),
         (["--runs", "gone"], 78, "there is no run"),
         (["--runs", "queued"], 78, "there is no run"),
         (["queued", "x.tar.gz"], 78, "a FILE goes with --bundle"),
-        (["x" * 300], 78, "File name too long"),
+        (["x" * 300], 78, "there is no such run"),
         (["a", "b", "c"], 78, "got unexpected extra argument(s) (c)"),
     ],
 )

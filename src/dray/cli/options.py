@@ -129,6 +129,10 @@ def again(*options: str, command: Sequence[str] = ()) -> list[str]:
 
 
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]
+Run = Annotated[
+    str,
+    typer.Argument(metavar="[RUN]", help="A run's folder, name or its beginning, or a job's number; else the newest."),
+]
 _ENGINES = engines.names("local", "hosts")
 
 

@@ -7,17 +7,16 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Runs
+from dray.cli.options import Run, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import bundle as bundles
 from dray.runs import why as reasons
-from dray.runs.paths import default_runs, last_attempt, newest_run
+from dray.runs.named import find
+from dray.runs.paths import last_attempt
 
 
 def why(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, or one attempt's; else the newest run.")
-    ] = None,
+    run: Run = "",
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="With --bundle: the archive; else dray-why-RUN.tar.gz.")
     ] = None,
@@ -30,7 +29,7 @@ def why(
     """Show why a run failed: the first failure, its cause and the fix; --bundle packs what a bug report needs."""
     if file and not bundle:
         raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
-    paths = last_attempt(run or newest_run((runs or default_runs()).absolute()))
+    paths = last_attempt(find(run, runs))
     report = reasons.look(paths)
     if not bundle:
         print(report.model_dump_json(indent=1) if as_json else reasons.text(report))

@@ -1,5 +1,6 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
+RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
 RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
@@ -8,6 +9,7 @@ RUN/attempt-2/...           the next, after a requeue or by hand
 
 from __future__ import annotations
 
+JOB = "job.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 FINAL_MODEL = "final"  # in the checkpoints

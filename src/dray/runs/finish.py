@@ -6,17 +6,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dray.contract import exit_codes, files, run_folder
-from dray.contract.findings import counted
 from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import again, causes, grace, noted, records
+from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths
 from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
@@ -103,6 +103,7 @@ class _Left:
 
     def __init__(self, paths: RunPaths, code: int) -> None:
         self.paths, self.code = paths, code
+        self.metrics = Metrics(paths.metrics)
         self.warnings: list[str] = []
 
     def tried(self, what: Path, look: Callable[[], T]) -> T | None:
@@ -141,16 +142,16 @@ class _Left:
     def recoveries(self, within: list[tuple[float, Cause | None]]) -> list[dict[str, Any]]:
         """From the end of the attempt before this one, and from each restart."""
         own, before = self.paths, RunPaths(self.paths.run, self.paths.attempt - 1)
-        failures, events = [], self._events
+        failures, events = [], chain(self.metrics)
         if before.attempt and (ended := records.modified(before.result)):
             earlier = _Left(before, 0)
             time, cause = earlier.first_cause(before.failures) or (ended, None)
             failures.append(Failure(cause.why if cause else "the job ended", time, ended, records.modified(own.plan)))
-            events = lambda: chain(earlier._events(), self._events())  # noqa: E731
-        for number, (time, cause) in enumerate(within, 1):
-            ended = records.modified(own.folder / run_folder.restart(number))
+            events = chain(earlier.metrics, self.metrics)
+        for restart, (time, cause) in enumerate(within, 1):
+            ended = records.modified(own.folder / run_folder.restart(restart))
             failures.append(Failure(cause.why if cause else "unknown", time, ended))
-        return [one.model_dump() for one in recoveries(failures, events())] if failures else []
+        return [one.model_dump() for one in recoveries(failures, events)] if failures else []
 
     def first_cause(self, folder: Path) -> tuple[float, Cause] | None:
         """The earliest record of a failure, and its time."""
@@ -227,65 +228,37 @@ class _Left:
         found: dict[str, Any] = {}
         kept = last_time = None
         told = []
-        for event in self._events():
+        for event in self.metrics:
             kind = event.get("event")
             if kind in noted.KINDS:
                 told.append(event)
-                seconds = _number(event, "seconds")
+                seconds = number(event, "seconds")
                 found |= {"save_s": max(seconds, found.get("save_s", 0.0))} if seconds is not None else {}
                 continue  # a checkpoint may be complete long after the last step
-            if (now := _number(event, "time")) is not None:
+            if (now := number(event, "time")) is not None:
                 last_time = now
-                if kept is None or (kind == "step" and (_whole(event, "step") or 0) <= (saved or 0)):
+                if kept is None or (kind == "step" and (whole(event, "step") or 0) <= (saved or 0)):
                     kept = now
             if kind == "start":
-                first, last = _whole(event, "first_step"), _whole(event, "steps")
+                first, last = whole(event, "first_step"), whole(event, "steps")
                 found |= {"first_step": first} | ({"steps": last} if first and first == last else {})
-            elif kind == "step" and (step := _whole(event, "step")) is not None:
-                loss = _number(event, "loss")
+            elif kind == "step" and (step := whole(event, "step")) is not None:
+                loss = number(event, "loss")
                 found |= {"steps": step, "loss_first": found.get("loss_first", loss), "loss_last": loss}
-            elif kind == "slow" and None not in (slow := [_whole(event, "rank"), _number(event, "times")]):
-                one = {"rank": slow[0], "node": str(event.get("node")), "times": slow[1], "step": _whole(event, "step")}
+            elif kind == "slow" and None not in (slow := [whole(event, "rank"), number(event, "times")]):
+                one = {
+                    "rank": slow[0],
+                    "node": str(event.get("node")),
+                    "times": slow[1],
+                    "step": whole(event, "step"),
+                }
                 found.setdefault("slow_ranks", []).append(one)
             elif kind == "eval":
-                found["perplexity"] = _number(event, "perplexity")
+                found["perplexity"] = number(event, "perplexity")
             elif kind == "end":
-                found |= {name: _number(event, name) for name in ("tokens_per_s", "train_seconds")}
+                found |= {name: number(event, name) for name in ("tokens_per_s", "train_seconds")}
                 found["sample"] = str(event.get("sample") or "")
-        self.warnings += noted.warnings(told)
+        self.warnings += [*self.metrics.warnings(), *noted.warnings(told)]
         if saved is not None and kept is not None and last_time is not None:
             found["lost_s"] = round(max(0.0, last_time - kept), 3)
         return found
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        """The metrics; a line that is still being written is left out, and one that is none is counted."""
-        damaged = 0
-        try:
-            file = files.open_regular(self.paths.metrics)
-        except FileNotFoundError:
-            return
-        with file:
-            while line := file.readline(RECORD):
-                try:
-                    event = json.loads(line)
-                except (ValueError, RecursionError):
-                    damaged += line.endswith(b"\n") or len(line) == RECORD
-                    continue
-                if isinstance(event, dict):
-                    yield event
-                else:
-                    damaged += 1
-        if damaged:
-            self.warnings.append(f"{self.paths.metrics}: {counted(damaged, 'damaged line')} left out")
-
-
-def _whole(event: dict[str, Any], name: str) -> int | None:
-    value = event.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
-
-
-def _number(event: dict[str, Any], name: str) -> float | None:
-    value = event.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor what JSON cannot hold

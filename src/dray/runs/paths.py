@@ -150,20 +150,6 @@ def last_attempt(folder: Path) -> RunPaths:
     return RunPaths(folder, found[-1]) if found else newest_attempt(folder)
 
 
-def newest_run(runs: Path) -> Path:
-    """The run whose last attempt began or ended last."""
-    found = [(max(attempts(run)), run) for run in runs.iterdir() if attempts(run)] if runs.is_dir() else []
-    if not found:
-        raise ConfigError(
-            "there is no run",
-            where=runs,
-            wanted=f"a folder with run folders, each with {names.attempt(1)} in it",
-            found="none in it" if runs.is_dir() else "no folder",
-            fix="name the `run folder:` of the run's last line, or --runs",
-        )
-    return max(found, key=lambda one: RunPaths(one[1], one[0]).folder.lstat().st_mtime)[1]
-
-
 def newest_attempt(folder: Path) -> RunPaths:
     """The newest attempt of a run, or that whose own folder this is."""
     folder = folder.absolute()

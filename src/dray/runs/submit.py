@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from dray import process
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, error
 from dray.contract.values import control_characters
 from dray.planning.schema import Plan
 from dray.runs.paths import make_run_folder
+
+
+class Queued(BaseModel):
+    """job.json: what was put into the queue."""
+
+    model_config = ConfigDict(frozen=True)
+
+    job: Annotated[int, Field(ge=1)]
+    cluster: str = ""
+    """Of several that one sbatch knows."""
+    time: float
+    argv: list[str]
 
 
 def check(options: Sequence[str]) -> None:
@@ -82,4 +100,8 @@ def submit(argv: Sequence[str], folder: Path, share: str) -> str:
         if not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm: dray run, or make cluster")
         raise
-    return done.out.strip().split(";")[0]
+    number, _, cluster = done.out.strip().partition(";")
+    queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
+    with suppress(OSError):  # the job is in the queue all the same
+        files.write_atomic(folder / run_folder.JOB, queued.model_dump_json(indent=1))
+    return number

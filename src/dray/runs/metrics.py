@@ -1,0 +1,74 @@
+"""metrics.jsonl, read in whatever state it is: half-written, damaged, or not there. docs/metrics.md is its schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dray.contract import files
+from dray.contract.findings import counted
+from dray.runs.records import RECORD
+
+Event = dict[str, Any]
+
+
+class Metrics:
+    """The events of one attempt, in their order. A line that is still being written is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._damaged = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        self._damaged = 0
+        try:
+            file = files.open_regular(self._path)
+        except FileNotFoundError:
+            return
+        with file:
+            while line := file.readline(RECORD):
+                if event := _event(line):
+                    yield event
+                else:
+                    self._damaged += line.endswith(b"\n") or len(line) == RECORD
+
+    def warnings(self) -> list[str]:
+        """What of it could not be read, the last time."""
+        return [f"{self._path}: {counted(self._damaged, 'damaged line')} left out"] if self._damaged else []
+
+
+def last(path: Path, *kinds: str, most: int = 1 << 16) -> Event | None:
+    """The newest event of one of these kinds, looked for in the end of the file alone: there may be a million lines."""
+    try:
+        with files.open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            lines = file.read(most).split(b"\n")
+    except FileNotFoundError:
+        return None
+    found = (event for line in reversed(lines) if (event := _event(line)))
+    return next((event for event in found if event.get("event") in kinds), None)
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def whole(event: Event, name: str) -> int | None:
+    """A count."""
+    value = event.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+
+
+def number(event: Event, name: str) -> float | None:
+    """A number that JSON can hold."""
+    value = event.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if -1e300 < value < 1e300 else None  # neither NaN nor infinite

@@ -1,0 +1,97 @@
+"""Which run is meant: a folder, a run's name or its beginning, a job's number, or nothing, for the newest."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from dray.contract import files, run_folder
+from dray.contract.findings import ConfigError
+from dray.runs.paths import RunPaths, attempts, default_runs
+
+_SHOWN = 6
+_JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
+_MOST = 1 << 20  # bytes of a file that is read for a job's number
+
+
+def find(named: str = "", runs: Path | None = None) -> Path:
+    """The folder of a run, or of one of its attempts if that was named."""
+    runs = (runs or default_runs()).absolute()
+    if not named:
+        return _newest(runs)
+    folder = Path(named).absolute()
+    if "/" in named or os.path.lexists(folder):
+        return folder
+    if named.isdecimal() and named.isascii() and (of_job := [run for run in every(runs) if int(named) in jobs(run)]):
+        return max(of_job, key=changed)
+    names = [run.name for run in every(runs)]
+    if named in names:
+        return runs / named
+    fitting = [name for name in names if name.startswith(named)]
+    if len(fitting) == 1:
+        return runs / fitting[0]
+    raise _unclear(named, runs, names, sorted(fitting))
+
+
+def every(runs: Path) -> Iterator[Path]:
+    """The runs in a folder, in no order."""
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
+        yield from (Path(entry.path) for entry in entries if entry.is_dir() and is_run(Path(entry.path)))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it has an attempt, or a job that will begin one."""
+    first = (folder / run_folder.attempt(1), folder / run_folder.JOB)
+    with suppress(OSError):
+        return any(path.exists() for path in first) or bool(attempts(folder))
+    return False
+
+
+def jobs(run: Path) -> list[int]:
+    """The numbers of its jobs: of each attempt, the newest first, then the one that was submitted."""
+    found = []
+    for number in reversed(attempts(run)):
+        with suppress(OSError):
+            found += [int(job) for job in _JOB.findall(files.read(RunPaths(run, number).facts, limit=_MOST))]
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found.append(int(json.loads(files.read(run / run_folder.JOB, limit=_MOST))["job"]))
+    return [job for job in dict.fromkeys(found) if job]
+
+
+def changed(run: Path) -> float:
+    """When its last attempt began or ended, or its job was submitted."""
+    numbers = attempts(run)
+    newest = RunPaths(run, numbers[-1]).folder if numbers else run
+    with suppress(OSError):
+        return newest.lstat().st_mtime
+    return 0.0
+
+
+def _newest(runs: Path) -> Path:
+    found = list(every(runs))
+    if not found:
+        raise ConfigError(
+            "there is no run",
+            where=runs,
+            wanted=f"a folder with run folders, each with {run_folder.attempt(1)} in it",
+            found="none in it" if runs.is_dir() else "no folder",
+            fix="name the `run folder:` of the run's last line, or --runs",
+        )
+    return max(found, key=changed)
+
+
+def _unclear(named: str, runs: Path, names: list[str], fitting: list[str]) -> ConfigError:
+    wanted = "a run's folder, its name or the beginning of it, or the number of its job"
+    if fitting:
+        shown = ", ".join(fitting[:_SHOWN]) + ", ..." * (len(fitting) > _SHOWN)
+        return ConfigError(
+            "several runs begin like this", where=runs, wanted=wanted, found=f"{named!r}: {shown}", fix="add letters"
+        )
+    near = difflib.get_close_matches(named, names, n=1)
+    fix = f"did you mean {near[0]}?" if near else "dray runs lists them; --runs names another folder"
+    return ConfigError("there is no such run", where=runs, wanted=wanted, found=ascii(named), fix=fix)

@@ -1,0 +1,74 @@
+"""A run by its folder, its name or the beginning of it, a job's number, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dray.contract.findings import ConfigError
+from dray.runs import named
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "my runs"
+    for number, name in enumerate(
+        ("20260101-120000-gpt2-41", "20260101-130000-gpt2-a1b2c3", "20260102-090000-bert-43")
+    ):
+        attempt = folder / name / "attempt-1"
+        attempt.mkdir(parents=True)
+        os.utime(attempt, (1000 + number, 1000 + number))
+    (folder / "20260101-120000-gpt2-41" / "attempt-1" / "facts.txt").write_text("scheduler=slurm\njob=41\n")
+    queued = folder / "20260103-000000-queued-d4e5f6"
+    queued.mkdir()
+    (queued / "job.json").write_text(json.dumps({"job": 44, "time": 1.0, "argv": []}))
+    os.utime(queued, (500, 500))
+    (folder / "no run").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("", "20260102-090000-bert-43"),
+        ("20260101-13", "20260101-130000-gpt2-a1b2c3"),
+        ("20260101-120000-gpt2-41", "20260101-120000-gpt2-41"),
+        ("41", "20260101-120000-gpt2-41"),
+        ("44", "20260103-000000-queued-d4e5f6"),
+    ],
+)
+def test_it_is_found(runs: Path, word: str, name: str) -> None:
+    assert named.find(word, runs) == runs / name
+
+
+def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    for word in ("20260102-090000-bert-43", "./20260102-090000-bert-43", str(runs / "20260102-090000-bert-43")):
+        assert named.find(word, runs / "elsewhere") == runs / "20260102-090000-bert-43"
+    attempt = "20260102-090000-bert-43/attempt-1"
+    assert named.find(attempt) == runs / attempt
+
+
+@pytest.mark.parametrize(
+    ("word", "problem", "found", "fix"),
+    [
+        ("20260101", "several runs begin like this", "-gpt2-41, 20260101-130000-gpt2-a1b2c3", "add letters"),
+        ("2026010-120000-gpt2-41", "there is no such run", "2026010", "did you mean 20260101-120000-gpt2-41?"),
+        ("42", "there is no such run", "'42'", "dray runs lists them; --runs names another folder"),
+        ("\x1b[2J", "there is no such run", r"'\x1b[2J'", "dray runs lists them; --runs names another folder"),
+    ],
+)  # fmt: skip
+def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        named.find(word, runs)
+    assert refused.value.problem == problem
+    assert found in str(refused.value.finding.found)
+    assert refused.value.finding.fix == fix
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run"):
+        named.find("", tmp_path)
