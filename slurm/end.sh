@@ -6,7 +6,8 @@
 
 end::finish() { # CODE: result.json and the last words; without the image this script's own
   local ended=0 words
-  words="$(end::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
+  # Slurm signals all processes of a job that is to end, and this must not.
+  words="$(trap '' "${lib__signals[@]}" && end::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
   if [[ -n "$words" ]]; then
     printf '%s\n' "$words" || true # this job's output may be on a disk that is full
     end::decided || true
@@ -50,6 +51,7 @@ end::decided() { # what dray finish has decided: nothing, back into the queue, o
   if [[ "$what" == spare ]]; then
     lost+=("${nodes[@]}")
   else
+    trap '' "${lib__signals[@]}"
     end::requeue "${nodes[@]}"
   fi
 }

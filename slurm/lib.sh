@@ -152,12 +152,16 @@ lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the
   return "$code"
 }
 
-lib::listen() { # to signals
+lib::listen() { # FUNCTION: which is called with each signal's name
   local signal
   for signal in "${lib__signals[@]}"; do
     # shellcheck disable=SC2064 # now, not then
-    trap "lib::heard $signal" "$signal"
+    trap "$1 $signal" "$signal"
   done
+}
+
+lib::late() { # SIGNAL: between the nodes' end and the next start of nodes, if there is one
+  late="$1"
 }
 
 lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or TERM the ranks may save what they have
@@ -209,7 +213,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   while kill -0 "$nodes_pid" 2>/dev/null; do # a signal ends the wait, and not srun
     wait "$nodes_pid" || true
   done
-  trap '' "${lib__signals[@]}" # what follows is short, and what a signal asks for
+  lib::listen lib::late # what follows is short, and what a signal asks for
   wait "$nodes_pid" || code=$?
   [[ -z "$watch_pid" ]] || kill "$watch_pid" 2>/dev/null || true
   wait "$tail_pid" || true
@@ -244,8 +248,8 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     shift
   done
   lib::slurm
-  local nodes_pid="" stopped_by="" stopped_at=""
-  lib::listen
+  local nodes_pid="" stopped_by="" stopped_at="" late=""
+  lib::listen lib::heard
   local recipe="" engine image layer="" attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
   # As in dray submit: a file is a recipe, also one with = in its name.
@@ -285,7 +289,8 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     lib::start || code=$?
     given_run="${attempt%/*}" nodes_pid=""
     cd -- "$here" || return
-    lib::listen
+    lib::listen lib::heard
+    [[ -z "$late" ]] || lib::heard "$late"
   done
   return "$code"
 }

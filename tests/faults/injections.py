@@ -6,11 +6,15 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from running import EVERY, Running
+
+from helpers import ROOT
 
 TRAIN, RANK, RUNNER = "dray.train /[^ ]*/RUN/", "rank.py /[^ ]*/RUN/", "dray.runner /[^ ]*/RUN/"
 
@@ -27,6 +31,8 @@ class Fault:
     options: tuple[str, ...] = ()
     lost: int = 2 * EVERY
     """Steps that may be taken twice."""
+    around: Callable[[Any], AbstractContextManager[None]] = nullcontext
+    """What the cluster is like for this run, from before it starts."""
 
 
 def kill_rank(run: Running) -> None:
@@ -189,6 +195,124 @@ def with_network(run: Running, node: str, command: str) -> None:
     subprocess.run(["nsenter", "--target", str(pid), "--net", *command.split()], check=True)
 
 
+def slow_rank(run: Running) -> None:
+    """Half of the time it stands still, for ten seconds."""
+    run.at_some_step()
+    pattern = f"^python3 -m {TRAIN.replace('RUN', re.escape(run.name))}"
+    stutter = "for _ in {1..50}; do kill -STOP $pid || exit 0; sleep 0.1; kill -CONT $pid; sleep 0.1; done"
+    run.on(run.rng.choice(("n1", "n2")), f"pid=$(pgrep -o -f -- '{pattern}'); {stutter}")
+
+
+def slow_network(run: Running) -> None:
+    """Five steps by a network of 20 MB/s."""
+    run.at_some_step()
+    with_network(run, "n2", "tc qdisc add dev eth0 root tbf rate 160mbit burst 256kbit latency 400ms")
+    reached = run.step()
+    run.until(lambda: run.step() >= reached + 5)
+    with_network(run, "n2", "tc qdisc del dev eth0 root")
+
+
+@contextmanager
+def small_tmp(cluster: Any) -> Iterator[None]:
+    """A node's /tmp holds 128 MB."""
+    on(cluster, "n2", "mount -t tmpfs -o size=128m,mode=1777 tmpfs /tmp")
+    try:
+        yield
+    finally:
+        on(cluster, "n2", "umount --lazy /tmp")
+
+
+def fill_tmp(run: Running) -> None:
+    run.at_some_step()
+    run.injected = time.time()
+    run.on("n2", "! head -c 200M /dev/zero >/tmp/full")
+
+
+IMAGE = "home/replaced.sif"
+
+
+@contextmanager
+def own_image(cluster: Any) -> Iterator[None]:
+    shutil.copyfile(ROOT / "build/dray-cpu.sif", cluster.shared / IMAGE)
+    try:
+        yield
+    finally:
+        (cluster.shared / IMAGE).unlink()
+
+
+def replace_image(run: Running) -> None:
+    """Somebody builds it again while it is in use; then all ranks have to start again."""
+    run.at_some_step()
+    image = run.cluster.shared / IMAGE
+    new = image.with_suffix(".new")
+    shutil.copyfile(image, new)
+    new.rename(image)
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 -m {TRAIN}")
+
+
+def cancel(*options: str) -> Callable[[Running], None]:
+    """By its user, who submits it again."""
+
+    def inject(run: Running) -> None:
+        run.at_some_step()
+        run.injected = time.time()
+        assert run.cluster.exec(["scancel", *options, run.jobs[-1]]).code == 0
+        run.until(lambda: re.search("JobState=(CANCELLED|FAILED)", run.show()))
+        run.submit(run=run.name)
+
+    return inject
+
+
+def time_limit(run: Running) -> None:
+    """Slurm ends it; its signal comes first, as the recipe's grace says."""
+    run.at_some_step()
+    run.injected = time.time()
+    ending = ["scontrol", "update", f"job={run.jobs[-1]}", "EndTime=now+12"]
+    assert run.cluster.exec(ending).code == 0
+
+
+@contextmanager
+def small_disk(cluster: Any) -> Iterator[None]:
+    """A disk for checkpoints that both nodes share; a container sees what is mounted when it starts."""
+    folder = cluster.shared / "small"
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK},mode=1777", "tmpfs", folder], check=True)
+    try:
+        restart_nodes(cluster)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        restart_nodes(cluster)
+
+
+def fill_disk(run: Running) -> None:
+    """Others write; after ten steps there is room again."""
+    run.at_some_step()
+    full = run.cluster.shared / "small" / "of others"
+    with full.open("wb") as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
+            file.flush()
+    reached = run.step()
+    run.until(lambda: run.step() >= reached + 2 * EVERY)
+    full.unlink()
+
+
+def restart_nodes(cluster: Any) -> None:
+    for node in ("n1", "n2"):
+        cluster.machine(node).restart(timeout=1)
+    deadline = time.monotonic() + 60
+    while cluster.exec(["sinfo", "--noheader", "--format=%T"]).out.split() != ["idle"]:
+        assert time.monotonic() < deadline, cluster.exec(["sinfo"]).out
+        time.sleep(0.1)
+
+
+def on(cluster: Any, node: str, command: str) -> None:
+    code, out, err = cluster.exec(["bash", "-c", command], node=node, user="root")
+    assert code == 0, (command, out, err)
+
+
+DISK = "64m"
 KILLED = r"killed by SIGKILL"
 GONE = r"is gone"
 STOPPED = r"stopped by (SIGUSR1|the time limit)"
@@ -213,4 +337,49 @@ FAULTS = (
     Fault("a manifest of another checkpoint", damage(other_manifest), STOPPED),
     Fault("a node's network is cut and healed", cut_network, GONE),
     Fault("a rank is stopped (SIGSTOP)", stop_rank, r"hang: rank \d on n\d is stopped", words=HANGS),
+    Fault("a rank is slower by half for 10 s", slow_rank, "", lost=0),
+    Fault("a node's network is slow", slow_network, "", lost=0),
+    Fault("a node's /tmp is full", fill_tmp, "", lost=0, around=small_tmp),
+    Fault("the image's file is replaced", replace_image, KILLED, (f"--image=/shared/{IMAGE}",), around=own_image),
+    Fault("scancel", cancel(), "stopped by scancel"),
+    Fault("scancel --signal=TERM", cancel("--signal=TERM"), "stopped by"),
+    Fault("the time limit", time_limit, "stopped by the time limit", options=("--signal=B:USR1@10",), lost=0),
+    Fault(
+        "the disk of the checkpoints is full",
+        fill_disk,
+        "",
+        ("checkpoint.folder=/shared/small/c",),
+        lost=0,
+        around=small_disk,
+    ),
 )
+
+
+def kill_plain(run: Running) -> None:
+    run.at_some_step(12)
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 plain.py {run.seed}$")
+
+
+def stop_plain(run: Running) -> None:
+    run.at_some_step(12)
+    run.kill(run.rng.choice(("n1", "n2")), f"^python3 plain.py {run.seed}$", "STOP")
+
+
+def spin(run: Running) -> None:
+    """A rank that is in an endless loop."""
+    run.at_some_step(12)
+    run.injected = time.time()
+    file = f"{run.folder}/spin"
+    run.on("n1", f"echo -n {run.rng.randrange(2)} >{file}")
+    run.until(lambda: "hang" in run.output())
+    run.on("n1", f"rm {file}")
+
+
+OF_PLAIN = (
+    Fault("the time limit is near", time_is_near, STOPPED, lost=0),
+    Fault("kill -9 of a rank", kill_plain, KILLED, lost=10),
+    Fault("scontrol requeue", requeue, "stopped by scontrol requeue", lost=10),
+    Fault("a rank is stopped (SIGSTOP)", stop_plain, r"hang", words=HANGS, lost=10),
+    Fault("a rank in an endless loop", spin, r"hang", words=HANGS, lost=10),
+)
+"""Of a user's own script."""

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from helpers import ROOT
+
 STEPS, EVERY = 60, 5
 RECIPE = (
     "recipes/smoke-cpu.toml", "ranks_per_node=1", "preflight.when=never", f"train.steps={STEPS}",
@@ -27,22 +29,31 @@ _QUEUE = threading.Lock()  # job numbers and run folders come one by one
 class Running:
     """One job, by its number, and the folder of its run on this machine."""
 
-    def __init__(self, cluster: Any, seed: int, *words: str, recipe: tuple[str, ...] = RECIPE) -> None:
+    recipe: tuple[str, ...] = RECIPE
+    folder: str | None = None
+    """Where it is submitted from; else the checkout."""
+
+    def __init__(self, cluster: Any, seed: int, *words: str) -> None:
         self.cluster, self.seed, self.rng = cluster, seed, random.Random(seed)
         self.log = cluster.shared / "home" / f"fault-{seed}-{time.time_ns()}.log"
-        self.words = (*recipe, *words)
+        self.words = self.typed(words)
         self.jobs: list[str] = []
         self.run = Path()
         self.injected = 0.0
+
+    def typed(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        """After slurm/multinode.sh."""
+        return (*self.recipe, *words)
 
     # What a user does.
 
     def submit(self, *options: str, run: str = "") -> None:
         given = [f"--run={run}"] if run else []
-        words = [*options, "slurm/multinode.sh", *given, *self.words]
+        words = [*options, f"{ROOT}/slurm/multinode.sh", *given, *self.words]
         with _QUEUE:
             code, out, err = self.cluster.exec(
-                ["sbatch", "--parsable", f"--output=/shared/home/{self.log.name}", "--open-mode=append", *words]
+                ["sbatch", "--parsable", f"--output=/shared/home/{self.log.name}", "--open-mode=append", *words],
+                workdir=self.folder,
             )
             assert code == 0, err
             self.jobs.append(out.strip())
@@ -81,11 +92,14 @@ class Running:
         return sorted(found, key=lambda path: int(path.name[8:]))
 
     def events(self, kind: str = "step") -> Iterator[dict[str, Any]]:
-        for attempt in self.attempts():
-            file = attempt / "metrics.jsonl"
+        for file in self.metrics():
             for line in file.read_text().splitlines() if file.exists() else ():
                 if line.endswith("}") and (event := json.loads(line))["event"] == kind:
                     yield event
+
+    def metrics(self) -> list[Path]:
+        """Of its attempts, in their order."""
+        return [attempt / "metrics.jsonl" for attempt in self.attempts()]
 
     def step(self) -> int:
         return max((event["step"] for event in self.events()), default=0)
@@ -174,10 +188,34 @@ class Running:
         return f"seed {self.seed}, job {' '.join(self.jobs)}, {self.run}"
 
 
+class Plain(Running):
+    """A job of plain.py, in a folder of its own."""
+
+    recipe = ("launcher=python", "ranks_per_node=1", "preflight.when=never", "max_restarts=2", "max_requeues=2")
+
+    def __init__(self, cluster: Any, seed: int, *words: str) -> None:
+        super().__init__(cluster, seed, *words)
+        self.folder = f"/shared/home/{self.log.stem}"
+        self.own = self.log.with_suffix("")
+        made = cluster.exec(["install", "-D", "-t", self.folder, f"{ROOT}/tests/faults/plain.py"])
+        assert made.code == 0, made.err
+
+    def typed(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        return (*super().typed(words), "--", "python3", "plain.py", str(self.seed))
+
+    def metrics(self) -> list[Path]:
+        return [self.own / "metrics.jsonl"]
+
+    def weights(self) -> str:
+        return hashlib.sha256((self.own / "saved.pt").read_bytes()).hexdigest()
+
+
 @contextmanager
-def going(cluster: Any, seed: int, *words: str, options: tuple[str, ...] = (), **more: Any) -> Iterator[Running]:
+def going(
+    cluster: Any, seed: int, *words: str, options: tuple[str, ...] = (), kind: type[Running] = Running
+) -> Iterator[Running]:
     """A job that has begun to train; nothing of it is left in the queue at the end."""
-    running = Running(cluster, seed, *words, **more)
+    running = kind(cluster, seed, *words)
     try:
         running.submit(*options)
         yield running

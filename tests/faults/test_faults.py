@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from injections import FAULTS, Fault
-from running import STEPS, Running, going
+from injections import FAULTS, OF_PLAIN, Fault
+from running import STEPS, Plain, Running, going
 
 pytestmark = pytest.mark.cluster
 
@@ -23,7 +23,9 @@ STRATEGIES = {
     "ddp": (),
     "fsdp": ("train.strategy=fsdp",),
     "zero3": ("train.strategy=zero3",),
+    "plain.py": (),
 }
+PLAIN = "plain.py"
 # What CI runs: each way in which a run goes on, once.
 CI = ("kill -9 of a rank", "kill -9 of the launcher", "kill -9 of a rank's supervisor", "kill -9 of a node's runner",
       "kill -9 of squashfuse", "kill -9 in the middle of a save", "the time limit is near", "scontrol requeue",
@@ -31,7 +33,8 @@ CI = ("kill -9 of a rank", "kill -9 of the launcher", "kill -9 of a rank's super
       "a rank is stopped (SIGSTOP)")  # fmt: skip
 # These touch the whole cluster: alone, after the others.
 ALONE = ("the controller is restarted", "a node stands still for 10 s", "a node is switched off",
-         "a node's network is cut and healed", "preemption by a partition of higher priority")  # fmt: skip
+         "a node's network is cut and healed", "preemption by a partition of higher priority",
+         "a node's network is slow", "a node's /tmp is full", "the disk of the checkpoints is full")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,17 @@ class Case:
 
 def cases() -> list[Case]:
     if not SOAK:
-        return [Case(fault, "ddp", SEED + number) for number, fault in enumerate(FAULTS) if fault.name in CI]
-    chosen = []
+        chosen = [(fault, "ddp") for fault in FAULTS if fault.name in CI] + [(fault, PLAIN) for fault in OF_PLAIN[:2]]
+        return [Case(fault, strategy, SEED + number) for number, (fault, strategy) in enumerate(chosen)]
+    chosen = [(fault, PLAIN) for fault in OF_PLAIN]
     for fault in FAULTS:
         times = 6 if "save" in fault.name else 3
         chosen += [(fault, list(STRATEGIES)[number % 3]) for number in range(times)]
     return [Case(fault, strategy, SEED + number) for number, (fault, strategy) in enumerate(chosen)]
+
+
+def kind(strategy: str) -> type[Running]:
+    return Plain if strategy == PLAIN else Running
 
 
 CASES = cases()
@@ -77,14 +85,15 @@ class Outcomes:
             self.found |= {case: pool.submit(self.disturbed, case) for case in CASES if case.fault.name in ALONE}
 
     def undisturbed(self, strategy: str) -> tuple[dict[int, float], str]:
-        with going(self.cluster, 0, *STRATEGIES[strategy]) as run:
+        with going(self.cluster, 0, *STRATEGIES[strategy], kind=kind(strategy)) as run:
             run.follow()
             assert run.result()["status"] == "done", run.output()
             return run.losses(), run.weights()
 
     def disturbed(self, case: Case) -> None:
         fault, words = case.fault, (*STRATEGIES[case.strategy], *case.fault.words)
-        with going(self.cluster, case.seed, *words, options=fault.options) as run:
+        going_on = going(self.cluster, case.seed, *words, options=fault.options, kind=kind(case.strategy))
+        with fault.around(self.cluster), going_on as run:
             fault.inject(run)
             run.follow()
             named, seconds = run.named(), run.next_step_after(run.injected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,22 +67,54 @@ def test_submit_asks_for_them(root: Path) -> None:
     assert "--nodes=9" in submit.options(recipe, site, 0, 8)
 
 
-def test_the_job_goes_on_with_a_spare_node(tmp_path: Path) -> None:
-    """By the real batch script, node.sh and runner: the second attempt in the run folder is on the other node."""
+NAME = 'next(word[11:] for word in sys.argv if word.startswith("--nodelist="))'
+PROGRAM = '[[ $SLURMD_NODENAME != n1 ]] || exit 69; echo "here is $SLURMD_NODENAME"'
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Job:
+    """A job with two nodes, of which each start gets the one that the plan names."""
     job = Job(tmp_path)
-    name = 'next(word[11:] for word in sys.argv if word.startswith("--nodelist="))'
-    job.tool("srun", SRUN.replace('"n1"', name))
+    job.tool("srun", SRUN.replace('"n1"', NAME))
     job.tool("scontrol", "#!/bin/bash\nexit 1\n")
     job.env |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    program = '[[ $SLURMD_NODENAME != n1 ]] || exit 69; echo "here is $SLURMD_NODENAME"'
-    words = ["launcher=python", "spares=1", "--", "bash", "-c", program]
-    ended = subprocess.run(
-        job.argv(*words, plan_only=False), env=job.env, cwd=job.home, capture_output=True, text=True, check=False
+    return job
+
+
+def ended(job: Job) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    words = ["launcher=python", "spares=1", "--", "bash", "-c", PROGRAM]
+    done = subprocess.run(
+        job.argv(*words, plan_only=False),
+        env=job.env,
+        cwd=job.home,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     (run,) = job.runs.iterdir()
-    first, second = (json.loads((run / f"attempt-{number}" / "result.json").read_text()) for number in (1, 2))
+    return done, [json.loads((run / f"attempt-{number}" / "result.json").read_text()) for number in (1, 2)]
+
+
+def test_the_job_goes_on_with_a_spare_node(two: Job) -> None:
+    """By the real batch script, node.sh and runner: the second attempt in the run folder is on the other node."""
+    done, (first, second) = ended(two)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert (first["exit_code"], first["hosts"], first["next"]["exclude"]) == (69, ["n1"], ["n1"])
     assert (second["status"], second["hosts"]) == ("done", ["n2"])
-    assert "spare node: n2 takes its place, without n1\n" in ended.stdout
-    assert (run / "attempt-2" / "logs" / "rank-0.log").read_text() == "here is n2\n"
+    assert "spare node: n2 takes its place, without n1\n" in done.stdout
+    (log,) = two.runs.glob("*/attempt-2/logs/rank-0.log")
+    assert log.read_text() == "here is n2\n"
+
+
+@pytest.mark.parametrize("all_processes", [False, True])
+def test_a_signal_before_the_spare_node_takes_over_is_heard(two: Job, all_processes: bool) -> None:
+    """While the first result is written: of sbatch --signal=B:USR1 the script alone hears, of scancel all do."""
+    told = two.home / "told"
+    whom = "-TERM -- -$job" if all_processes else "-USR1 $job"
+    once = f"[[ ! -e '{told}' ]] || exit 1\n>'{told}'\njob=$(ps -o sid= -p $$ | tr -d ' ')"
+    two.tool("scontrol", f"#!/bin/bash\n{once}\nkill {whom}\n")
+    done, (first, second) = ended(two)
+    assert told.exists()
+    assert (first["exit_code"], first["next"]["spare"]) == (69, True), done.stdout + done.stderr
+    assert (second["status"], second["reason"]) == ("stopped", "SIGTERM" if all_processes else "SIGUSR1"), done.stdout
