@@ -181,6 +181,22 @@ lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or
   [[ "$1" == TERM || -z "$nodes_pid" ]] || kill -INT "$nodes_pid" 2>/dev/null || true
 }
 
+lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has the folder of their checkpoints is gone
+  local -r holder='"token": "([0-9a-f]{32})".* "job": ([1-9][0-9]{0,17}), "run": "([^"\\]+)", "attempt": ([0-9]{1,9}),'
+  local text answer
+  text="$(head --bytes=16384 -- "${checkpoints:-${attempt%/*}/checkpoints}/lease.json" 2>/dev/null)" || return 0
+  [[ "$text" =~ $holder && "${BASH_REMATCH[2]}" != "$SLURM_JOB_ID" ]] || return 0
+  local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" folder="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}"
+  # A number of another cluster's that has the same disk is unknown here too.
+  grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
+  if answer="$(timeout 10 squeue --noheader --jobs="$job" 2>&1)"; then
+    [[ -z "$answer" ]] || return 0 # also while its nodes are still ending its processes
+  else
+    [[ "$answer" == *"Invalid job id specified"* ]] || return 0
+  fi
+  printf '%s\n' "$token" >"$attempt/ended"
+}
+
 lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadline (SlurmdTimeout, 5 minutes by default)
   until compgen -G 'failures/node-*-lost-*.json' >/dev/null; do sleep 2; done
   sleep 40 # the ranks of the other nodes have ended by then
@@ -286,6 +302,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     failed=${#lost[@]} code=0
     lib::plan "$@"
     echo "run folder: ${attempt%/*}"
+    lib::lease || true
     lib::start || code=$?
     given_run="${attempt%/*}" nodes_pid=""
     cd -- "$here" || return

@@ -24,7 +24,7 @@ print("released", flush=True)
 
 
 def about(**other: Any) -> dict[str, Any]:
-    return {"host_variable": "NODE", "job": 0, "run_folder": "/runs/one", "attempt": 1} | other
+    return {"host_variable": "NODE", "job": 0, "run_folder": "/runs/one", "folder": "/nowhere", "attempt": 1} | other
 
 
 class Other:

@@ -75,7 +75,7 @@ class Bench:
         model: dict[str, Any],
         *,
         cold: bool = False,
-        **more: bool,
+        **more: int,
     ) -> dict:
         """One training of the other side."""
         cache = self.folder / ("cold" if cold else "stock-cache")
@@ -320,16 +320,35 @@ def checkpoint(rounds: int = 3) -> None:
     """What the loop is held up by, and how much slower the steps are that go on meanwhile."""
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(Path(made), 12)
-        wide = [f"model.config.{name}={value}" for name, value in (("n_embd", 512), ("n_head", 8))]
+        wide = {"n_embd": 512, "n_head": 8}
+        words = [*(f"model.config.{name}={value}" for name, value in wide.items()), "checkpoint.every=[[0, 10]]"]
         for strategy in ("ddp", "fsdp"):
             held, slow = [], []
             for _ in range(rounds):
-                words = (*wide, f"train.strategy={strategy}", "checkpoint.every=[[0, 10]]")
-                lines = bench.dray(40, 0, *words, ranks=2)["lines"]
+                lines = bench.dray(40, 0, *words, f"train.strategy={strategy}", ranks=2)["lines"]
                 held += [line["checkpoint_s"] for line in lines if line["checkpoint_s"]]
                 plain = statistics.median(line["step_s"] for line in lines[5:])
                 slow += [line["step_s"] - line["checkpoint_s"] - plain for line in lines if line["checkpoint_s"]]
             print(f"| {strategy} | {statistics.median(held):.3f} | {statistics.median(slow):.3f} | {plain:.3f} |")
+        (bench.folder / "out").mkdir()
+        ways = {
+            "dray, one rank": lambda: bench.dray(40, 0, *words),
+            "Trainer's own": lambda: bench.stock(40, 0, {"save_strategy": "steps", "save_steps": 10}, wide),
+            "torch.save, at once": lambda: bench.stock(40, 0, {}, wide, save=10),
+        }
+        cost: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, train in ways.items():
+                cost[way] += _costs(train()["ends"])
+        for way, found in cost.items():
+            print(f"| {way} | {statistics.median(found):.3f} | {min(found):.3f} | {max(found):.3f} |")
+
+
+def _costs(ends: list[float]) -> list[float]:
+    """What each save has made the ten steps after it longer by, all in all."""
+    steps = [after - before for before, after in pairwise(ends)]
+    plain = statistics.median(steps)
+    return [sum(steps[save - 2 : save + 8]) - 10 * plain for save in (10, 20)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 BEGAN = float(os.environ.get("BEGAN", time.time()))
 
@@ -28,6 +29,7 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -41,6 +43,19 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_: object, **__: object) -> None:
         self.ends.append(time.time() - BEGAN)
+
+
+class Save(TrainerCallback):
+    """Weights and optimizer by torch.save, while all else waits: the least that a checkpoint written at once takes."""
+
+    def __init__(self, every: int, file: Path) -> None:
+        self.every, self.file = every, file
+
+    def on_step_end(self, _: object, state: TrainerState, __: object, **more: Any) -> None:  # noqa: ANN401
+        if state.global_step % self.every == 0:
+            torch.save([more["model"].state_dict(), more["optimizer"].state_dict()], self.file)
+            with self.file.open("rb") as written:
+                os.fsync(written.fileno())
 
 
 def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str, end: str) -> Dataset:
@@ -82,11 +97,11 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=said["out"], per_device_train_batch_size=said["batch"], max_steps=said["steps"],
         learning_rate=said["lr"], logging_steps=1, seed=said["seed"],
-        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, **said["switches"],
+        report_to=[], disable_tqdm=True, use_cpu=True, **{"save_strategy": "no", **said["switches"]},
     )  # fmt: skip
     trainer = Trainer(
         model=model(configuration(**said["model"])), args=arguments, train_dataset=data, data_collator=collator,
-        callbacks=[clock],
+        callbacks=[clock, *([Save(every, Path(said["out"], "saved.pt"))] if (every := said.get("save")) else [])],
     )  # fmt: skip
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

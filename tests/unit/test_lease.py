@@ -29,8 +29,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE", "node-1")
 
 
-def holding(folder: Path, **other: Any) -> Lease:
-    return Lease(folder, SimpleNamespace(**about(**other)))  # type: ignore[arg-type]
+def holding(at: Path, **other: Any) -> Lease:
+    return Lease(at, SimpleNamespace(**about(**other)))  # type: ignore[arg-type]
 
 
 def elsewhere(folder: Path, **other: Any) -> None:
@@ -101,6 +101,21 @@ def test_a_follow_on_job_whose_run_left_its_result(tmp_path: Path, capsys) -> No
         (run / "attempt-1/result.json").write_text("{}")
         holding(tmp_path, job=8, run_folder=str(run), attempt=2).acquire()
     assert capsys.readouterr().out.endswith(": its attempt has ended\n")
+
+
+@pytest.mark.parametrize("its_own", [True, False])
+def test_one_whose_job_slurm_knows_no_more(tmp_path: Path, its_own: bool, capsys) -> None:
+    """The batch script has asked, and has written down whose lease it is."""
+    attempt = tmp_path / "attempt-1"
+    attempt.mkdir()
+    with Other(tmp_path, job=7) as first:
+        elsewhere(tmp_path)
+        os.kill(first.process.pid, signal.SIGKILL)
+        token = json.loads((tmp_path / NAME).read_text())["token"]
+        (attempt / "ended").write_text(f"{token if its_own else '0' * 32}\n")
+        holding(tmp_path, job=8, run_folder="/runs/other", folder=str(attempt)).acquire()
+    why = "Slurm knows its job no more" if its_own else "no sign of life for 1 s"
+    assert capsys.readouterr().out.endswith(f": {why}\n")
 
 
 @pytest.mark.parametrize("text", [None, "", "[" * 5000, '{"token": 1}'])

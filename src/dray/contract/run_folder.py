@@ -33,6 +33,7 @@ PREFLIGHT_REPORT = "preflight/report.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 NEXT = "next"  # what the batch script asks of Slurm once all is written
+ENDED = "ended"  # the token of a lease on the checkpoints whose job is gone, as Slurm has told the batch script
 STOP = "stop"  # empty until somebody asks the run to save and end
 
 

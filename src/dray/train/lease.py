@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple, NoReturn
 
-from dray.contract import run_folder
+from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
 from dray.train.config import Config
 from dray.train.errors import say
@@ -61,6 +61,7 @@ class Lease:
         token, node = secrets.token_hex(16), os.environ.get(config.host_variable, "")
         self.own = Holder(token, _user(), node, config.job, config.run_folder, config.attempt, since, process)
         self._released, self._lock = Event(), Lock()
+        self._told = Path(config.folder, run_folder.ENDED)
 
     def acquire(self) -> None:
         """Take the folder, or refuse (78) and say who has it. It may watch that one for two minutes."""
@@ -132,6 +133,9 @@ class Lease:
             return "it is this run's own, before it was started again"
         if _gone(holder.process):
             return "its process has ended"
+        with suppress(OSError):
+            if files.read(self._told, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
+                return "Slurm knows its job no more"
         result = Path(holder.run, run_folder.attempt(holder.attempt), run_folder.RESULT)
         return "its attempt has ended" if result.exists() else ""
 
