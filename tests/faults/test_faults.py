@@ -73,7 +73,7 @@ class Outcomes:
 
     def __init__(self, cluster) -> None:
         self.cluster = cluster
-        self.rows: dict[Case, tuple[str, int, float | None]] = {}
+        self.rows: dict[Case, str] = {}
         with ThreadPoolExecutor(AT_ONCE) as pool:
             needed = sorted({case.strategy for case in CASES})
             plain = {strategy: pool.submit(self.undisturbed, strategy) for strategy in needed}
@@ -91,16 +91,26 @@ class Outcomes:
             return run.losses(), run.weights()
 
     def disturbed(self, case: Case) -> None:
+        row = ["", "**no**", "", ""]
+        try:
+            self.hurt(case, row)
+            row[1] = "yes"
+        finally:
+            self.rows[case] = " | ".join([f"| {case.fault.name}", f"{case.strategy}, seed {case.seed}", *row]) + " |"
+            print(self.rows[case], flush=True)
+
+    def hurt(self, case: Case, row: list[str]) -> None:
+        """Fills in what was named, how many steps were taken twice, and the seconds to the next step."""
         fault, words = case.fault, (*STRATEGIES[case.strategy], *case.fault.words)
         going_on = going(self.cluster, case.seed, *words, options=fault.options, kind=kind(case.strategy))
         with fault.around(self.cluster), going_on as run:
             fault.inject(run)
             run.follow()
-            named, seconds = run.named(), run.next_step_after(run.injected)
-            self.rows[case] = (named, run.lost(), seconds)
-            assert run.result()["status"] == "done", f"{run}: {named}\n{run.output()[-3000:]}"
+            seconds = run.next_step_after(run.injected) if run.injected else None
+            row[0], row[2], row[3] = run.named(), str(run.lost()), "" if seconds is None else f"{seconds:.1f}"
+            assert run.result()["status"] == "done", f"{run}: {row[0]}\n{run.output()[-3000:]}"
             self.same(case, run)
-            assert re.search(fault.named, named) if fault.named else not named, f"{run}: {named!r}"
+            assert re.search(fault.named, row[0]) if fault.named else not row[0], f"{run}: {row[0]!r}"
             assert run.lost() <= fault.lost, f"{run}: {run.lost()} steps were taken twice"
 
     def same(self, case: Case, run: Running) -> None:
@@ -113,27 +123,17 @@ class Outcomes:
         assert run.weights() == weights, f"{run}: the model is another"
 
     def table(self) -> str:
-        lines = ["| fault | run | cause that was named | recovered | steps taken twice | seconds to the next step |",
-                 "|---|---|---|---|---:|---:|"]  # fmt: skip
-        for case, future in self.found.items():
-            named, lost, seconds = self.rows.get(case, ("", 0, None))
-            ended = "yes" if future.done() and not future.exception() else "**no**"
-            shown = "" if seconds is None else f"{seconds:.1f}"
-            lines.append(
-                f"| {case.fault.name} | {case.strategy}, seed {case.seed} | {named} | {ended} | {lost} | {shown} |"
-            )
-        return "\n".join(lines)
+        head = "| fault | run | cause that was named | recovered | steps taken twice | seconds to the next step |"
+        return "\n".join([head, "|---|---|---|---|---:|---:|", *(self.rows[case] for case in CASES)])
 
 
 @pytest.fixture(scope="module")
 def outcomes(cluster) -> Outcomes:
     found = Outcomes(cluster)
-    table = found.table()
-    print(f"\n{table}")
     if page := os.environ.get("DRAY_FAULTS"):
         begin, end = "<!-- make faults -->\n", "<!-- end -->\n"
         before, _, rest = Path(page).read_text().partition(begin)
-        Path(page).write_text(f"{before}{begin}{table}\n{end}{rest.partition(end)[2]}")
+        Path(page).write_text(f"{before}{begin}{found.table()}\n{end}{rest.partition(end)[2]}")
     return found
 
 
