@@ -250,25 +250,27 @@ def replace_image(run: Running) -> None:
     run.kill(run.rng.choice(("n1", "n2")), f"^python3 -m {TRAIN}")
 
 
-def cancel(*options: str) -> Callable[[Running], None]:
+def cancel(run: Running) -> None:
     """By its user, who submits it again."""
+    run.at_some_step()
+    run.injected = time.time()
+    assert run.cluster.exec(["scancel", run.jobs[-1]]).code == 0
+    run.until(lambda: "JobState=CANCELLED" in run.show() and "run folder:" in run.output()[-500:])
+    run.submit(run=f"/shared/runs/{run.name}")
 
-    def inject(run: Running) -> None:
-        run.at_some_step()
-        run.injected = time.time()
-        assert run.cluster.exec(["scancel", *options, run.jobs[-1]]).code == 0
-        run.until(lambda: re.search("JobState=(CANCELLED|FAILED)", run.show()))
-        run.submit(run=run.name)
 
-    return inject
+def terminate(run: Running) -> None:
+    """All processes of the nodes are told, that of the image's mount too, and the batch script is not."""
+    run.at_some_step()
+    run.injected = time.time()
+    assert run.cluster.exec(["scancel", "--signal=TERM", run.jobs[-1]]).code == 0
 
 
 def time_limit(run: Running) -> None:
-    """Slurm ends it; its signal comes first, as the recipe's grace says."""
+    """Slurm looks at it every 30 seconds; its signal comes first, as the recipe's grace says."""
     run.at_some_step()
     run.injected = time.time()
-    ending = ["scontrol", "update", f"job={run.jobs[-1]}", "EndTime=now+12"]
-    assert run.cluster.exec(ending).code == 0
+    assert run.cluster.exec(["scontrol", "update", f"job={run.jobs[-1]}", "EndTime=now+75"]).code == 0
 
 
 @contextmanager
@@ -341,9 +343,8 @@ FAULTS = (
     Fault("a node's network is slow", slow_network, "", lost=0),
     Fault("a node's /tmp is full", fill_tmp, "", lost=0, around=small_tmp),
     Fault("the image's file is replaced", replace_image, KILLED, (f"--image=/shared/{IMAGE}",), around=own_image),
-    Fault("scancel", cancel(), "stopped by scancel"),
-    Fault("scancel --signal=TERM", cancel("--signal=TERM"), "stopped by"),
-    Fault("the time limit", time_limit, "stopped by the time limit", options=("--signal=B:USR1@10",), lost=0),
+    Fault("scancel", cancel, "stopped by scancel"),
+    Fault("scancel --signal=TERM", terminate, "the image's mount went away"),
     Fault(
         "the disk of the checkpoints is full",
         fill_disk,
@@ -375,6 +376,8 @@ def spin(run: Running) -> None:
     run.on("n1", f"rm {file}")
 
 
+LONG = (Fault("the time limit", time_limit, "stopped by the time limit", options=("--signal=B:USR1@70",), lost=0),)
+"""In a run that is longer than Slurm takes to look."""
 OF_PLAIN = (
     Fault("the time limit is near", time_is_near, STOPPED, lost=0),
     Fault("kill -9 of a rank", kill_plain, KILLED, lost=10),
