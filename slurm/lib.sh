@@ -289,7 +289,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
   engine="$(engine::found)"
   image="$(lib::guess "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
-  [[ -z "$given_run" ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job
+  [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
   runs="$(realpath -m -- "$runs")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}

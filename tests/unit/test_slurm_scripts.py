@@ -78,6 +78,15 @@ def test_a_job_decides_as_toml_says(job: Job, tmp_path: Path, seed: int) -> None
         assert not list(job.runs.iterdir())
 
 
+def test_a_run_goes_on_by_its_name_or_its_folder(job: Job) -> None:
+    """A name is in the folder of the runs, as for dray run."""
+    attempts = [
+        job.plan(f"--run={run}", "recipes/smoke-cpu.toml").stdout.rpartition("attempt ")[2].strip()
+        for run in ("mine", str(job.runs / "mine"), "mine")
+    ]
+    assert attempts == [f"{job.runs}/mine/attempt-{number}" for number in (1, 2, 3)]
+
+
 def test_all_spellings_are_tried() -> None:
     """By some seed; a spelling that TOML would not take is none."""
     texts = [recipe(seed) for seed in range(SEEDS)]
