@@ -26,6 +26,9 @@ class RunPaths:
         self.plan = self.folder / names.PLAN
         self.node_script = self.folder / names.NODE_SCRIPT
         self.srun_options = self.folder / names.SRUN_OPTIONS
+        self.stop = self.folder / names.STOP
+        self.process = self.folder / names.PROCESS
+        self.enter_script = self.folder / names.ENTER_SCRIPT
         self.facts = self.folder / names.FACTS
         self.secret = self.folder / names.SECRET
         self.logs = self.folder / names.LOGS
