@@ -16,9 +16,9 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.runs import squeue
 from dray.runs.named import is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
+from dray.runs.queued import Queued
 from dray.runs.result import Result
 from dray.runs.squeue import Job
-from dray.runs.submit import Queued
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
 _MOST = 1 << 20  # bytes of a file of a run

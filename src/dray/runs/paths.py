@@ -69,6 +69,16 @@ def run_name(name: str) -> str:
     return name
 
 
+def run_named(runs: Path, word: str) -> Path | None:
+    """The folder of the run that `--run` names, there already or not; None where nothing is named."""
+    if not word:
+        return None
+    folder = Path(word).absolute() if "/" in word else runs / run_name(word)
+    run = folder.parent if _number(folder) else folder  # the folder of an attempt is its run's
+    run_name(run.name or "/")
+    return run
+
+
 def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:
     """Make the folder of a run, before it has an attempt: this user's alone, or with its group as a reader.
 
