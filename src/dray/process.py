@@ -7,12 +7,13 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from dray.contract.findings import DrayError, UnfitError
 
@@ -180,6 +181,15 @@ def hurry_on_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, note)
+
+
+def replace(argv: Sequence[str], env: Mapping[str, str] | None = None) -> NoReturn:
+    """Start in this program's place, with its terminal and all."""
+    program = which(argv[0])
+    if not program:
+        raise UnfitError(f"{argv[0]} is not installed", where=f"PATH={os.environ.get('PATH', '')}")
+    sys.stdout.flush()
+    os.execve(program, list(argv), dict(os.environ if env is None else env))  # noqa: S606  a list, never a shell
 
 
 class Running:

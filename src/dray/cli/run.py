@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from dray import engines
-from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Ranks, Runs, Site, again, chosen, report
+from dray import engines, process
+from dray.cli.options import (
+    Arguments,
+    Chosen,
+    Engine,
+    GpusPerNode,
+    Launcher,
+    Nodes,
+    Ranks,
+    Runs,
+    Site,
+    again,
+    chosen,
+    report,
+)
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
-from dray.runs import hosts, local, write
+from dray.runs import allocation, hosts, local, write
 from dray.runs.finish import finish
 from dray.runs.paths import default_runs, run_name
 from dray.runs.result import summary
@@ -49,10 +63,24 @@ def run(
         typer.Option(metavar="FILE", help="With --hostfile: what machines prove to one another; the same on each."),
     ] = None,
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
+    here: Annotated[bool, typer.Option("--local", help="Inside an salloc: on this machine all the same.")] = False,
 ) -> None:
-    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
+    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes.
+
+    Inside an salloc it takes the nodes of the allocation, without a queue. Example: dray run recipes/smoke-cpu.toml
+    """
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     settings = asked.recipe()
+    folder = (runs or default_runs()).absolute()
+    if not hostfile:
+        _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
+    if not hostfile and (allocated := allocation.found(os.environ)):
+        if why := "--local" if here else _given(context, engine):
+            print(f"on this machine alone, by {why}; without it in the allocation: {allocated}")
+        else:
+            _refuse({"--gpus-per-node": bool(gpus_per_node)}, "is what salloc was given; --ranks sets the ranks")
+            allocation.require_nodes(allocated, nodes)
+            _take(allocated, asked, folder, run_id, site)
 
     def typed(*more: str) -> str:
         return shlex.join(again(*more, command=asked.command))
@@ -62,10 +90,7 @@ def run(
     if hostfile or settings.image != "cpu":
         gpus_per_node = gpus_per_node or ranks or 0
     if not hostfile:
-        _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
-        one_machine = engine in engines.names("local")
-        _refuse({f"--engine {engine}": not one_machine}, "goes with --hostfile, or with sbatch")
-    folder = (runs or default_runs()).absolute()
+        _refuse({f"--engine {engine}": engine not in engines.names("local")}, "goes with --hostfile, or with sbatch")
     if hostfile:
         _refuse({"--nodes": nodes is not None}, "is not for a hostfile, whose lines are the nodes")
         machines = hosts.read(hostfile)
@@ -97,6 +122,25 @@ def run(
     next_attempt = typed() if run_id else typed(f"--run={plan.run}")
     print(summary(result, paths, again=next_attempt, shown=progress.rank))
     raise typer.Exit(result.exit_code)
+
+
+def _given(context: typer.Context, engine: str) -> str:
+    """The option by which an engine of this machine was chosen; empty for the default."""
+    source = context.get_parameter_source("engine")
+    return f"--engine {engine}" if source and source.name != "DEFAULT" else ""
+
+
+def _take(allocated: allocation.Allocation, asked: Chosen, folder: Path, run_id: str, site: str) -> NoReturn:
+    """The batch script takes this program's place, and its terminal: Ctrl-C is the script's."""
+    print(f"in the allocation of this shell, without a queue: {allocated} (--local: on this machine alone)")
+    argv = allocation.argv(
+        allocated,
+        run=str(folder / run_id) if run_id else "",
+        site=str(Path(site).absolute()) if site.endswith(".toml") else site,
+        recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
+        command=asked.command,
+    )
+    process.replace(argv, allocation.environment(os.environ, folder))
 
 
 def _refuse(options: dict[str, bool], why: str) -> None:

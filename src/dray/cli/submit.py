@@ -27,7 +27,7 @@ from dray.config import checkout
 from dray.images import store
 from dray.runs import login, write
 from dray.runs import submit as queue
-from dray.runs.paths import RunPaths, default_runs, new_id
+from dray.runs.paths import default_runs, new_id, next_attempt, run_named
 
 
 def submit(
@@ -42,10 +42,22 @@ def submit(
     runs: Runs = None,
     sbatch: Sbatch = None,
     verbose: Verbose = False,
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run",
+            metavar="NAME|FOLDER",
+            help="A name for this run, or its folder; of one that is there, its next attempt.",
+        ),
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
 ) -> None:
-    """Check the recipe, make the run folder and call sbatch with the site's options."""
+    """Check the recipe, make the run folder and call sbatch with the site's options.
+
+    Example: dray submit recipes/smoke-cpu.toml --nodes=2 --sbatch=--time=01:00:00
+    """
     queue.check(sbatch or [])
+    folder = run_named((runs or default_runs()).absolute(), run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
@@ -53,13 +65,15 @@ def submit(
     facts, choice = login.facts(
         recipe, nodes, gpus_per_node, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
     )
-    run = (runs or default_runs()).absolute() / new_id(recipe.name)
-    plan = write.decide(recipe, facts, choice, RunPaths(run))
+    folder = folder or (runs or default_runs()).absolute() / new_id(recipe.name)
+    attempt = next_attempt(folder)
+    plan = write.decide(recipe, facts, choice, attempt)
     plan.refuse()  # before the image, which may take long to build
     variant = plan.recipe.image_name
     image = store.job_file(checkout.root(), variant, plan.engine)
     if not dry_run:
         store.required(checkout.root(), variant, recipe.image_digest, plan.engine)
+        queue.require_free(folder, sbatch or [])
         report(plan)
     argv = queue.sbatch(
         plan,
@@ -78,4 +92,5 @@ def submit(
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
-    print(f"job {queue.submit(argv, run, recipe.runs.share)} is in the queue\nrun folder: {run}")
+    which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
+    print(f"job {queue.submit(argv, folder, recipe.runs.share)} is in the queue{which}\nrun folder: {folder}")

@@ -25,6 +25,7 @@ from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 T = TypeVar("T")
+_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 
 
 def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False) -> Result:
@@ -40,7 +41,9 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
         left.code = code = exit_codes.RETRY
     failures = left.tried(paths.failures, left.restarts) or []
     first = failures[0][1] if failures else None
-    stopped = stopped or left.asked()
+    by_user = left.asked_by_user()
+    if not stopped or by_user:  # whoever asks for a run's end wants it, whatever else ends it meanwhile
+        stopped = left.asked(by_user=by_user, heard=stopped is not None) or stopped
     status = "stopped" if stopped else "failed" if code else "done"
     checkpoint = left.newest_checkpoint(plan) if status != "done" else None
     saved = int(checkpoint.rpartition("-")[2]) if checkpoint else None
@@ -81,7 +84,8 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     )
     if found := grace.warning(result, stopped):
         result.warnings.append(found)
-    result = result.model_copy(update={"next": again.decide(result, plan, result.history, batch=batch)})
+    then = None if by_user else again.decide(result, plan, result.history, batch=batch)
+    result = result.model_copy(update={"next": then})
     if status == "done":
         left.tried(paths.preflight, left.tidy)
     text = result.model_dump_json(indent=1) + "\n"
@@ -92,7 +96,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
             print(problem, text, sep="\n", file=sys.stderr)
         return result
-    if (then := result.next) and (then.requeue or then.spare):
+    if then and (then.requeue or then.spare):
         line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
@@ -120,14 +124,22 @@ class _Left:
         folders = [self.paths.folder / run_folder.restart(number) for number in range(1, count + 1)]
         return [self.first_cause(folder) or (records.modified(folder), None) for folder in folders]
 
-    def asked(self) -> Stop | None:
-        """Whether ranks have ended since somebody had asked them to, in the file that is for that."""
+    def asked(self, *, by_user: bool, heard: bool) -> Stop | None:
+        """Whether ranks have ended since somebody had asked them to, in the file that is for that; or by a signal that
+        was `heard`."""
         at = self._asked_at()
-        return Stop("a request", utc(at)) if at and self.code == exit_codes.RETRY else None
+        ended = heard or self.code == exit_codes.RETRY
+        return Stop(run_folder.BY_USER if by_user else "a request", utc(at)) if at and ended else None
+
+    def asked_by_user(self) -> bool:
+        """Whether `dray stop` has asked for it."""
+        with suppress(OSError):
+            return run_folder.BY_USER.encode() in files.read(self.paths.stop, limit=_ASKED).splitlines()
+        return False
 
     def _asked_at(self) -> float | None:
         with suppress(OSError):
-            asked = (self.paths.folder / run_folder.STOP).stat()
+            asked = self.paths.stop.stat()
             return asked.st_mtime if asked.st_size else None
         return None
 

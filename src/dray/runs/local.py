@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from dray import engines, process
 from dray.config import checkout, packages
 from dray.config.recipe import Recipe
 from dray.containers import network as containers
+from dray.contract import files, processes
 from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL, network
 from dray.facts import Engine, Facts
@@ -107,6 +109,8 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(process.stoppable())
         stack.callback(shutil.rmtree, plan.scratch, ignore_errors=True)
+        if not only:  # of a hostfile's machines the first one, whose runner is asked to stop
+            files.write_atomic(paths.process, json.dumps(processes.mark(os.getpid())))
         if engines.get(plan.engine).private_network:
             private = network(plan.run) if plan.world.one_machine else None
             label = f"{LABEL}={plan.run}"

@@ -56,11 +56,17 @@ def jobs(run: Path) -> list[int]:
     """The numbers of its jobs: of each attempt, the newest first, then the one that was submitted."""
     found = []
     for number in reversed(attempts(run)):
-        with suppress(OSError):
-            found += [int(job) for job in _JOB.findall(files.read(RunPaths(run, number).facts, limit=_MOST))]
+        found.append(job_of(RunPaths(run, number)))
     with suppress(OSError, ValueError, TypeError, KeyError):
         found.append(int(json.loads(files.read(run / run_folder.JOB, limit=_MOST))["job"]))
     return [job for job in dict.fromkeys(found) if job]
+
+
+def job_of(attempt: RunPaths) -> int:
+    """The job that this attempt is in; 0 without Slurm, or where its folder does not tell."""
+    with suppress(OSError):
+        return next(map(int, _JOB.findall(files.read(attempt.facts, limit=_MOST))), 0)
+    return 0
 
 
 def changed(run: Path) -> float:

@@ -26,6 +26,9 @@ class RunPaths:
         self.plan = self.folder / names.PLAN
         self.node_script = self.folder / names.NODE_SCRIPT
         self.srun_options = self.folder / names.SRUN_OPTIONS
+        self.stop = self.folder / names.STOP
+        self.process = self.folder / names.PROCESS
+        self.enter_script = self.folder / names.ENTER_SCRIPT
         self.facts = self.folder / names.FACTS
         self.secret = self.folder / names.SECRET
         self.logs = self.folder / names.LOGS
@@ -64,6 +67,16 @@ def run_name(name: str) -> str:
             fix="--run=NAME; --runs=FOLDER names the folder that it is in",
         )
     return name
+
+
+def run_named(runs: Path, word: str) -> Path | None:
+    """The folder of the run that `--run` names, there already or not; None where nothing is named."""
+    if not word:
+        return None
+    folder = Path(word).absolute() if "/" in word else runs / run_name(word)
+    run = folder.parent if _number(folder) else folder  # the folder of an attempt is its run's
+    run_name(run.name or "/")
+    return run
 
 
 def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None:

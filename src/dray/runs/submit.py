@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from dray import process
 from dray.config import checkout, sites
@@ -18,19 +16,9 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, error
 from dray.contract.values import control_characters
 from dray.planning.schema import Plan
+from dray.runs import live, named
 from dray.runs.paths import make_run_folder
-
-
-class Queued(BaseModel):
-    """job.json: what was put into the queue."""
-
-    model_config = ConfigDict(frozen=True)
-
-    job: Annotated[int, Field(ge=1)]
-    cluster: str = ""
-    """Of several that one sbatch knows."""
-    time: float
-    argv: list[str]
+from dray.runs.queued import Queued
 
 
 def check(options: Sequence[str]) -> None:
@@ -90,13 +78,33 @@ def sbatch(
     return [*argv, *(["--", *command] if command else [])]
 
 
+def require_free(run: Path, options: Sequence[str]) -> None:
+    """Refuse a second job for a run that has one, unless it waits for another (`--dependency`)."""
+    state = live.look(run) if named.is_run(run) else None
+    if state and state.kind in ("queued", "starting", "running") and not any(map(_waits, options)):
+        after = f"; or after it: --sbatch=--dependency=afterany:{state.job.number}" if state.job else ""
+        raise ConfigError(
+            "the run goes on: two jobs would write into it",
+            where=run,
+            wanted="a run that has ended",
+            found=state.where,
+            fix=f"dray stop {shlex.quote(str(run))}{after}",
+        )
+
+
+def _waits(option: str) -> bool:
+    return option.startswith(("--dependency", "-d"))
+
+
 def submit(argv: Sequence[str], folder: Path, share: str) -> str:
-    """Make the run folder, queue the job and return its number. A refused job leaves no folder."""
-    make_run_folder(folder, share=share)
+    """Make the run folder, if it is not there, queue the job and return its number. A refused job leaves no new one."""
+    new = not folder.exists()
+    make_run_folder(folder, new=new, share=share)
     try:
         done = process.run(argv)
     except DrayError as refused:
-        folder.rmdir()
+        if new:
+            folder.rmdir()
         if not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm: dray run, or make cluster")
         raise

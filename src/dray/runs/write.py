@@ -16,7 +16,7 @@ from dray import __version__, render
 from dray.config import accelerate, deepspeed, maps, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
-from dray.contract import dataset, files, node, run_folder
+from dray.contract import dataset, files, node
 from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
@@ -147,7 +147,7 @@ def begin(
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
-    write_atomic(paths.folder / run_folder.STOP, "")
+    write_atomic(paths.stop, "")
     for name, text in {**decided.files, **render.engine_files(decided)}.items():
         write_atomic(paths.folder / name, text)
     write_atomic(paths.node_script, render.node_script(decided), mode=0o777)

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, NamedTuple, NoReturn
 
-from dray.contract import files, run_folder
+from dray.contract import files, processes, run_folder
 from dray.contract.findings import ConfigError
 from dray.train.config import Config
 from dray.train.errors import say
@@ -57,7 +57,7 @@ class Lease:
     def __init__(self, folder: Path, config: Config) -> None:
         self.path = folder / NAME
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        process = _process(os.getpid())
+        process = processes.mark(os.getpid())
         token, node = secrets.token_hex(16), os.environ.get(config.host_variable, "")
         self.own = Holder(token, _user(), node, config.job, config.run_folder, config.attempt, since, process)
         self._released, self._lock = Event(), Lock()
@@ -131,7 +131,7 @@ class Lease:
             return ""
         if holder.run == self.own.run and holder.job == self.own.job and (holder.job or self._same_attempt(holder)):
             return "it is this run's own, before it was started again"
-        if _gone(holder.process):
+        if processes.gone(holder.process):
             return "its process has ended"
         with suppress(OSError):
             if files.read(self._told, limit=_LIMIT).decode(errors="replace").strip() == holder.token:
@@ -213,30 +213,3 @@ def _user() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # a container may have any user
         return f"user {os.geteuid()}"
-
-
-def _process(pid: int) -> list[Any]:
-    """What no other process is: this start of the kernel, the namespace of process ids, the id, and when it began."""
-    boot = namespace = ""
-    with suppress(OSError):  # a container that hides them; then nobody knows when this process has ended
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    return [boot, namespace, pid, _began(pid)]
-
-
-def _began(pid: int) -> str:
-    """Empty where there is no such process, or only what is left of one."""
-    try:
-        state, *fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]
-
-
-def _gone(process: list[Any]) -> bool:
-    """Whether this machine knows that it has ended."""
-    boot, namespace, pid, began = process
-    here = _process(os.getpid())
-    return bool(boot and namespace and began) and here[:2] == [boot, namespace] and _began(pid) != began

@@ -1,0 +1,30 @@
+"""`dray stop`: ask a run to save and end."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dray.cli.options import Run, Runs
+from dray.runs import halt, live
+from dray.runs.named import find
+
+
+def stop(
+    run: Run = "",
+    now: Annotated[
+        bool, typer.Option("--now", help="End it at once, by scancel or SIGTERM; what is not saved is lost.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has ended.")] = True,
+    runs: Runs = None,
+) -> None:
+    """Ask a run to save a checkpoint and end, wait for it, and show its last words. It is not put back into the queue.
+
+    A job that waits in the queue is cancelled. Example: dray stop 4711
+    """
+    try:
+        halt.stop(live.own(find(run, runs)), now=now, wait=wait, say=lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        print("it goes on ending; dray stop shows its last words")
+        raise typer.Exit(130) from None

@@ -1,0 +1,38 @@
+"""Which process it is, so that it is not taken for another one with the same number later."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+
+def mark(pid: int) -> list[Any]:
+    """What no other process is: this start of the kernel, the namespace of process ids, the id, and when it began."""
+    boot = namespace = ""
+    with suppress(OSError):  # a container that hides them; then nobody knows when this process has ended
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return [boot, namespace, pid, began(pid)]
+
+
+def began(pid: int) -> str:
+    """Empty where there is no such process, or only what is left of one."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state, *fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def here(process: list[Any]) -> bool:
+    """Whether this machine can know of it, in the namespace that asks."""
+    boot, namespace, _, began_at = process
+    return bool(boot and namespace and began_at) and mark(os.getpid())[:2] == [boot, namespace]
+
+
+def gone(process: list[Any]) -> bool:
+    """Whether this machine knows that it has ended."""
+    return here(process) and began(process[2]) != process[3]

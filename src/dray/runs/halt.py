@@ -1,0 +1,127 @@
+"""Ask a run to save and end; it does not go back into the queue then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from dray.contract import run_folder
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.runs import live, squeue
+from dray.runs.live import State
+from dray.runs.paths import RunPaths
+from dray.runs.result import summary
+from dray.runs.write import read
+
+Say = Callable[[str], None]
+_LOOK_S = 0.3
+_ASK_S = 10.0  # between questions to Slurm's controller, which all users share
+_TRIES = 3
+
+
+def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
+    """Ask it, or end it `now`; wait until it has ended, and say its last words."""
+    for _ in range(_TRIES):
+        state = live.look(run)
+        if state.kind == "ended":
+            say(_ended(state))
+            return
+        if state.kind == "queued":
+            assert state.job
+            squeue.cancel(state.job, state.cluster, waiting=True)
+            if (state := live.look(run)).kind == "ended":
+                say(f"its job waited in the queue, and was cancelled; nothing has run\nrun folder: {run}")
+                return
+            continue  # it has begun in the meantime
+        break
+    else:
+        raise DrayError("the job is still in the queue", where=state.where, fix="squeue --me shows it; scancel JOB")
+    if state.kind == "starting":
+        assert state.job
+        squeue.cancel(state.job, state.cluster)
+        say(f"the job had not begun to train, and was cancelled: {state.where}\nrun folder: {run}")
+        return
+    assert state.paths
+    _write(state.paths)
+    _say_asked(state, say, now=now)
+    if now:
+        _end(state)
+    if wait:
+        say(_last_words(state, say))
+
+
+def _say_asked(state: State, say: Say, *, now: bool) -> None:
+    assert state.paths
+    how = "is ended now" if now else "was asked to save and end"
+    say(f"{state.run.name}, attempt {state.paths.attempt} {how}: {state.where}")
+    if state.kind == "unknown" and not now:
+        say("whether it still goes on is not known here; dray stop --no-wait does not wait for it")
+
+
+def _write(paths: RunPaths) -> None:
+    """The runner of the first node reads it each second."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(paths.stop, flags, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ConfigError("the run cannot be asked", where=paths.stop, wanted="a file", found="something else")
+        os.write(handle, f"{run_folder.BY_USER}\n".encode())
+    finally:
+        os.close(handle)
+
+
+def _end(state: State) -> None:
+    """At once: SIGTERM, after which the trainer saves if KillWait leaves it the time."""
+    if state.process:
+        with suppress(ProcessLookupError):
+            os.kill(state.process, signal.SIGTERM)
+    elif state.job is None:
+        raise UnfitError("it cannot be ended from here", found=state.why, fix="dray stop there, or without --now")
+    elif squeue.of_batch(state.job):
+        squeue.cancel(state.job, state.cluster)
+    else:
+        raise ConfigError(
+            "the run is in an allocation of yours, which would end with it",
+            where=state.where,
+            fix="press Ctrl-C where it was started; scancel ends the whole allocation",
+        )
+
+
+def _last_words(state: State, say: Say) -> str:
+    """Once it has ended. What takes no notice of SIGUSR1, as a command may, is ended after the plan's grace."""
+    assert state.paths
+    grace = _grace(state.paths)
+    begun = asked = time.monotonic()
+    while (result := live.result(state.paths)) is None:
+        time.sleep(_LOOK_S)
+        now = time.monotonic()
+        if grace is not None and now > begun + grace:
+            say(f"it has not ended in {grace:g} s, and is ended now")
+            grace = None
+            _end(state)
+        if now > asked + _ASK_S:
+            asked = now
+            if live.look(state.run).kind in ("ended", "queued") and live.result(state.paths) is None:
+                return f"it has ended, and left no result; dray why {state.run} shows more\nrun folder: {state.run}"
+    return summary(result, state.paths)
+
+
+def _grace(paths: RunPaths) -> float | None:
+    """None for dray's trainer, which ends by itself however long a checkpoint takes."""
+    with suppress(DrayError, OSError):  # a plan that cannot be read: nothing is ended that may be saving
+        plan = read(paths)
+        return float(plan.grace_s) if plan.recipe.train is None else None
+    return None
+
+
+def _ended(state: State) -> str:
+    if state.paths is None:
+        return f"its job is not in the queue any more; nothing has run\nrun folder: {state.run}"
+    found = live.result(state.paths)
+    end = summary(found, state.paths) if found else f"it left no result; dray why {state.run} shows more"
+    return f"{state.run.name} has ended already\n{end}"

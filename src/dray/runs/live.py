@@ -1,0 +1,156 @@
+"""Whether a run waits, goes on or has ended: by its folder, by Slurm, and by the process that runs it here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from dray.contract import files, processes, run_folder
+from dray.contract.findings import ConfigError, DrayError
+from dray.runs import squeue
+from dray.runs.named import is_run, job_of
+from dray.runs.paths import RunPaths, attempts, last_attempt
+from dray.runs.queued import Queued
+from dray.runs.result import Result
+from dray.runs.squeue import Job
+
+Kind = Literal["queued", "starting", "running", "ended", "unknown"]
+_MOST = 1 << 20  # bytes of a file of a run
+_LATE_S = 120.0  # clocks differ, and a job may be in the queue a moment before its number is written down
+
+
+class State(NamedTuple):
+    """A run as it is now."""
+
+    kind: Kind
+    run: Path
+    paths: RunPaths | None = None
+    """Its last attempt, if it has one."""
+    job: Job | None = None
+    cluster: str = ""
+    """Of several that one Slurm knows; empty for this machine's."""
+    process: int = 0
+    """What runs it on this machine."""
+    why: str = ""
+    """Why nobody here knows."""
+
+    @property
+    def where(self) -> str:
+        """Who has it, in words."""
+        if self.job:
+            return f"job {self.job.id}, {self.job.state}"
+        return f"process {self.process}" if self.process else self.why
+
+
+def own(folder: Path) -> Path:
+    """The run whose folder, or whose attempt's, this is. Another user's is refused: it may name any job or program."""
+    run = folder if is_run(folder) else last_attempt(folder).run
+    for path in (run, *([last_attempt(run).folder] if attempts(run) else [])):
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or not files.is_own(path):
+            raise ConfigError(
+                "the run is another user's, or others may write into it",
+                where=path,
+                wanted=f"a folder of user {os.geteuid()}",
+                found=f"of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}",
+            )
+    return run
+
+
+def result(paths: RunPaths) -> Result | None:
+    """How the attempt has ended; None while it goes on, or where nobody has written it down."""
+    with suppress(OSError, ValidationError, ValueError):
+        return Result.model_validate_json(files.read(paths.result, limit=_MOST))
+    return None
+
+
+def look(run: Path, known: Sequence[Job] | None = None) -> State:
+    """As it is now. `known` are the jobs, where Slurm was asked already."""
+    numbers = attempts(run)
+    paths = RunPaths(run, numbers[-1]) if numbers else None
+    queued = _queued(run)
+    job = job_of(paths) if paths else 0
+    if not job and not queued:
+        return _here(run, paths)
+    cluster = (queued.cluster if queued else "") or ""
+    ended = paths is not None and paths.result.exists()
+    try:
+        known = squeue.jobs(cluster) if known is None else known
+    except DrayError as silent:
+        kind: Kind = "ended" if ended and not _goes_on(paths) else "unknown"
+        return State(kind, run, paths, cluster=cluster, why=silent.finding.problem)
+    named = _named(run, paths, queued, job, ended=ended)
+    found = next((one for one in known if _is(one, run, named)), None)
+    if found is None:
+        return State("ended", run, paths, cluster=cluster)
+    if found.waits:
+        return State("queued", run, paths, found, cluster)
+    begun = paths is not None and found.number == job and not (ended and _goes_on(paths))
+    if begun and ended:  # its last words are written, and Slurm is cleaning up
+        return State("ended", run, paths, cluster=cluster)
+    return State("running" if begun else "starting", run, paths, found, cluster)
+
+
+def _named(run: Path, paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:
+    """The jobs by which the run may go on, and when each was written down. An attempt that has ended keeps none, since
+    an allocation by salloc outlives it."""
+    named: dict[int, float] = {}
+    if paths and job and not ended:
+        named[job] = _time(paths.plan)
+    elif paths and job and _goes_on(paths):
+        named[job] = _time(paths.result)
+    begun = {job_of(RunPaths(run, number)) for number in attempts(run)}
+    if queued and queued.job not in begun:
+        named[queued.job] = queued.time
+    return named
+
+
+def _is(job: Job, run: Path, named: dict[int, float]) -> bool:
+    """By its number, unless another job has got that since; or by its own command line, as of a follow-on job."""
+    if f" --run={run} " in f" {job.command} ":
+        return True
+    return job.number in named and job.submitted <= named[job.number] + _LATE_S
+
+
+def _goes_on(paths: RunPaths | None) -> bool:
+    found = result(paths) if paths else None
+    return bool(found and found.next and found.next.requeue)
+
+
+def _here(run: Path, paths: RunPaths | None) -> State:
+    if paths is None or paths.result.exists():
+        return State("ended", run, paths)
+    process = _process(paths)
+    if process is None:
+        return State("unknown", run, paths, why="no file tells which process runs it")
+    if not processes.here(process):
+        return State("unknown", run, paths, why="it was started on another machine, or before this one's last start")
+    if processes.gone(process):
+        return State("ended", run, paths)
+    return State("running", run, paths, process=process[2])
+
+
+def _process(paths: RunPaths) -> list[Any] | None:
+    with suppress(OSError, ValueError, RecursionError):
+        match json.loads(files.read(paths.process, limit=_MOST)):
+            case [str(), str(), int(), str()] as found if found[2] > 1:
+                return list(found)
+    return None
+
+
+def _queued(run: Path) -> Queued | None:
+    with suppress(OSError, ValidationError, ValueError):
+        return Queued.model_validate_json(files.read(run / run_folder.JOB, limit=_MOST))
+    return None
+
+
+def _time(path: Path) -> float:
+    with suppress(OSError):
+        return path.lstat().st_mtime
+    return 0.0

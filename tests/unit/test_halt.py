@@ -1,0 +1,225 @@
+"""`dray stop`: whom it asks, what it cancels, and what the run's result says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dray.contract import processes
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
+from dray.runs import halt, live
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
+from dray.runs.result import summary
+from dray.runs.stop import Stop
+from dray.runs.write import read_recipe, write
+from helpers import ROOT
+from slurms import Slurm
+
+FACTS = Facts(
+    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
+)
+ASKED = f"squeue --noheader --user={os.geteuid()} --format=%A|%i|%T|%V|%o"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    return Slurm(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ("max_requeues=3",))
+    return write(recipe, FACTS, runs=tmp_path / "my runs", run="mine")[1]
+
+
+def stop(run: Path, *, now: bool = False, wait: bool = False) -> str:
+    said: list[str] = []
+    halt.stop(run, now=now, wait=wait, say=said.append)
+    return "\n".join(said)
+
+
+def queued(run: Path, job: int, when: float) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "job.json").write_text(json.dumps({"job": job, "time": when, "argv": ["sbatch"]}))
+
+
+def stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
+
+
+def test_a_running_job_is_asked_by_its_file(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.has(17, "RUNNING")
+    assert stop(paths.run) == "mine, attempt 1 was asked to save and end: job 17, RUNNING"
+    assert (paths.stop.read_text(), slurm.calls) == ("dray stop\n", [])
+    assert (slurm.folder / "calls").read_text() == f"{ASKED}\n"
+
+
+def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPaths, monkeypatch) -> None:
+    slurm.has(17, "RUNNING")
+    looks = []
+
+    def ends(_seconds: float) -> None:
+        looks.append(1)
+        finish(paths, code=75)
+
+    monkeypatch.setattr(halt.time, "sleep", ends)
+    said = stop(paths.run, wait=True)
+    result = live.result(paths)
+    assert result
+    assert (result.status, result.exit_code, result.reason, result.next) == ("stopped", 75, "dray stop", None)
+    assert said.splitlines()[1:] == summary(result, paths).splitlines()
+    assert re.fullmatch(r"stopped by dray stop at \S+, before the first step was logged", said.splitlines()[1])
+    assert looks == [1]
+    slurm.has(17, "COMPLETING")
+    assert stop(paths.run).startswith("mine has ended already\nstopped by dray stop at ")
+
+
+@pytest.mark.parametrize(
+    ("code", "heard", "status", "reason"),
+    [
+        (75, None, "stopped", "dray stop"),
+        (75, "the time limit", "stopped", "dray stop"),
+        (143, "preemption", "stopped", "dray stop"),
+        (0, None, "failed", None),  # of dray's trainer, which left no model here
+        (1, None, "failed", None),
+        (69, None, "failed", None),
+    ],
+)
+def test_it_never_goes_back_into_the_queue(
+    paths: RunPaths, code: int, heard: str | None, status: str, reason: str | None
+) -> None:
+    (paths.checkpoints / "step-20").mkdir()
+    paths.metrics.write_text('{"event": "start", "first_step": 0, "steps": 50}\n{"event": "step", "step": 20}\n')
+    paths.stop.write_text("USR1\ndray stop\n")
+    stopped = Stop(heard, "2026-11-24T05:00:00Z") if heard else None
+    result = finish(paths, code=code, stopped=stopped, batch=True)
+    assert (result.status, result.reason, result.next, paths.next.exists()) == (status, reason, None, False)
+
+
+@pytest.mark.parametrize(
+    ("state", "calls", "said"),
+    [
+        ("PENDING", ["scancel --state=PENDING 18"], "its job waited in the queue, and was cancelled; nothing has run"),
+        ("CONFIGURING", ["scancel 18"], "the job had not begun to train, and was cancelled: job 18, CONFIGURING"),
+    ],
+)
+def test_a_job_that_has_not_begun_is_cancelled(
+    slurm: Slurm, tmp_path: Path, state: str, calls: list[str], said: str
+) -> None:
+    run = tmp_path / "queued"
+    queued(run, 18, time.time())
+    slurm.has(18, state, submitted=stamp(time.time() - 60))
+    assert stop(run) == f"{said}\nrun folder: {run}"
+    assert slurm.calls == calls
+
+
+def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPaths) -> None:
+    (paths.checkpoints / "step-20").mkdir()
+    paths.metrics.write_text('{"event": "start", "first_step": 0, "steps": 50}\n{"event": "step", "step": 20}\n')
+    finish(paths, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
+    slurm.has(17, "PENDING")
+    stop(paths.run)
+    assert slurm.calls == ["scancel --state=PENDING 17"]
+
+
+@pytest.mark.parametrize(("words", "there"), [("--run={run} a.toml", True), ("--run={run}2 a.toml", False)])
+def test_a_follow_on_job_is_known_by_its_command(slurm: Slurm, paths: RunPaths, words: str, *, there: bool) -> None:
+    finish(paths, code=75)
+    slurm.has(99, "PENDING", command=f"/my dray/slurm/multinode.sh {words.format(run=paths.run)}")
+    assert (live.look(paths.run).kind == "queued") is there
+
+
+def test_another_job_that_has_the_number_now_is_left_alone(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.has(17, "RUNNING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
+    assert stop(paths.run, now=True).startswith("mine has ended already\nit left no result; dray why ")
+    assert slurm.calls == []
+
+
+def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.has(17, "RUNNING")
+    (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=0 ExitCode=0:0\n")
+    with pytest.raises(ConfigError, match="the run is in an allocation of yours"):
+        stop(paths.run, now=True)
+    finish(paths, code=75)
+    assert stop(paths.run, now=True).startswith("mine has ended already\n")
+    assert slurm.calls == []
+
+
+def test_now(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.has(17, "RUNNING")
+    (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=1 ExitCode=0:0\n")
+    assert stop(paths.run, now=True) == "mine, attempt 1 is ended now: job 17, RUNNING"
+    assert (slurm.calls, paths.stop.read_text()) == (["scancel 17"], "dray stop\n")
+
+
+def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, tmp_path: Path, monkeypatch) -> None:
+    paths = write(read_recipe(None, (), ["sleep", "9"]), FACTS, runs=tmp_path / "runs", run="mine")[1]
+    slurm.has(17, "RUNNING")
+    (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
+    clock = iter((0.0, 60.0, 121.0, 122.0))
+    monkeypatch.setattr(halt.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(
+        halt.time, "sleep", lambda _: slurm.calls and finish(paths, code=143, stopped=Stop("SIGTERM", ""))
+    )
+    assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in stop(paths.run, wait=True)
+    assert slurm.calls == ["scancel 17"]
+
+
+class TestHere:
+    """A run without Slurm."""
+
+    def begun(self, tmp_path: Path) -> RunPaths:
+        facts = FACTS.model_copy(
+            update={"scheduler": "local", "job": 0, "nodelist": "node1", "nodes": 1, "engine": "bare"}
+        )
+        return write(read_recipe(None, (), ["sleep", "9"]), facts, runs=tmp_path / "runs", run="mine")[1]
+
+    def test_by_its_process(self, tmp_path: Path) -> None:
+        paths = self.begun(tmp_path)
+        assert live.look(paths.run).kind == "unknown"
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+            mark = processes.mark(running.pid)
+            paths.process.write_text(json.dumps(mark))
+            assert stop(paths.run) == f"mine, attempt 1 was asked to save and end: process {running.pid}"
+            stop(paths.run, now=True)
+            assert running.wait(20) == -15
+        assert live.look(paths.run).kind == "ended"
+
+    @pytest.mark.hostile("stop")
+    @pytest.mark.parametrize("text", ["", "{", "[]", '["b", "n", 1, "5"]', '["b", "n", -1, "5"]', '["b", "n", 7, "5"]'])
+    def test_a_file_that_names_no_process_of_here(self, tmp_path: Path, text: str) -> None:
+        paths = self.begun(tmp_path)
+        paths.process.write_text(text)
+        assert (live.look(paths.run).kind, live.look(paths.run).process) == ("unknown", 0)
+
+
+@pytest.mark.hostile("stop")
+def test_another_user_s_run_and_a_fifo_in_the_place_of_the_file(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.has(17, "RUNNING")
+    paths.folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="the run is another user's, or others may write into it"):
+        live.own(paths.run)
+    paths.folder.chmod(0o755)
+    assert live.own(paths.folder) == live.own(paths.run) == paths.run
+    paths.stop.unlink()
+    os.mkfifo(paths.stop)
+    with pytest.raises((ConfigError, OSError)):
+        stop(paths.run)
+
+
+def test_slurm_does_not_answer(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file asks all the same."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert stop(paths.run).splitlines() == [
+        "mine, attempt 1 was asked to save and end: squeue is not installed",
+        "whether it still goes on is not known here; dray stop --no-wait does not wait for it",
+    ]
