@@ -20,8 +20,8 @@ def runs(tmp_path: Path) -> Path:
     ):
         attempt = folder / name / "attempt-1"
         attempt.mkdir(parents=True)
+        (attempt / "facts.txt").write_text(f"scheduler=slurm\njob={41 + number}\n")
         os.utime(attempt, (1000 + number, 1000 + number))
-    (folder / "20260101-120000-gpt2-41" / "attempt-1" / "facts.txt").write_text("scheduler=slurm\njob=41\n")
     queued = folder / "20260103-000000-queued-d4e5f6"
     queued.mkdir()
     (queued / "job.json").write_text(json.dumps({"job": 44, "time": 1.0, "argv": []}))
@@ -57,7 +57,7 @@ def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("20260101", "several runs begin like this", "-gpt2-41, 20260101-130000-gpt2-a1b2c3", "add letters"),
         ("2026010-120000-gpt2-41", "there is no such run", "2026010", "did you mean 20260101-120000-gpt2-41?"),
-        ("42", "there is no such run", "'42'", "dray runs lists them; --runs names another folder"),
+        ("40", "there is no such run", "'40'", "dray runs lists them; --runs names another folder"),
         ("\x1b[2J", "there is no such run", r"'\x1b[2J'", "dray runs lists them; --runs names another folder"),
     ],
 )  # fmt: skip
