@@ -55,8 +55,10 @@ while step < STEPS:
     dist.all_reduce(told)
     note(event="step", step=step, loss=told[0].item())
     time.sleep(0.1)
-    while SPIN.exists() and SPIN.read_text() == os.environ["RANK"]:
-        pass
+    if SPIN.exists() and SPIN.read_text() == os.environ["RANK"]:
+        SPIN.unlink()
+        while True:
+            pass
     if step % EVERY == 0 or told[1] or step == STEPS:
         if dist.get_rank() == 0:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "part.pt")

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from helpers import ROOT
 
 STEPS, EVERY = 60, 5
@@ -42,8 +44,12 @@ class Running:
         self.injected = 0.0
 
     def typed(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """After slurm/multinode.sh."""
-        return (*self.recipe, *words)
+        """After slurm/multinode.sh, its own options first."""
+        return (
+            *(word for word in words if word[:2] == "--"),
+            *self.recipe,
+            *(word for word in words if word[:2] != "--"),
+        )
 
     # What a user does.
 
@@ -207,7 +213,8 @@ class Plain(Running):
         return [self.own / "metrics.jsonl"]
 
     def weights(self) -> str:
-        return hashlib.sha256((self.own / "saved.pt").read_bytes()).hexdigest()
+        model = torch.load(self.own / "saved.pt", weights_only=True)["model"]
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.values())).hexdigest()
 
 
 @contextmanager
