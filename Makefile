@@ -39,8 +39,8 @@ hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and wr
 	@DRAY_FUZZ=2500 timeout --signal=INT 600 $(BIN)/pytest -q -m hostile --hostile $(HOSTILE) tests/unit
 
 # SEED: of the moments and nodes that it chooses.
-faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of docs/measurements
-	@DRAY_TEST_ALL=1 DRAY_FAULTS=$(FAULTS) DRAY_FAULTS_SEED=$(SEED) timeout --signal=INT 2400 $(BIN)/pytest -q -s tests/faults
+faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of docs/measurements (NODES=3: spare nodes too)
+	@NODES=$(NODES) DRAY_TEST_ALL=1 DRAY_FAULTS=$(FAULTS) DRAY_FAULTS_SEED=$(SEED) timeout --signal=INT 2400 $(BIN)/pytest -q -s tests/faults
 
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
 gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of docs/measurements (PYTHON=, CPU=1)

@@ -75,6 +75,8 @@ def switch_off(run: Running) -> None:
     machine = run.cluster.machine("n2")
     run.injected = time.time()
     machine.kill()
+    if "spares=1" in run.words:  # it stays off, and the job goes on
+        run.until(lambda: "spare node: n3 takes its place, without n2" in run.output())
     machine.start()
 
 
@@ -374,8 +376,12 @@ def spin(run: Running) -> None:
     run.on("n1", f"echo -n {run.rng.randrange(2)} >{file}.part && mv {file}.part {file}", user="dray")
 
 
-LONG = (Fault("the time limit", time_limit, "stopped by the time limit", options=("--signal=B:USR1@70",), lost=0),)
+LONG = (Fault("the time limit", time_limit, STOPPED, options=("--signal=B:USR1@70",), lost=0),)
 """In a run that is longer than Slurm takes to look."""
+WITH_SPARE = (
+    Fault("a node is switched off, with a spare node", switch_off, GONE, ("spares=1",), ("--nodes=3", "--no-kill")),
+)
+"""On three nodes."""
 LIMIT = ("hang_timeout_s=30",)  # its own imports take many seconds, and nobody hears of them
 OF_PLAIN = (
     Fault("the time limit is near", time_is_near, STOPPED, lost=0),

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from injections import FAULTS, LONG, OF_PLAIN, Fault
+from injections import FAULTS, LONG, OF_PLAIN, WITH_SPARE, Fault
 from running import Plain, Running, going
 
 pytestmark = pytest.mark.cluster
 
 SEED = int(os.environ.get("DRAY_FAULTS_SEED", "1"))
 SOAK = "DRAY_FAULTS" in os.environ
+NODES = int(os.environ.get("NODES", "2"))
 STRATEGIES = {
     "ddp": (),
     "fsdp": ("train.strategy=fsdp",),
@@ -33,7 +34,8 @@ CI = ("kill -9 of a rank", "kill -9 of the launcher", "kill -9 of a rank's super
       "a checkpoint's file is flipped", "a checkpoint's file is truncated", "a node stands still for 10 s",
       "a rank is stopped (SIGSTOP)")  # fmt: skip
 # These touch the whole cluster: alone, after the others.
-ALONE = ("the controller is restarted", "a node stands still for 10 s", "a node is switched off",
+ALONE = ("a node is switched off, with a spare node", "the controller is restarted",
+         "a node stands still for 10 s", "a node is switched off",
          "a node's network is cut and healed", "preemption by a partition of higher priority",
          "a node's network is slow", "a node's /tmp is full", "the disk of the checkpoints is full")  # fmt: skip
 
@@ -55,6 +57,7 @@ def cases() -> list[Case]:
         chosen = [(fault, "ddp") for fault in FAULTS if fault.name in CI] + [(fault, PLAIN) for fault in OF_PLAIN[:2]]
         return [Case(fault, strategy, SEED + number) for number, (fault, strategy) in enumerate(chosen)]
     chosen = [(fault, PLAIN) for fault in OF_PLAIN] + [(fault, "300 steps") for fault in LONG]
+    chosen += [(fault, "ddp") for fault in WITH_SPARE if NODES > 2]
     for fault in FAULTS:
         times = 6 if "save" in fault.name else 3
         chosen += [(fault, list(STRATEGIES)[number % 3]) for number in range(times)]
