@@ -43,7 +43,7 @@ def kept(monkeypatch: pytest.MonkeyPatch):
 
     def add(name: str, **given) -> list:
         lines: list = []
-        monkeypatch.setitem(KINDS, name, Kind("json", lambda _: {"lines": lines, **given}, {}, {}, Kept))
+        monkeypatch.setitem(KINDS, name, Kind("json", lambda _: {"lines": lines, **given}, {}, {}, own=Kept))
         return lines
 
     return add

@@ -42,7 +42,9 @@ class Kind(NamedTuple):
     offline: dict[str, str]
     """Variables that keep it on this disk, where the user has not set them; {} is a folder of its own."""
     online: dict[str, str]
-    """Variables with which `dray sync` sends; an empty one is the user's to set. None: it only keeps files."""
+    """Variables with which `dray sync` sends."""
+    server: tuple[str, ...] = ()
+    """Variables of which one names the server that the user has to know. With neither, it only keeps files."""
     own: Callable[..., Any] | None = None
     """In place of a class of accelerate's."""
 
@@ -73,13 +75,14 @@ KINDS = {
         {"WANDB_MODE": "online"},
     ),
     "mlflow": Kind(
-        "mlflow", _mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db"}, {"MLFLOW_TRACKING_URI": ""}
+        "mlflow", _mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db"}, {}, ("MLFLOW_TRACKING_URI",)
     ),
     "trackio": Kind(
         "trackio",
         lambda to: {"run_name": to.project, "name": to.run, "resume": "allow"},
         {"TRACKIO_DIR": "{}"},
-        {"TRACKIO_SPACE_ID": ""},
+        {},
+        ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
     ),
     "comet_ml": Kind(
         "comet_ml",
