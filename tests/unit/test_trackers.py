@@ -116,6 +116,7 @@ def test_the_next_attempt_goes_on_after_the_last_step_that_was_tracked(kept, tmp
 
 
 def test_tensorboard_shows_the_later_attempts_steps(tmp_path: Path, monkeypatch) -> None:
+    from accelerate import PartialState
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setattr(trackers, "at_end", lambda _: None)
@@ -124,6 +125,7 @@ def test_tensorboard_shows_the_later_attempts_steps(tmp_path: Path, monkeypatch)
         for number, loss in enumerate(losses, first + 1):
             board.log(step(number, loss))
         board.close()
+    assert PartialState._shared_state == {}  # it would choose a device and a backend
     found = EventAccumulator(str(tmp_path / "trackers/tensorboard")).Reload().Scalars("step/loss")
     assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 5.0), (3, 6.0)]
 
