@@ -29,7 +29,7 @@ def test_the_smoke_recipe_trains_on_two_nodes(full_run) -> None:
 
 def test_the_run_folder_is_complete(full_run) -> None:
     found = {str(path.relative_to(full_run.folder)) for path in full_run.folder.rglob("*") if path.is_file()}
-    (board,) = [path for path in found if path.startswith("attempt-1/tensorboard/events.out.tfevents.")]
+    (board,) = [path for path in found if path.startswith("trackers/tensorboard/events.out.tfevents.")]
     assert {path for path in found if not path.startswith("checkpoints/")} == {
         board,
         *(

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -187,7 +188,18 @@ def test_a_model_that_somebody_changed_is_not_used(runs, tmp_path: Path, forks: 
 def test_a_card_says_what_it_is(runs) -> None:
     card = (runs["ended"].folder / "checkpoints" / "final" / "README.md").read_text()
     run = runs["ended"]
-    assert card.startswith('---\nlibrary_name: "transformers"\npipeline_tag: "text-generation"\n---\n\n# tiny\n')
+    data = ModelCard(card).data
+    assert (data.library_name, data.pipeline_tag, data.model_name) == ("transformers", "text-generation", "tiny")
+    assert {(one.dataset_name, one.metric_name, one.metric_value) for one in data.eval_results} == {
+        (name, f"{label} {metric}", round(run.events(event)[-1][metric], 4))
+        for event, label, name in (
+            ("eval", "validation", "builtin"),
+            ("eval-words", "words", "validation.jsonl"),
+            ("test", "test", "validation.jsonl"),
+        )
+        for metric in ("loss", "perplexity", "accuracy")
+    }  # fmt: skip
+    assert "\n---\n\n# tiny\n" in card
     assert "20 steps of 8 samples of 32 tokens, on 2 ranks." in card
     for event, name in (("eval", "validation"), ("eval-words", "words"), ("test", "test")):
         was = run.events(event)[-1]

@@ -252,7 +252,7 @@ QUOTED = [
 
 def test_the_runner_itself_dies_of_the_mount() -> None:
     """As bash tells of it in the node's log."""
-    line = "/shared/my runs/r/attempt-1/./node.sh: line 54:  8968 Bus error               \"$@\""
+    line = '/shared/my runs/r/attempt-1/./node.sh: line 54:  8968 Bus error               "$@"'
     found = causes.explained(cause("before", line, "after", code=135))
     assert (found.name, found.code) == ("the image's mount went away", 75)
     assert causes.explained(cause(line)).name == UNKNOWN

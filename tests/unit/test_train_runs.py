@@ -518,7 +518,7 @@ def test_metrics_and_tensorboard(run: BEGUN) -> None:
     assert len(steps[0]["attention_min"]) == 2
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(other.paths.folder / "tensorboard")).Reload()
+    board = EventAccumulator(str(other.paths.run / "trackers/tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("step/loss")] == [
         (event["step"], pytest.approx(event["loss"])) for event in steps
     ]
@@ -580,7 +580,7 @@ def test_each_source_of_a_mix_has_its_share_and_a_loss_of_its_own(run: BEGUN, mi
     assert len(whole.events("eval-web")) == 2
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(whole.paths.folder / "tensorboard")).Reload()
+    board = EventAccumulator(str(whole.paths.run / "trackers/tensorboard")).Reload()
     assert [event.value for event in board.Scalars("step/shares/web")] == [
         pytest.approx(share["web"]) for share in shares
     ]
@@ -627,7 +627,8 @@ def test_a_deepspeed_file_of_the_users_own(zero: BEGUN, alone: Run, tmp_path: Pa
 
 def test_a_tracker_that_the_image_does_not_hold(run: BEGUN) -> None:
     said = run(1, 'train.trackers=["mlflow"]').end(code=78).said()
-    assert "train.trackers names mlflow, which the image lacks" in said
+    assert "the tracker mlflow is not installed here\n" in said
+    assert "dray image layer IMAGE --pip mlflow" in said
 
 
 def test_a_checkpoint_that_does_not_fit_is_said_and_the_one_before_stays(run: BEGUN, alone: Run) -> None:

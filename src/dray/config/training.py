@@ -13,6 +13,8 @@ from dray.config.model import Spec
 Count = Annotated[int, Field(ge=1)]
 Scalar = str | int | float | bool
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""accelerate's names."""
 
 
 class Sharding(NamedTuple):
@@ -171,8 +173,9 @@ class Train(Spec):
     """Steps between two evaluations; 0 is after training alone."""
     attention_stats: bool = False
     """Whether the smallest and the largest attention score of each layer are logged."""
-    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Trackers that get the metrics too; offline, unless their own environment variables say otherwise."""
+    trackers: tuple[Tracker, ...] = ()
+    """Trackers of accelerate that get the metrics too; offline, unless their own environment variables say otherwise.
+    TensorBoard's files are always written."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Train:

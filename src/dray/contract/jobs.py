@@ -77,9 +77,19 @@ class Importing(NamedTuple):
     trust: bool
 
 
-Job = Evaluate | Generate | Export | Push | Prefetch | Inspect | Importing
+class Sync(NamedTuple):
+    """The metrics in a run's folder to trackers, once or until it ends."""
+
+    folder: str
+    run: str
+    project: str
+    trackers: list[str]
+    follow: bool
+
+
+Job = Evaluate | Generate | Export | Push | Prefetch | Inspect | Importing | Sync
 KINDS: dict[str, type[Job]] = {
-    kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch, Inspect, Importing)
+    kind.__name__.lower(): kind for kind in (Evaluate, Generate, Export, Push, Prefetch, Inspect, Importing, Sync)
 }
 
 

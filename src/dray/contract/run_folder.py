@@ -3,6 +3,7 @@
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
 RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
+RUN/trackers/               what TensorBoard and other trackers keep, likewise
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
 RUN/attempt-2/...           the next, after a requeue or by hand
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 JOB = "job.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
+TRACKERS = "trackers"
 FINAL_MODEL = "final"  # in the checkpoints
 
 # Of the run folder, by the recipe's runs.share. What is made in a shared one gets its group.

@@ -15,24 +15,27 @@ from typing import Any
 import torch
 
 from dray.contract import gpus
-from dray.contract.run_folder import METRICS
+from dray.contract.run_folder import METRICS, TRACKERS
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.strategies.base import Strategy
-from dray.train.trackers import TRACKERS, Tracker
+from dray.train.trackers import Tracked, Trackers, require
 
 
 class Metrics:
     """The file, TensorBoard's, the trackers that the recipe names, and a line in every rank's log."""
 
     def __init__(self, config: Config, *, writes: bool) -> None:
-        self._file, self._trackers = None, list[Tracker]()
+        self._file, self._config = None, config
+        self._trackers: Trackers | None = None
         self._lock = Lock()  # what checkpoints have to say, their own threads say
         self._left = b""  # what the disk had no room for
         if writes:
-            folder = Path(config.folder)
-            self._file = (folder / METRICS).open("ab", buffering=0)
-            self._trackers = [TRACKERS[name](folder, config) for name in ("tensorboard", *config.train.trackers)]
+            require(
+                config.train.trackers,
+                "add it to the image, in a layer (dray image layer IMAGE --pip {}), or leave it out",
+            )
+            self._file = (Path(config.folder) / METRICS).open("ab", buffering=0)
 
     def write(self, event: str, shown: str, **fields: Any) -> None:  # noqa: ANN401  any JSON value
         """One line, flushed: a reader may follow it. Every rank shows it in its own log."""
@@ -51,23 +54,20 @@ class Metrics:
         with suppress(OSError):  # a full disk does not end the run: it is there once there is room
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]
-        numbers = {f"{event}/{name}": value for name, value in fields.items() if isinstance(value, (int, float))}
-        for name, value in fields.items():
-            if isinstance(value, list | dict):  # one number a layer, or a source
-                places = value if isinstance(value, dict) else dict(enumerate(value))
-                numbers |= {f"{event}/{name}/{place}": one for place, one in places.items() if one is not None}
-        for tracker in [*self._trackers] if "step" in fields else ():
-            try:
-                tracker.log(numbers, fields["step"])
-            except OSError as error:  # TensorBoard's writer is dead from then on
-                self._trackers.remove(tracker)
-                say(f"WARNING: {type(tracker).__name__} gets no more metrics: {error}")
+        if event == "start":  # the step to go on from is known
+            self._trackers = self._begun(fields["first_step"])
+        if self._trackers and "step" in fields:
+            self._trackers.log(line)
+
+    def _begun(self, first_step: int) -> Trackers:
+        config = self._config
+        tracked = Tracked(config.name, config.run, Path(config.run_folder, TRACKERS), first_step)
+        return Trackers(dict.fromkeys(("tensorboard", *config.train.trackers)), tracked)
 
     def close(self) -> None:
         """Let the trackers finish."""
-        for tracker in self._trackers:
-            with suppress(OSError):
-                tracker.close()
+        if self._trackers:
+            self._trackers.close()
 
 
 class Speed:

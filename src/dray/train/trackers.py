@@ -1,86 +1,242 @@
-"""Where metrics go besides metrics.jsonl. A tracker is a class, a line in TRACKERS, and a value of train.trackers."""
+"""Where metrics go besides metrics.jsonl: accelerate's trackers, by the names that accelerate has for them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
 
+from dray.contract import files, run_folder, secrets
 from dray.contract.findings import ConfigError
-from dray.train.config import Config
+from dray.train.errors import at_end, say
 
 Numbers = dict[str, float]
+_PATIENCE_S = 60.0  # for a server that does not answer, at the end of a run
+_LINE = 1 << 20
 
 
-class Tracker(Protocol):
-    """Begins when it is made, with the attempt's folder."""
+class Tracked(NamedTuple):
+    """What is tracked: all attempts of a run are one run of the tracker."""
 
-    def log(self, numbers: Numbers, step: int) -> None:
-        """The numbers of one line."""
+    project: str
+    run: str
+    folder: Path
+    """Of all trackers of the run."""
+    first_step: int = 0
+
+
+class Kind(NamedTuple):
+    """One of accelerate's trackers, and what its own package has to be told."""
+
+    package: str
+    options: Callable[[Tracked], dict[str, Any]]
+    """Of accelerate's class: the names, and how the next attempt finds the run again."""
+    offline: dict[str, str]
+    """Variables that keep it on this disk, where the user has not set them; {} is a folder of its own."""
+    online: dict[str, str]
+    """Variables with which `dray sync` sends."""
+    server: tuple[str, ...] = ()
+    """Variables of which one names the server that the user has to know. With neither, it only keeps files."""
+    own: Callable[..., Any] | None = None
+    """In place of a class of accelerate's."""
+
+
+def _mlflow(to: Tracked) -> dict[str, Any]:
+    """mlflow numbers runs itself, in each store anew."""
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", to.project)
+    found = import_module("mlflow").search_runs(
+        experiment_names=[project], filter_string=f"attributes.run_name = '{to.run}'", output_format="list"
+    )
+    return {"experiment_name": project, "run_name": to.run, "run_id": found[0].info.run_id if found else None}
+
+
+KINDS = {
+    "tensorboard": Kind(
+        "tensorboard",
+        # A later attempt's steps take the place of those that the one before it has not saved.
+        lambda to: {"run_name": "tensorboard", "logging_dir": str(to.folder), "purge_step": to.first_step + 1},
+        {},
+        {},
+    ),
+    "wandb": Kind(
+        "wandb",
+        lambda to: {
+            "run_name": to.project, "name": to.run, "id": to.run, "resume": "allow", "dir": str(to.folder),
+        },
+        {"WANDB_MODE": "offline"},
+        {"WANDB_MODE": "online"},
+    ),
+    "mlflow": Kind(
+        "mlflow", _mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{}/mlflow.db"}, {}, ("MLFLOW_TRACKING_URI",)
+    ),
+    "trackio": Kind(
+        "trackio",
+        lambda to: {"run_name": to.project, "name": to.run, "resume": "allow"},
+        {"TRACKIO_DIR": "{}"},
+        {},
+        ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
+    ),
+    "comet_ml": Kind(
+        "comet_ml",
+        lambda to: {
+            "run_name": to.project,
+            "experiment_key": hashlib.sha256(to.run.encode()).hexdigest()[:32],
+            "mode": "get_or_create",
+        },
+        {"COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": "{}"},
+        {"COMET_START_ONLINE": "1"},
+    ),
+    "aim": Kind(
+        "aim", lambda to: {"run_name": to.run, "logging_dir": str(to.folder / "aim"), "experiment": to.project}, {}, {}
+    ),
+    "clearml": Kind(
+        "clearml",
+        lambda to: {"run_name": to.project, "task_name": to.run, "continue_last_task": to.first_step > 0},
+        {"CLEARML_OFFLINE_MODE": "1"},
+        {"CLEARML_OFFLINE_MODE": "0"},
+    ),
+    "dvclive": Kind(
+        "dvclive", lambda to: {"dir": str(to.folder / "dvclive"), "resume": True, "save_dvc_exp": False}, {}, {}
+    ),
+    "swanlab": Kind(
+        "swanlab",
+        lambda to: {
+            "run_name": to.project, "experiment_name": to.run, "resume": "allow",
+            "id": hashlib.sha256(to.run.encode()).hexdigest()[:21],
+        },
+        {"SWANLAB_MODE": "offline", "SWANLAB_LOG_DIR": "{}"},
+        {"SWANLAB_MODE": "cloud"},
+    ),
+}  # fmt: skip
+
+
+def started(name: str, to: Tracked) -> Any:  # noqa: ANN401  a tracker of accelerate's
+    """It logs from the one thread that calls this."""
+    (to.folder / name).mkdir(parents=True, exist_ok=True)
+    tracking: Any = import_module("accelerate.tracking")
+    # Its logger and its decorator ask a PartialState for the rank; this is the one rank that logs.
+    tracking.logger = _Logger("accelerate.tracking")
+    kind = KINDS[name]
+    tracker = (kind.own or tracking.LOGGER_TYPE_TO_CLASS[name])(**kind.options(to))
+    tracker.main_process_only = False
+    tracker.start()
+    return tracker
+
+
+class _Logger(logging.Logger):
+    def warning_once(self, *_: object) -> None:
+        """Of values that are no numbers, of which there are none."""
+
+
+def require(names: Iterable[str], fix: str) -> None:
+    """Refuse what is not installed, before a run has read its datasets."""
+    for name in names:
+        if find_spec(package := KINDS[name].package) is None:
+            raise ConfigError(
+                f"the tracker {name} is not installed here",
+                wanted=f"the Python package {package}",
+                found="no such package",
+                fix=fix.format(package),
+            )
+
+
+class Trackers:
+    """Those of a run, each in a thread: a server that is slow or gone holds up no step, and ends no run."""
+
+    def __init__(self, names: Iterable[str], to: Tracked) -> None:
+        before = newest(read(to.folder.parent))
+        # A step is tracked once. TensorBoard alone takes it back.
+        self._all = [_Thread(name, to, {} if name == "tensorboard" else before) for name in names]
+        at_end(self.close)  # also of a run that fails
+
+    def log(self, event: dict[str, Any]) -> None:
+        """The numbers of a line that has a step."""
+        for one in self._all:
+            one.log(event)
 
     def close(self) -> None:
-        """The run has ended."""
+        """Let them finish."""
+        for one in self._all:
+            one.lines.put(None)
+        for one in self._all:
+            one.join(_PATIENCE_S)
+            if one.is_alive():
+                say(f"WARNING: {one.name} has not taken all metrics within {_PATIENCE_S:.0f} s: dray sync sends them")
+        self._all = []
 
 
-class TensorBoard:
-    """Event files, which every run has."""
+class _Thread(Thread):
+    def __init__(self, name: str, to: Tracked, before: dict[str, int]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.lines = SimpleQueue[dict[str, Any] | None]()
+        self._to, self._before, self._lost = to, before, False
+        for variable, value in KINDS[name].offline.items():
+            os.environ.setdefault(variable, value.format(to.folder / name))
+        self.start()
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  half a second, on the one rank that writes
+    def log(self, event: dict[str, Any]) -> None:
+        if not self._lost and event["step"] > self._before.get(event["event"], -1):
+            self.lines.put(event)
 
-        del config
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, numbers: Numbers, step: int) -> None:
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
-
-    def close(self) -> None:
-        self._board.close()
-
-
-class Wandb:
-    """Offline, unless WANDB_MODE says otherwise."""
-
-    def __init__(self, folder: Path, config: Config) -> None:
-        os.environ.setdefault("WANDB_MODE", "offline")
-        self._run = _imported("wandb").init(dir=str(folder), id=config.run, name=config.run, resume="allow")
-
-    def log(self, numbers: Numbers, step: int) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    def run(self) -> None:
+        try:
+            tracker = started(self.name, self._to)
+            while (event := self.lines.get()) is not None:
+                tracker.log(numbers(event), step=event["step"])
+            tracker.finish()
+        except BaseException as error:  # some end their program
+            self._lost = True
+            say(f"WARNING: {self.name} gets no more metrics: {secrets.redacted(str(error) or repr(error))}")
 
 
-class Mlflow:
-    """A file in the run's folder, unless MLFLOW_TRACKING_URI says otherwise."""
-
-    def __init__(self, folder: Path, config: Config) -> None:
-        os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
-        self._mlflow = _imported("mlflow")
-        self._mlflow.start_run(run_name=config.run)
-
-    def log(self, numbers: Numbers, step: int) -> None:
-        self._mlflow.log_metrics(numbers, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+def numbers(event: dict[str, Any]) -> Numbers:
+    """What of a line a tracker takes; a list has one number a layer, a table one a source."""
+    found = dict[str, float]()
+    for name, value in event.items():
+        places = (
+            dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {"": value}
+        )
+        for place, one in places.items():
+            if isinstance(one, int | float) and name != "time":
+                found["/".join(filter(None, (event["event"], name, str(place))))] = one
+    return found
 
 
-TRACKERS: dict[str, Callable[[Path, Config], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
+def read(run: Path) -> Iterator[dict[str, Any]]:
+    """The lines with a step that the attempts of a run have written, in their order."""
+    for number in range(1, 1 << 20):
+        if not os.path.isdir(attempt := run / run_folder.attempt(number)):  # noqa: PTH112
+            return
+        try:
+            file = files.open_regular(attempt / run_folder.METRICS)
+        except OSError:
+            continue
+        with file:
+            while line := file.readline(_LINE):
+                if event := _event(line):
+                    yield event
 
 
-def _imported(name: str) -> Any:  # noqa: ANN401  a module
+def _event(line: bytes) -> dict[str, Any] | None:
     try:
-        return import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"train.trackers names {name}, which the image lacks",
-            wanted=f"the Python package {name}",
-            found=str(error),
-            fix="add it to the image's requirements.in, or leave it out; TensorBoard's files are always written",
-        ) from error
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int
+    return event if fits else None
+
+
+def newest(events: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """The last step of each event."""
+    found = dict[str, int]()
+    for event in events:
+        found[event["event"]] = max(event["step"], found.get(event["event"], -1))
+    return found

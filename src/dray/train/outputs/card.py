@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dray.contract.dataset import HUB, parse
 from dray.contract.findings import counted
@@ -17,11 +20,11 @@ Figures = dict[str, dict[str, float]]
 
 def write(folder: Path, config: Config, *, parameters: int, ranks: int, figures: Figures) -> None:
     """README.md, as the hub shows it."""
-    (folder / "README.md").write_text(text(config, parameters, ranks, figures), encoding="utf-8")
+    text(config, parameters, ranks, figures).save(folder / "README.md")
 
 
-def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
-    """The whole card."""
+def text(config: Config, parameters: int, ranks: int, figures: Figures) -> ModelCard:
+    """The whole card: what the hub reads at its head, and a page."""
     named = config.model.name if not config.model.name.startswith(("/", ".")) else ""
     objective = objectives.named(config.train.objective)
     mix = {f"mix.{name}": one.dataset for name, one in config.data.mix.items()}
@@ -32,20 +35,22 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
     on_hub = [parse(name).files for name in names.values() if parse(name).builder == HUB]
     on_hub += [name.removeprefix("hf://datasets/") for name in found if name.startswith("hf://datasets/")]
     hub = sorted({"/".join(name.split("/")[:2]).partition("@")[0] for name in on_hub})
-    head: dict[str, Any] = {"library_name": "transformers"}
-    if objective.predicts_next:
-        head["pipeline_tag"] = "text-generation"
-    if named and config.model.weights:
-        head["base_model"] = named
-    if hub:
-        head["datasets"] = hub
+    task = "text-generation" if objective.predicts_next else "fill-mask"
+    head = ModelCardData(
+        base_model=named if config.model.weights and named else None,
+        datasets=hub or None,
+        eval_results=[*_results(task, names, figures)],
+        library_name="transformers",
+        model_name=config.name,
+        pipeline_tag=task,
+    )
     how = ", by LoRA" if config.lora else ", for analog hardware" if config.analog else ""
     pretrained = config.model.name and config.model.weights
     start = f"Trained from {named or config.model.name}" if pretrained else "Trained from scratch"
-    return "\n".join(
+    page = "\n".join(
         (
             "---",
-            *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
+            head.to_yaml(),
             "---",
             "",
             f"# {config.name}",
@@ -75,6 +80,18 @@ def text(config: Config, parameters: int, ranks: int, figures: Figures) -> str:
             "",
         )
     )
+    return ModelCard(page)
+
+
+def _results(task: str, names: dict[str, str], figures: Figures) -> Iterator[EvalResult]:
+    """Each figure, for the table that the hub shows beside the page."""
+    for event, one in figures.items():
+        label = _label(event)
+        keys = (label, f"mix.{label}", f"evaluate.{label}", "train")
+        dataset = _last(next((names[key] for key in keys if names.get(key)), label))
+        for metric, value in one.items():
+            if math.isfinite(value):
+                yield EvalResult(task, dataset, dataset, metric, round(value, 4), metric_name=f"{label} {metric}")
 
 
 def _label(event: str) -> str:
