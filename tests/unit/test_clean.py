@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -213,3 +214,27 @@ def test_it_asks_first(tmp_path: Path) -> None:
 def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = dray(*words, cwd=tmp_path)
     assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """Of a run that goes on in this very process; the stop is asked for and not waited for."""
+    text = (ROOT / "docs" / "work.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert block.count("\n") == 3
+    facts = {"nodelist": "node[1-2]", "nodes": 2}
+    paths = begun(tmp_path / "runs", "mine", "nodes=2", **facts)
+    paths.process.write_text(json.dumps(processes.mark(os.getpid())))
+    program = tmp_path / "bin"
+    program.mkdir()
+    (program / "dray").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    (program / "nvidia-smi").write_text("#!/bin/sh\necho a GPU\n")
+    for tool in program.iterdir():
+        tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{program}:{os.environ['PATH']}", "RUN": str(paths.run)}
+    script = block.replace('stop "$RUN"', 'stop "$RUN" --no-wait')
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"mine, attempt 1 was asked to save and end: process {os.getpid()}\na GPU\n")
+    assert paths.stop.read_text() == "dray stop\n"
