@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPath
         looks.append(1)
         finish(paths, code=75)
 
-    monkeypatch.setattr(halt.time, "sleep", ends)
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=ends, monotonic=time.monotonic))
     said = stop(paths.run, wait=True)
     result = live.result(paths)
     assert result
@@ -166,10 +167,12 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
     slurm.has(17, "RUNNING")
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
     clock = iter((0.0, 60.0, 121.0, 122.0))
-    monkeypatch.setattr(halt.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(
-        halt.time, "sleep", lambda _: slurm.calls and finish(paths, code=143, stopped=Stop("SIGTERM", ""))
-    )
+
+    def sleep(_seconds: float) -> None:
+        if slurm.calls:
+            finish(paths, code=143, stopped=Stop("SIGTERM", ""))
+
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in stop(paths.run, wait=True)
     assert slurm.calls == ["scancel 17"]
 

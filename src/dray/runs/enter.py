@@ -8,6 +8,7 @@ from dray import engines, process, render
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.engines.docker import LABEL
+from dray.facts import Layer
 from dray.planning.schema import Plan
 from dray.runs.live import State
 from dray.runs.paths import RunPaths
@@ -42,14 +43,18 @@ def node_of(plan: Plan, word: str) -> str:
     return names[0]
 
 
-def argv(state: State, node: str, command: Sequence[str], *, terminal: bool) -> list[str]:
-    """What starts it. The script is written into the attempt's folder first."""
+def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, layer: Layer | None = None) -> list[str]:
+    """What starts it. The script is written into the attempt's folder first; with a `layer` where the run has none."""
     plan, paths = plan_of(state)
+    script = paths.enter_script
+    if layer and plan.layer is None and engines.get(plan.engine).binds_layers:
+        plan = plan.model_copy(update={"layer": layer})
+        script = script.with_stem(f"{script.stem}-{layer.digest[7:19]}")
     if engines.get(plan.engine).private_network:
         return _beside(plan, node, command, terminal=terminal)
-    files.write_atomic(paths.enter_script, render.enter_script(plan), mode=0o777)
+    files.write_atomic(script, render.enter_script(plan), mode=0o777)
     if state.job is None:
-        return ["bash", str(paths.enter_script), *command]
+        return ["bash", str(script), *command]
     return [
         "srun",
         f"--jobid={state.job.number}",
@@ -61,7 +66,7 @@ def argv(state: State, node: str, command: Sequence[str], *, terminal: bool) -> 
         f"--chdir={paths.folder}",
         *(["--pty"] if terminal else []),
         *render.engine_options(plan),
-        str(paths.enter_script),
+        str(script),
         *command,
     ]
 
