@@ -226,3 +226,23 @@ def test_slurm_does_not_answer(paths: RunPaths, tmp_path: Path, monkeypatch: pyt
         "mine, attempt 1 was asked to save and end: squeue is not installed",
         "whether it still goes on is not known here; dray stop --no-wait does not wait for it",
     ]
+
+
+def test_a_job_that_is_gone_without_a_result(slurm: Slurm, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may show the result late: it is believed the second time."""
+    slurm.has(17, "RUNNING")
+    clock = iter(range(0, 1000, 11))
+    left = (slurm.folder / "squeue").unlink, (slurm.folder / "squeue").touch
+    sleeps = []
+
+    def sleep(_seconds: float) -> None:
+        sleeps.append(1)
+        for empty in left if len(sleeps) == 1 else ():
+            empty()
+
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    assert stop(paths.run, wait=True).splitlines()[1:] == [
+        f"it has ended, and left no result; dray why {paths.run} shows more",
+        f"run folder: {paths.run}",
+    ]
+    assert len(sleeps) == 2
