@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPath
         looks.append(1)
         finish(paths, code=75)
 
-    monkeypatch.setattr(halt.time, "sleep", ends)
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=ends, monotonic=time.monotonic))
     said = stop(paths.run, wait=True)
     result = live.result(paths)
     assert result
@@ -166,10 +167,12 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
     slurm.has(17, "RUNNING")
     (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
     clock = iter((0.0, 60.0, 121.0, 122.0))
-    monkeypatch.setattr(halt.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(
-        halt.time, "sleep", lambda _: slurm.calls and finish(paths, code=143, stopped=Stop("SIGTERM", ""))
-    )
+
+    def sleep(_seconds: float) -> None:
+        if slurm.calls:
+            finish(paths, code=143, stopped=Stop("SIGTERM", ""))
+
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in stop(paths.run, wait=True)
     assert slurm.calls == ["scancel 17"]
 
@@ -223,3 +226,23 @@ def test_slurm_does_not_answer(paths: RunPaths, tmp_path: Path, monkeypatch: pyt
         "mine, attempt 1 was asked to save and end: squeue is not installed",
         "whether it still goes on is not known here; dray stop --no-wait does not wait for it",
     ]
+
+
+def test_a_job_that_is_gone_without_a_result(slurm: Slurm, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may show the result late: it is believed the second time."""
+    slurm.has(17, "RUNNING")
+    clock = iter(range(0, 1000, 11))
+    left = (slurm.folder / "squeue").unlink, (slurm.folder / "squeue").touch
+    sleeps = []
+
+    def sleep(_seconds: float) -> None:
+        sleeps.append(1)
+        for empty in left if len(sleeps) == 1 else ():
+            empty()
+
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    assert stop(paths.run, wait=True).splitlines()[1:] == [
+        f"it has ended, and left no result; dray why {paths.run} shows more",
+        f"run folder: {paths.run}",
+    ]
+    assert len(sleeps) == 2

@@ -34,12 +34,13 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 # In the order of their use.
 _VERBS = (
     *("init", "plan", "prefetch", "run", "submit"),
-    "stop",
-    *("finish", "why", "sync", "doctor"),
+    *("stop", "enter", "jupyter"),
+    *("finish", "why", "sync"),
+    *("clean", "doctor"),
 )
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
-_START = ("plan", "run", "submit", "env")
+_START = ("plan", "run", "submit", "enter", "env")
 _GROUPS = ("recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
 
 

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from dray.contract import node, scratch
 from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError
+from dray.runs import tokens
 
 app = typer.Typer(no_args_is_help=True, help="List and remove the tokens that runs keep on this machine.")
 
 Folder = Annotated[
     Path | None, typer.Argument(metavar="[FOLDER]", help=f"A data.cache_dir; else {node.TOKENS}UID, the default.")
 ]
-_TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
-_DAY = 86400
-_WRITES = 3600  # seconds after which a run that makes tokens has written again
-
-
-class Entry(NamedTuple):
-    """The tokens of a dataset."""
-
-    folder: Path
-    dataset: str
-    size: int
-    unused: float
-    """Days since a run read or wrote them."""
-
-    def __str__(self) -> str:
-        return f"{self.size / 1e6:10.1f} MB  {self.unused:5.1f} days  {self.folder}  {self.dataset}"
 
 
 @app.command("list")
 def show(folder: Folder = None) -> None:
     """Print each dataset's tokens: size, days since a run used them, folder, dataset."""
-    entries = sorted(_entries(_checked(folder)), key=lambda entry: entry.unused)
+    entries = sorted(tokens.entries(_checked(folder)), key=lambda entry: entry.unused)
     for entry in entries:
         print(entry)
     print(f"{len(entries)} in {_folder(folder)}, {sum(entry.size for entry in entries) / 1e6:.1f} MB")
@@ -56,9 +37,8 @@ def clean(
 ) -> None:
     """Remove tokens, and what killed runs left in /tmp. A run that reads tokens at this moment keeps them."""
     freed = 0
-    for entry in list(_entries(_checked(folder))):
-        made_now = ".part-" in entry.folder.name and entry.unused * _DAY < _WRITES
-        if entry.unused >= unused and not made_now:
+    for entry in list(tokens.entries(_checked(folder))):
+        if entry.unused >= unused and not entry.made_now:
             shutil.rmtree(entry.folder)
             freed += entry.size
             print(f"removed {entry.folder}")
@@ -86,16 +66,3 @@ def _checked(given: Path | None) -> Path:
             fix="set data.cache_dir to a folder of your own",
         )
     return folder
-
-
-def _entries(cache: Path) -> Iterator[Entry]:
-    for folder in cache.iterdir() if cache.is_dir() else ():
-        if not _TOKENS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
-            continue
-        files = [path.lstat() for path in folder.iterdir()]
-        used = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
-        try:
-            dataset = str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["dataset"])
-        except (OSError, ValueError, LookupError, TypeError):
-            dataset = "(incomplete)"
-        yield Entry(folder, dataset, sum(file.st_size for file in files), (time.time() - used) / _DAY)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import spython.utils
 
 from dray.containers import apptainer, builder
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.process import Done
 
 ANSWER_S = 60.0
@@ -98,6 +98,14 @@ def _answered(what: str) -> Iterator[None]:
 def name() -> str:
     """This machine's, or that of the container."""
     return apptainer.program() or builder.APPTAINER
+
+
+def here() -> str:
+    """This machine's own, for what stays at the user's terminal."""
+    found = apptainer.program()
+    if not found:
+        raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
+    return found
 
 
 def _command(action: str | list[str], flags: Sequence[str] | None = None) -> list[str]:

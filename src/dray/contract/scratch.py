@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
 
 from dray.contract.findings import UnfitError
 
@@ -40,6 +41,16 @@ def take(folder: str) -> int:
 def clear_left_over(parent: str, own: str = "") -> list[str]:
     """Remove what runs of this user left whose runner was killed: nobody holds the lock in it any more."""
     removed = []
+    for folder in left_over(parent, own):
+        import shutil  # noqa: PLC0415  3 ms, for what is rarely there
+
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(folder)
+    return removed
+
+
+def left_over(parent: str, own: str = "") -> Iterator[str]:
+    """Such folders; each is held until the next one is asked for."""
     for name in os.listdir(parent):
         folder = f"{parent}/{name}"
         if name == own or not name.startswith(f"dray-{os.geteuid()}-") or not _ours(folder):
@@ -53,13 +64,9 @@ def clear_left_over(parent: str, own: str = "") -> list[str]:
         except OSError:
             continue
         else:
-            import shutil  # noqa: PLC0415  3 ms, for what is rarely there
-
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
+            yield folder
         finally:
             os.close(lock)
-    return removed
 
 
 def _ours(folder: str) -> bool:

@@ -52,6 +52,8 @@ class Container:
     """The variable with the node's name."""
     one_machine: bool
     """Whether all nodes of the run are containers on this machine."""
+    terminal: bool = False
+    """Whether a user's terminal may be at its streams."""
     mounts: tuple[Mount, ...]
     """What each node has; what only some have, the node's own script adds."""
 

@@ -8,6 +8,8 @@ from typing import ClassVar
 from dray.engines.base import DEVICES, MOUNTS, Container, Engine, Shell
 
 LABEL = "dray.run"
+# A script knows only then whether it has a terminal, which Docker refuses to make up.
+_TTY = [Shell("${tty:+--tty}")]
 _ROCM = ["--device=/dev/kfd", "--device=/dev/dri"]
 
 
@@ -41,6 +43,7 @@ class Docker(Engine):
             "run",
             "--rm",
             "--init",
+            *(["--interactive", *_TTY] if container.terminal else []),
             f"--label={LABEL}={container.run}",
             *(private if container.one_machine else ["--network=host"]),
             f"--user={container.user}",

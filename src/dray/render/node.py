@@ -29,19 +29,32 @@ umask g=rx"""
 
 def node_script(plan: Plan) -> str:
     """The script that one task on each node runs."""
-    engine = engines.get(plan.engine)
-    start = " \\\n  ".join(_quoted(argument) for argument in start_argv(plan))
     waits = plan.by_slurm or bool(plan.stage)  # else dray run waits for the nodes, and cleans up after them
+    own = f"scratch={_quoted(plan.scratch)}\n{_file('start')}" if waits else ""
+    return _script(plan, "Starts", own, ["node::start" if waits else "exec", *start_argv(plan)])
+
+
+def enter_script(plan: Plan) -> str:
+    """A script for a node of a run that goes on: it runs its own arguments in a container as the run's is."""
+    plan = plan.model_copy(update={"stage": ""})  # the copy on the node's disk is the run's, which takes it away
+    argv = engines.get(plan.engine).argv(_container(plan, terminal=True), [Shell('"$@"')])
+    return _script(plan, "Enters", _file("enter"), ["node::start", *argv], entering=True)
+
+
+def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool = False) -> str:
+    engine = engines.get(plan.engine)
+    first, *rest = argv
+    start = f"{first} " + " \\\n  ".join(map(_quoted, rest))
     parts = [
         "#!/usr/bin/env bash\n"
-        f"# Starts run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
+        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
         "set -euo pipefail",
         _SHARED if plan.recipe.runs.share == "group" else "",
         _unset() if engine.env_prefix else "",
         *_lines(_exports(plan, engine.env_prefix)),
-        f"scratch={_quoted(plan.scratch)}\n{_file('start')}" if waits else "",
+        own,
         *_lines(_made(plan)),
-        *_lines(_places(plan) if engine.script_mounts else []),
+        *_lines(_places(plan, entering=entering) if engine.script_mounts else []),
         *_lines(_identify(plan, engine.identify(plan.image))),
         *_lines(_handed_in(plan, engine.env_prefix) if engine.env_prefix else []),
         *_lines(_missing_secrets(plan)),
@@ -50,18 +63,23 @@ def node_script(plan: Plan) -> str:
         _stage(plan) if plan.stage else "",
         _signed(plan) if plan.signers else "",
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
-        f"{'node::start' if waits else 'exec'} {start}",
+        start,
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def srun_options(plan: Plan) -> str:
     """What the job's script adds to srun: where Slurm starts the container, or has spare nodes; an argument a line."""
-    options = [*engines.get(plan.engine).srun_options(_container(plan))]
+    options = engine_options(plan)
     if plan.recipe.spares and plan.world.shared_folder and not plan.world.one_machine:
         names = [node.name for node in plan.world.nodes]
         options += [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}", "--no-kill"]
     return "".join(f"{option}\n" for option in options)
+
+
+def engine_options(plan: Plan) -> list[str]:
+    """What srun is told where Slurm itself starts the container."""
+    return [*engines.get(plan.engine).srun_options(_container(plan))]
 
 
 def engine_files(plan: Plan) -> dict[str, str]:
@@ -76,7 +94,7 @@ def start_argv(plan: Plan) -> list[str]:
     return engine.argv(_container(plan), inner)
 
 
-def _container(plan: Plan) -> Container:
+def _container(plan: Plan, *, terminal: bool = False) -> Container:
     engine, kind = engines.get(plan.engine), plan.fabric.kind
     inside = not engine.script_mounts  # node.sh is in the container already
     brings = (kind, ACCELERATORS[plan.variant]) in engine.fabric and len(plan.world.nodes) > 1
@@ -93,6 +111,7 @@ def _container(plan: Plan) -> Container:
         variables=(*(variable.name for variable in plan.env), *plan.world.identity.values(), *plan.pass_env),
         name_variable=plan.world.identity["name"],
         one_machine=plan.world.one_machine,
+        terminal=terminal,
         mounts=tuple(Mount(bind.path, bind.write) for bind in plan.binds if bind.required),
     )
 
@@ -130,11 +149,13 @@ def _exports(plan: Plan, prefix: str) -> Iterator[str]:
         yield f"export {prefix}{variable.name}={_quoted(variable.value)}"
 
 
-def _places(plan: Plan) -> Iterator[str]:
+def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
     engine, identity = engines.get(plan.engine), plan.world.identity
     read_only = f" read_only={engine.read_only}" if engine.read_only else ""
     yield f"number={identity['node']} name={identity['name']}{read_only}"
     yield _file("places")
+    if entering:
+        yield f"\nnode::record() {{ exit {exit_codes.UNFIT}; }} # nothing of the run has failed"
     yield f"\n{_file(engine.script)}\n"
     yield f"cd {_quoted(plan.folder)} || exit {exit_codes.UNFIT}"
     if engine.image == "file":

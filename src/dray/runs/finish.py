@@ -42,7 +42,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     failures = left.tried(paths.failures, left.restarts) or []
     first = failures[0][1] if failures else None
     by_user = left.asked_by_user()
-    if not stopped or by_user:  # whoever asks for a run's end wants it, whatever else ends it meanwhile
+    if not stopped or by_user:  # its user wants it to end, whatever else ends it meanwhile
         stopped = left.asked(by_user=by_user, heard=stopped is not None) or stopped
     status = "stopped" if stopped else "failed" if code else "done"
     checkpoint = left.newest_checkpoint(plan) if status != "done" else None

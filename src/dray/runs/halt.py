@@ -97,6 +97,7 @@ def _last_words(state: State, say: Say) -> str:
     assert state.paths
     grace = _grace(state.paths)
     begun = asked = time.monotonic()
+    gone = False
     while (result := live.result(state.paths)) is None:
         time.sleep(_LOOK_S)
         now = time.monotonic()
@@ -106,8 +107,12 @@ def _last_words(state: State, say: Say) -> str:
             _end(state)
         if now > asked + _ASK_S:
             asked = now
-            if live.look(state.run).kind in ("ended", "queued") and live.result(state.paths) is None:
+            if live.look(state.run).kind not in ("ended", "queued"):
+                gone = False
+            elif gone and live.result(state.paths) is None:
                 return f"it has ended, and left no result; dray why {state.run} shows more\nrun folder: {state.run}"
+            else:  # a disk that machines share may show the result later than Slurm the job's end
+                gone = True
     return summary(result, state.paths)
 
 

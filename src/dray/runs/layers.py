@@ -52,6 +52,16 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages, changed=tuple(changed))
 
 
+def made(variant: str, name: str) -> Layer | None:
+    """The layer of this name, if `dray image layer` has made it here."""
+    file = store.layer(checkout.root(), variant, name)
+    known = record.read(file) if file.is_file() else None
+    if known is None or not known.python:
+        return None
+    digest = f"sha256:{known.sif.sha256}"
+    return Layer(file=str(file.absolute()), digest=digest, variant=known.variant, packages=known.packages)
+
+
 def _file(recipe: Recipe, site: Site, facts: Facts) -> Path | None:
     if recipe.layer is None or not engines.get(facts.engine).binds_layers:
         return None

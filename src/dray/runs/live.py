@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -70,8 +70,8 @@ def result(paths: RunPaths) -> Result | None:
     return None
 
 
-def look(run: Path, known: Sequence[Job] | None = None) -> State:
-    """As it is now. `known` are the jobs, where Slurm was asked already."""
+def look(run: Path, jobs: Callable[[str], Sequence[Job]] | None = None) -> State:
+    """As it is now. `jobs` tells those of a cluster; for many runs, one that asks Slurm once."""
     numbers = attempts(run)
     paths = RunPaths(run, numbers[-1]) if numbers else None
     queued = _queued(run)
@@ -81,7 +81,7 @@ def look(run: Path, known: Sequence[Job] | None = None) -> State:
     cluster = (queued.cluster if queued else "") or ""
     ended = paths is not None and paths.result.exists()
     try:
-        known = squeue.jobs(cluster) if known is None else known
+        known = (jobs or squeue.jobs)(cluster)
     except DrayError as silent:
         kind: Kind = "ended" if ended and not _goes_on(paths) else "unknown"
         return State(kind, run, paths, cluster=cluster, why=silent.finding.problem)

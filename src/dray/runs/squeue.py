@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -47,6 +48,24 @@ def jobs(cluster: str = "") -> list[Job]:
         for number, id_, state, submitted, command in (line for line in lines if len(line) == 5)
         if number.isdecimal()
     ]
+
+
+def asked_once() -> Callable[[str], list[Job]]:
+    """The same for many runs: each cluster is asked once, also where it does not answer."""
+    known: dict[str, list[Job] | DrayError] = {}
+
+    def asked(cluster: str) -> list[Job]:
+        if cluster not in known:
+            try:
+                known[cluster] = jobs(cluster)
+            except DrayError as silent:
+                known[cluster] = silent
+        found = known[cluster]
+        if isinstance(found, DrayError):
+            raise found
+        return found
+
+    return asked
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:

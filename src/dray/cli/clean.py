@@ -1,0 +1,100 @@
+"""`dray clean`: remove what is old, and nothing that a live run needs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli.options import Runs
+from dray.config import checkout
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError, DrayError, counted
+from dray.contract.values import printable
+from dray.runs import clean as old
+from dray.runs.leftovers import Item
+from dray.runs.paths import default_runs
+
+_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
+
+
+def _age(text: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,5}[hdw]", text):
+        raise ConfigError("--older-than has a wrong value", wanted="30d, 12h or 4w", found=ascii(text))
+    return text
+
+
+def clean(
+    kinds: Annotated[list[str] | None, typer.Argument(metavar="[KIND]...", help=f"{', '.join(old.KINDS)}.")] = None,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", callback=_age, help="30d, 12h, 4w: unchanged and unused for so long.")
+    ] = "30d",
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Also runs with checkpoints or a model, with all that is in them.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show it; remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A list of all; without --yes nothing is removed.")] = False,
+    runs: Runs = None,
+) -> None:
+    """Show old runs, caches, staged images and what builds left, with size and age, and remove them once you agree.
+
+    A run with checkpoints or a model keeps all but compiled code; layers go only if you name them.
+    Example: dray clean runs --older-than 60d --dry-run
+    """
+    for kind in kinds or ():
+        if kind not in old.KINDS:
+            raise ConfigError("there is no such kind to remove", wanted=", ".join(old.KINDS), found=ascii(kind))
+    wanted = old.Options(
+        tuple(dict.fromkeys(kinds or old.DEFAULT)), int(older_than[:-1]) * _DAYS[older_than[-1]], checkpoints,
+        (runs or default_runs()).absolute(), _build(),
+    )  # fmt: skip
+    items = old.look(wanted)
+    going = [item for item in items if item.parts]
+    if as_json:
+        print(json.dumps(printable([item.data() for item in items]), indent=1))
+    else:
+        _show(items, going)
+    if dry_run or not going or (as_json and not yes):
+        return
+    if not yes and not _agreed(going):
+        print("nothing was removed")
+        raise typer.Exit(exit_codes.FAILED)
+    refused = {item.path: why for item in going if (why := old.remove(item))}
+    for path, why in refused.items():
+        print(f"dray: warning: {printable(str(path))} was not removed: {why}", file=sys.stderr)
+    if not as_json:
+        print(f"removed: {_size(sum(item.size for item in going if item.path not in refused))}")
+    raise typer.Exit(exit_codes.FAILED if refused else exit_codes.DONE)
+
+
+def _build() -> Path | None:
+    try:
+        return checkout.root() / "build"
+    except DrayError:
+        return None
+
+
+def _show(items: list[Item], going: list[Item]) -> None:
+    for item in going:
+        print(printable(f"{_size(item.size):>10}  {item.age:6.1f} days  {item.kind:<8}{item.path}  {item.holds}"))
+    why = Counter((item.kind, item.kept.partition(":")[0]) for item in items if item.kept)
+    for (kind, reason), count in sorted(why.items()):
+        size = sum(item.size for item in items if (item.kind, item.kept.partition(":")[0]) == (kind, reason))
+        print(f"kept: {count} of {kind}, {_size(size)}: {reason}")
+    print(f"to remove: {counted(len(going), 'thing')}, {_size(sum(item.size for item in going))}")
+
+
+def _agreed(going: list[Item]) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody is there to agree", found="standard input is no terminal", fix="--yes, or --dry-run")
+    return typer.confirm(f"remove {'it' if len(going) == 1 else 'them'}?")
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

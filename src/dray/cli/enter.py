@@ -1,0 +1,39 @@
+"""`dray enter`: a shell in the container of a run that goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from dray import process
+from dray.cli.options import Run, Runs
+from dray.contract.findings import ConfigError
+from dray.runs import enter as inside
+from dray.runs import live
+from dray.runs.named import find
+
+Node = Annotated[str, typer.Option(metavar="N", help="A node's number from 0, or its name; else the first node.")]
+
+
+def enter(context: typer.Context, run: Run = "", node: Node = "", runs: Runs = None) -> None:
+    """Open a shell in the container of a run that goes on, or run a COMMAND there: dray enter RUN -- COMMAND.
+
+    It has the mounts and environment of the run, which goes on when you leave. Example: dray enter 4711 --node 1
+    """
+    command = list(context.obj or [])
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    state = live.look(live.own(find(run, runs)))
+    plan, _ = inside.plan_of(state)
+    if not command and not terminal:
+        raise ConfigError("a shell needs a terminal", fix="dray enter RUN -- COMMAND")
+    name = inside.node_of(plan, node)
+    argv = inside.argv(state, name, command or ["bash"], terminal=terminal)
+    if not command:
+        print(
+            f"in the image of {plan.run} on {name} ({plan.engine}); exit leaves it, and the run goes on",
+            file=sys.stderr,
+        )
+    process.replace(argv, inside.environment(os.environ))

@@ -1,0 +1,175 @@
+"""What dray keeps on this machine's disks: which of it may go, and why the rest stays.
+
+Nothing goes that a live run needs, nothing of another user's, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from dray.contract import files, node, run_folder, scratch
+from dray.contract.findings import DrayError
+from dray.runs import leftovers, live, named, squeue, tokens
+from dray.runs.leftovers import DAY, Item, measured
+from dray.runs.live import State
+from dray.runs.paths import last_attempt
+from dray.runs.write import read
+
+KINDS = ("runs", "tokens", "scratch", "staged", "builds", "layers")
+DEFAULT = KINDS[:-1]
+"""Layers only if they are named: recipes name them, and to make them again takes a network."""
+_QUIET_DAYS = 1.0  # without a result a run may go on where nobody here sees it, as on a cluster that shares this disk
+_STAGE = re.compile(rb'"stage": ?"(/[^"\\]{0,4000})"')
+_MOST = 16 << 20  # bytes of a plan
+
+
+class Options(NamedTuple):
+    """What the user wants."""
+
+    kinds: tuple[str, ...]
+    days: float
+    checkpoints: bool
+    runs: Path
+    build: Path | None
+    """The checkout's folder for images, where there is one."""
+
+
+def look(options: Options) -> list[Item]:
+    """All there is of these kinds, the largest first."""
+    jobs = squeue.asked_once()
+    own = [run for run in named.every(options.runs) if _own(run)]
+    states = [live.look(run, jobs) for run in own]
+    going = [state for state in states if _goes_on(state)]
+    waiting = any(state.paths is None for state in going)
+    makers: dict[str, Callable[[], Iterator[Item]]] = {
+        "runs": lambda: (_run(state, options) for state in states),
+        "tokens": _tokens,
+        "scratch": _scratch,
+        "staged": lambda: leftovers.staged(_stages(own)),
+        "builds": lambda: leftovers.builds(options.build),
+        "layers": lambda: leftovers.layers(options.build, waiting=waiting),
+    }
+    needed = [Path(path) for state in going for path in _needs(state)]
+    found = [_checked(item, needed, options) for kind in options.kinds for item in makers[kind]()]
+    return sorted(found, key=lambda item: item.size, reverse=True)
+
+
+def remove(item: Item) -> str:
+    """What went wrong, if anything. What has changed since it was listed stays."""
+    size, changed = measured(item.path)
+    if (size, changed) != (item.whole, item.changed):
+        return "it has changed since it was listed"
+    try:
+        for part in item.parts:
+            if stat.S_ISDIR(part.lstat().st_mode):
+                shutil.rmtree(part)
+            else:
+                part.unlink()
+    except OSError as refused:
+        return refused.strerror or str(refused)
+    return ""
+
+
+def _own(path: Path) -> bool:
+    with suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
+
+
+def _goes_on(state: State) -> bool:
+    return state.kind != "ended"
+
+
+def _run(state: State, options: Options) -> Item:
+    run = state.run
+    size, changed = measured(run)
+    age = (time.time() - changed) / DAY
+    item = Item("runs", run, size, age, _holds(state), (run,), whole=size, changed=changed)
+    if _goes_on(state):
+        known = f": {state.where}" if state.where else ""
+        return item.stays("goes on, or nobody here knows" if state.kind == "unknown" else f"goes on{known}")
+    if state.paths and not state.paths.result.exists() and age < _QUIET_DAYS:
+        return item.stays("has no result, and changed today")
+    if _models(run) and not options.checkpoints:
+        compiled = run / run_folder.COMPILED
+        if not _own(compiled):
+            return item.stays("has checkpoints or a model (--checkpoints)")
+        freed = measured(compiled)[0]
+        return item._replace(size=freed, parts=(compiled,), holds="compiled code; checkpoints and model stay")
+    return item
+
+
+def _models(run: Path) -> bool:
+    """Whether there are checkpoints, a final model, an adapter or exports; also where nobody may look."""
+    folders = [run / name for name in (run_folder.CHECKPOINTS, "exports")]
+    try:
+        return any(any(folder.iterdir()) for folder in folders if folder.is_dir())
+    except OSError:
+        return True
+
+
+def _holds(state: State) -> str:
+    if state.paths is None:
+        return "no attempt"
+    found = live.result(state.paths)
+    model = ", checkpoints or a model" if _models(state.run) else ""
+    return f"{found.status if found and found.status.isalpha() else 'no result'}{model}"
+
+
+def _needs(state: State) -> Iterator[str]:
+    """What a run that goes on has bound, starts and saves to. Its own folder is kept anyway."""
+    if state.paths is None:
+        return
+    with suppress(DrayError, OSError):
+        plan = read(state.paths)
+        yield from (plan.image, plan.recipe.checkpoint.folder, plan.layer.file if plan.layer else "")
+        yield from (bind.path for bind in plan.binds)
+        yield from plan.recipe.places().values()
+
+
+def _checked(item: Item, needed: list[Path], options: Options) -> Item:
+    if item.kept:
+        return item
+    if item.age < options.days:
+        return item.stays(f"younger than {options.days:g} days")
+    if any(part == one or part in one.parents for part in item.parts for one in needed):
+        return item.stays("a run that goes on needs it")
+    return item
+
+
+def _tokens() -> Iterator[Item]:
+    cache = Path(f"{node.TOKENS}{os.getuid()}")
+    if os.path.lexists(cache) and files.open_to_others(cache, folder=True):
+        return
+    for entry in tokens.entries(cache):
+        size, changed = measured(entry.folder)
+        item = Item(
+            "tokens", entry.folder, size, entry.unused, entry.dataset, (entry.folder,), whole=size, changed=changed
+        )
+        yield item.stays("is being made") if entry.made_now else item
+
+
+def _scratch() -> Iterator[Item]:
+    for folder in map(Path, scratch.left_over(node.SCRATCH)):
+        size, changed = measured(folder)
+        age = (time.time() - changed) / DAY
+        yield Item("scratch", folder, size, age, "a killed run's own folder", (folder,), whole=size, changed=changed)
+
+
+def _stages(runs: list[Path]) -> list[Path]:
+    """Where the plans of these runs copy images to, on each node's own disk."""
+    found: set[str] = set()
+    for run in runs:
+        with suppress(OSError, DrayError):
+            paths = last_attempt(run)
+            found |= {name.decode(errors="replace") for name in _STAGE.findall(files.read(paths.plan, limit=_MOST))}
+    return [Path(stage) / f"dray-images-{os.getuid()}" for stage in sorted(found)]

@@ -1,0 +1,98 @@
+"""A shell, or a command, in the container of a run that goes on: the plan's own engine, mounts and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dray import engines, process, render
+from dray.contract import files
+from dray.contract.findings import ConfigError
+from dray.engines.docker import LABEL
+from dray.facts import Layer
+from dray.planning.schema import Plan
+from dray.runs.live import State
+from dray.runs.paths import RunPaths
+from dray.runs.write import read
+
+_NOT_RUNNING = {
+    "queued": ("the run waits in the queue", "wait until it has begun"),
+    "starting": ("the run has no plan yet: its job begins", "try again in some seconds"),
+    "ended": ("the run has ended", "start its next attempt: the same command with --run"),
+    "unknown": ("nobody knows here whether the run goes on", "enter it on the machine where it was started"),
+}
+
+
+def plan_of(state: State) -> tuple[Plan, RunPaths]:
+    """Of the attempt that goes on; of no other there is a container."""
+    if state.kind != "running" or state.paths is None:
+        problem, fix = _NOT_RUNNING.get(state.kind, _NOT_RUNNING["ended"])
+        raise ConfigError(problem, where=state.run, wanted="a run that goes on", found=state.where, fix=fix)
+    return read(state.paths), state.paths
+
+
+def node_of(plan: Plan, word: str) -> str:
+    """The name of the node that is meant by its number or name; the first one's by nothing."""
+    names = [node.name for node in plan.world.nodes]
+    if word in names:
+        return word
+    if word.isdecimal() and word.isascii() and len(word) < 8 and int(word) < len(names):
+        return names[int(word)]
+    if word:
+        wanted = f"0 to {len(names) - 1}, or one of {' '.join(names[:8])}{' ...' * (len(names) > 8)}"
+        raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
+    return names[0]
+
+
+def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, layer: Layer | None = None) -> list[str]:
+    """What starts it. The script is written into the attempt's folder first; with a `layer` where the run has none."""
+    plan, paths = plan_of(state)
+    script = paths.enter_script
+    if layer and plan.layer is None and engines.get(plan.engine).binds_layers:
+        plan = plan.model_copy(update={"layer": layer})
+        script = script.with_stem(f"{script.stem}-{layer.digest[7:19]}")
+    if engines.get(plan.engine).private_network:
+        return _beside(plan, node, command, terminal=terminal)
+    files.write_atomic(script, render.enter_script(plan), mode=0o777)
+    if state.job is None:
+        return ["bash", str(script), *command]
+    return [
+        "srun",
+        f"--jobid={state.job.number}",
+        "--overlap",  # the run's own step has the node
+        "--export=ALL",
+        *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
+        f"--nodelist={node}",
+        "--cpu-bind=none",
+        f"--chdir={paths.folder}",
+        *(["--pty"] if terminal else []),
+        *render.engine_options(plan),
+        str(script),
+        *command,
+    ]
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what another job's shell would have srun do."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SRUN_", "SLURMD_"))
+    }
+
+
+def _beside(plan: Plan, node: str, command: Sequence[str], *, terminal: bool) -> list[str]:
+    """Docker and Podman start a process in the container itself."""
+    engine = plan.engine
+    found = process.run([engine, "ps", "--quiet", f"--filter=label={LABEL}={plan.run}"], seconds=30).out.split()
+    hosts = (
+        process.run([engine, "inspect", "--format={{.Config.Hostname}}", *found], seconds=30).out.split()
+        if found
+        else []
+    )
+    own = [one for one, host in zip(found, hosts, strict=True) if host == node or not plan.world.one_machine]
+    if not own:
+        raise ConfigError(
+            f"{engine} has no container of this node here", where=plan.run, wanted=node, found=" ".join(hosts) or "none"
+        )
+    streams = ["--interactive", *(["--tty"] if terminal else [])]
+    return [engine, "exec", *streams, f"--workdir={plan.where}", own[0], *command]

@@ -1,0 +1,136 @@
+"""What is left on a disk beside run folders: staged images, layers, and what builds have left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+DAY = 86400.0
+_TEMPORARY = re.compile(r"\.(dray-[a-z0-9._-]+|debs|lock|pull|wheels)-[a-z0-9_]{8}")
+_LAYER = re.compile(r"dray-[a-z0-9_]+-[a-z0-9._-]+\.sif")
+
+
+class Item(NamedTuple):
+    """A thing on a disk."""
+
+    kind: str
+    path: Path
+    size: int
+    """Of what would go, or of all of what stays."""
+    age: float
+    """Days since anything in it changed, or was used."""
+    holds: str
+    parts: tuple[Path, ...] = ()
+    """What of it goes; nothing where it is kept."""
+    kept: str = ""
+    """Why it stays."""
+    whole: int = 0
+    changed: float = 0.0
+
+    def stays(self, why: str) -> Item:
+        """The same, kept."""
+        return self._replace(parts=(), kept=why, size=self.whole)
+
+    def data(self) -> dict[str, object]:
+        """For JSON."""
+        shown = {"kind": self.kind, "path": str(self.path), "bytes": self.size, "days": round(self.age, 2)}
+        return {**shown, "holds": self.holds, "removes": [str(part) for part in self.parts], "kept": self.kept}
+
+
+def measured(path: Path) -> tuple[int, float]:
+    """Bytes on the disk, and when anything in it changed last; what a link leads to is not looked at."""
+    found = path.lstat()
+    size, changed = found.st_blocks * 512, found.st_mtime
+    if not stat.S_ISDIR(found.st_mode):
+        return size, changed
+    folders = [path]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    about = entry.stat(follow_symlinks=False)
+                    size, changed = size + about.st_blocks * 512, max(changed, about.st_mtime)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+        except OSError:  # a folder that may not be read, or has gone
+            continue
+    return size, changed
+
+
+def item(kind: str, path: Path, holds: str, *parts: Path, used: float = 0.0) -> Item:
+    """With its size and age."""
+    both = [measured(part) for part in parts or (path,)]
+    whole, changed = measured(path)
+    age = (time.time() - max(used, *(one[1] for one in both))) / DAY
+    return Item(kind, path, sum(one[0] for one in both), age, holds, parts or (path,), whole=whole, changed=changed)
+
+
+def own(path: Path, *, folder: bool) -> bool:
+    """Whether it is this user's, and no link."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    kind = stat.S_ISDIR if folder else stat.S_ISREG
+    return kind(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def staged(folders: list[Path]) -> Iterator[Item]:
+    """Copies of images on this node's disk, which the last run that uses one takes away, unless it was killed."""
+    for folder in (one for one in folders if own(one, folder=True)):
+        for image in sorted(folder.glob("*.sif")):
+            if not own(image, folder=False):
+                continue
+            lock = image.with_name(f"{image.name}.lock")
+            beside = [path for path in (image.with_name(f"{image.name}.making"), lock) if own(path, folder=False)]
+            found = item("staged", image, "an image's copy", image, *beside, used=image.stat().st_atime)
+            yield found.stays("a run on this machine uses it") if _held(lock) else found
+
+
+def builds(build: Path | None) -> Iterator[Item]:
+    """Folders of builds that were killed, and what builds that failed have kept to look at."""
+    if build is None or not own(build, folder=True):
+        return
+    busy = any(_held(log) for log in (build / "logs").glob("*.log"))
+    killed = [path for path in build.iterdir() if _TEMPORARY.fullmatch(path.name)]
+    failed = list((build / "failed").iterdir()) if own(build / "failed", folder=True) else []
+    for path in (one for one in (*killed, *failed) if own(one, folder=True)):
+        found = item("builds", path, "left by a build that failed" if path in failed else "left by a build")
+        yield found.stays("a build is running") if busy else found
+
+
+def layers(build: Path | None, *, waiting: bool) -> Iterator[Item]:
+    """Layers with their records; the lock stays, which makes the same bytes again."""
+    if build is None or not own(build, folder=True):
+        return
+    for sif in sorted(build.glob("dray-*.sif")):
+        record = sif.with_name(f"{sif.name}.json")
+        if not _LAYER.fullmatch(sif.name) or not own(sif, folder=False) or not sif.with_suffix(".lock").is_file():
+            continue
+        beside = [record] if own(record, folder=False) else []
+        found = item("layers", sif, "a layer; its lock stays", sif, *beside, used=sif.stat().st_atime)
+        yield found.stays("a job in the queue may need it") if waiting else found
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process of this machine holds it."""
+    with ExitStack() as stack:
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,46 @@
+"""The tokens of datasets that runs keep on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_TOKENS = re.compile(r"[0-9a-f]{24}(\.part-[0-9a-f]{16})?")
+_DAY = 86400
+_WRITES = 3600  # seconds after which a run that makes tokens has written again
+
+
+class Entry(NamedTuple):
+    """The tokens of a dataset."""
+
+    folder: Path
+    dataset: str
+    size: int
+    unused: float
+    """Days since a run read or wrote them."""
+
+    def __str__(self) -> str:
+        return f"{self.size / 1e6:10.1f} MB  {self.unused:5.1f} days  {self.folder}  {self.dataset}"
+
+    @property
+    def made_now(self) -> bool:
+        """Whether a run may still be writing it."""
+        return ".part-" in self.folder.name and self.unused * _DAY < _WRITES
+
+
+def entries(cache: Path) -> Iterator[Entry]:
+    """All that are in a cache, also half made ones."""
+    for folder in cache.iterdir() if cache.is_dir() else ():
+        if not _TOKENS.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+            continue
+        files = [path.lstat() for path in folder.iterdir()]
+        used = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
+        try:
+            dataset = str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["dataset"])
+        except (OSError, ValueError, LookupError, TypeError):
+            dataset = "(incomplete)"
+        yield Entry(folder, dataset, sum(file.st_size for file in files), (time.time() - used) / _DAY)

@@ -1,0 +1,240 @@
+"""`dray clean`: what goes, what stays and why."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dray.contract import node, processes, scratch
+from dray.facts import Facts
+from dray.runs import clean
+from dray.runs.finish import finish
+from dray.runs.leftovers import Item
+from dray.runs.paths import RunPaths
+from dray.runs.write import read_recipe, write
+from helpers import ROOT
+from slurms import Slurm
+
+FACTS = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable, home="/home/me")
+
+
+def begun(runs: Path, name: str, *words: str, **facts: object) -> RunPaths:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
+    return write(recipe, FACTS.model_copy(update=facts), runs=runs, run=name)[1]
+
+
+def ended(runs: Path, name: str, *, model: bool = False, days: float = 90) -> RunPaths:
+    paths = begun(runs, name)
+    finish(paths, code=1)
+    if model:
+        (paths.checkpoints / "final").mkdir()
+        (paths.run / "compiled" / "a").mkdir(parents=True)
+    return aged(paths, days)
+
+
+def aged(paths: RunPaths, days: float) -> RunPaths:
+    return old(paths.run, days) and paths  # type: ignore[return-value]
+
+
+def old(folder: Path, days: float) -> bool:
+    then = time.time() - days * 86400
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (then, then), follow_symlinks=False)
+    return True
+
+
+def looked(runs: Path, *kinds: str, days: float = 30, build: Path | None = None, **more: bool) -> dict[str, Item]:
+    options = clean.Options(kinds or ("runs",), days, more.get("checkpoints", False), runs, build)
+    return {item.path.name: item for item in clean.look(options)}
+
+
+def test_which_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "my runs"
+    failed, trained, young = ended(runs, "failed"), ended(runs, "trained", model=True), ended(runs, "young", days=1)
+    going = begun(runs, "going")
+    going.process.write_text(json.dumps(processes.mark(os.getpid())))
+    aged(begun(runs, "elsewhere"), 90)
+    slurm = Slurm(tmp_path, monkeypatch)
+    slurm.has(17, "RUNNING")
+    job = {"scheduler": "slurm", "engine": "apptainer", "image": "/i.sif"}
+    aged(begun(runs, "live", job=17, **job), 0.5)
+    lost, _ = aged(begun(runs, "lost", job=18, **job), 90), aged(begun(runs, "killed", job=19, **job), 0.5)
+    found = looked(runs, days=0)
+    assert {name: (item.parts, item.kept) for name, item in found.items()} == {
+        "failed": ((failed.run,), ""),
+        "trained": ((trained.run / "compiled",), ""),
+        "young": ((young.run,), ""),
+        "going": ((), f"goes on: process {os.getpid()}"),
+        "elsewhere": ((), "goes on, or nobody here knows"),
+        "live": ((), "goes on: job 17, RUNNING"),
+        "lost": ((lost.run,), ""),
+        "killed": ((), "has no result, and changed today"),
+    }
+    assert looked(runs)["young"].kept == "younger than 30 days"
+    assert looked(runs, checkpoints=True)["trained"].parts == (trained.run,)
+    assert (slurm.folder / "calls").read_text().count("squeue") == 3
+
+
+def test_slurm_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aged(begun(tmp_path / "runs", "mine", scheduler="slurm", job=17, engine="apptainer", image="/i.sif"), 90)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert looked(tmp_path / "runs")["mine"].kept == "goes on, or nobody here knows"
+
+
+def test_what_a_live_run_needs_stays(tmp_path: Path) -> None:
+    """Here it goes on from another one's checkpoints."""
+    runs = tmp_path / "runs"
+    used = ended(runs, "used", model=True)
+    going = begun(runs, "going", f"checkpoint.folder={used.checkpoints}")
+    going.process.write_text(json.dumps(processes.mark(os.getpid())))
+    assert looked(runs, checkpoints=True)["used"].kept == "a run that goes on needs it"
+
+
+@pytest.mark.hostile("clean")
+def test_no_link_is_followed_and_nothing_of_another_is_touched(tmp_path: Path) -> None:
+    runs, mine = tmp_path / "runs", tmp_path / "mine"
+    paths = ended(tmp_path, "mine")
+    runs.mkdir()
+    (runs / "link").symlink_to(mine)
+    there = ended(runs, "there")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    (there.run / "link").symlink_to(precious)
+    old(there.run, 90)
+    found = looked(runs)
+    assert set(found) == {"there"}
+    assert clean.remove(found["there"]) == ""
+    assert (there.run.exists(), (precious / "file").read_text(), paths.plan.is_file()) == (False, "x", True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_another_users_run_is_not_listed(tmp_path: Path) -> None:
+    paths = ended(tmp_path, "theirs")
+    os.chown(paths.run, 4711, 4711)
+    assert looked(tmp_path) == {}
+
+
+def test_what_has_changed_since_stays(tmp_path: Path) -> None:
+    paths = ended(tmp_path, "mine")
+    item = looked(tmp_path)["mine"]
+    (paths.run / "attempt-2").mkdir()
+    assert (clean.remove(item), paths.run.exists()) == ("it has changed since it was listed", True)
+
+
+def test_left_by_builds(tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    for name in (".dray-cpu.sif-ilah5dpf", "failed/cuda/rootfs", "inputs", ".fetch", "logs", ".debs-abcd1234"):
+        (build / name).mkdir(parents=True)
+    (build / "logs" / "cpu.log").touch()
+    (build / ".lock-abcd1234").symlink_to(tmp_path)
+    old(build, 90)
+    found = looked(tmp_path, "builds", build=build)
+    assert {name: bool(item.parts) for name, item in found.items()} == dict.fromkeys(
+        (".dray-cpu.sif-ilah5dpf", ".debs-abcd1234", "cuda"), True
+    )
+    with (build / "logs" / "cpu.log").open() as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert {item.kept for item in looked(tmp_path, "builds", build=build).values()} == {"a build is running"}
+
+
+def test_layers_go_by_name_and_leave_their_lock(tmp_path: Path) -> None:
+    build = tmp_path / "build"
+    build.mkdir()
+    for name in ("dray-cpu.sif", "dray-cpu-trl.sif", "dray-cpu-trl.sif.json", "dray-cpu-trl.lock"):
+        (build / name).touch()
+    old(build, 90)
+    assert "layers" not in clean.DEFAULT
+    (item,) = looked(tmp_path, "layers", build=build).values()
+    assert clean.remove(item) == ""
+    assert sorted(path.name for path in build.iterdir()) == ["dray-cpu-trl.lock", "dray-cpu.sif"]
+
+
+def test_staged_images(tmp_path: Path) -> None:
+    """Where the plans of this user's runs copy them to."""
+    paths = ended(tmp_path / "runs", "mine")
+    paths.plan.write_text(paths.plan.read_text().replace('"stage": ""', f'"stage": "{tmp_path}/disk"'))
+    folder = tmp_path / "disk" / f"dray-images-{os.getuid()}"
+    folder.mkdir(parents=True)
+    for name in ("used", "left"):
+        for end in ("", ".lock", ".making"):
+            (folder / f"{name}.sif{end}").touch()
+    old(folder, 90)
+    with (folder / "used.sif.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        found = looked(tmp_path / "runs", "staged")
+    assert found["used.sif"].kept == "a run on this machine uses it"
+    assert clean.remove(found["left.sif"]) == ""
+    assert sorted(path.name for path in folder.iterdir()) == ["used.sif", "used.sif.lock", "used.sif.making"]
+
+
+def test_a_killed_runs_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "SCRATCH", str(tmp_path))
+    left, held = (tmp_path / f"dray-{os.getuid()}-{name}" for name in ("left", "held"))
+    lock = scratch.take(str(held))
+    left.mkdir(mode=0o700)
+    (left / "lock").touch()
+    found = looked(tmp_path, "scratch", days=0)
+    os.close(lock)
+    assert set(found) == {left.name}
+
+
+def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dray", "clean", *words]
+    return subprocess.run(argv, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+def test_it_asks_first(tmp_path: Path) -> None:
+    """The whole verb: nobody agrees, then --yes does."""
+    paths, kept = ended(tmp_path / "runs", "failed"), ended(tmp_path / "runs", "trained", model=True)
+    shown = dray("runs", "--dry-run", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    first, second, last = shown.stdout.splitlines()
+    assert first.split()[2:] == ["90.0", "days", "runs", str(paths.run), "failed"]
+    assert second.split()[2:7] == ["90.0", "days", "runs", str(kept.run), "compiled"]
+    assert last.startswith("to remove: 2 things, ")
+    asked = dray("runs", cwd=tmp_path)
+    assert (asked.returncode, asked.stderr.splitlines()[0]) == (78, "dray: nobody is there to agree")
+    assert json.loads(dray("runs", "--json", cwd=tmp_path).stdout)[0]["removes"] == [str(paths.run)]
+    assert paths.run.exists()
+    assert dray("runs", "--yes", cwd=tmp_path).returncode == 0
+    assert (paths.run.exists(), kept.final_model.is_dir(), (kept.run / "compiled").exists()) == (False, True, False)
+
+
+@pytest.mark.hostile("clean")
+@pytest.mark.parametrize("words", [("everything",), ("--older-than", "-1d"), ("--older-than", "\u0663d")])
+def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
+    ended = dray(*words, cwd=tmp_path)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (78, False)
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """Of a run that goes on in this very process; the stop is asked for and not waited for."""
+    text = (ROOT / "docs" / "work.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert block.count("\n") == 3
+    facts = {"nodelist": "node[1-2]", "nodes": 2}
+    paths = begun(tmp_path / "runs", "mine", "nodes=2", **facts)
+    paths.process.write_text(json.dumps(processes.mark(os.getpid())))
+    program = tmp_path / "bin"
+    program.mkdir()
+    (program / "dray").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    (program / "nvidia-smi").write_text("#!/bin/sh\necho a GPU\n")
+    for tool in program.iterdir():
+        tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{program}:{os.environ['PATH']}", "RUN": str(paths.run)}
+    script = block.replace('stop "$RUN"', 'stop "$RUN" --no-wait')
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"mine, attempt 1 was asked to save and end: process {os.getpid()}\na GPU\n")
+    assert paths.stop.read_text() == "dray stop\n"

@@ -1,0 +1,184 @@
+"""`dray enter`: what starts the shell, and that the script starts what the run's own starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray import render
+from dray.contract import processes
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
+from dray.runs import enter, live
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
+from dray.runs.write import read, read_recipe, write
+from helpers import ROOT
+from slurms import Slurm
+
+FACTS = Facts(
+    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
+)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    return Slurm(tmp_path, monkeypatch)
+
+
+def begun(tmp_path: Path, *words: str, **facts: object) -> RunPaths:
+    seen = FACTS.model_copy(update=facts)
+    return write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words), seen, runs=tmp_path / "my runs", run="mine")[
+        1
+    ]
+
+
+def test_by_srun_on_the_node(slurm: Slurm, tmp_path: Path) -> None:
+    paths = begun(tmp_path)
+    slurm.has(17, "RUNNING")
+    argv = enter.argv(live.look(paths.run), "n2", ["bash"], terminal=True)
+    assert argv == [
+        "srun", "--jobid=17", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1",
+        "--nodelist=n2", "--cpu-bind=none", f"--chdir={paths.folder}", "--pty", f"{paths.folder}/enter.sh", "bash",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("edf", "--environment={folder}/edf.toml"),
+        ("pyxis", "--container-image=/i.sqsh --container-mounts={run}:{run} --container-workdir={folder} "
+         "--no-container-mount-home --no-container-remap-root --container-writable"),
+    ],
+)  # fmt: skip
+def test_where_slurm_starts_the_container(slurm: Slurm, tmp_path: Path, engine: str, options: str) -> None:
+    paths = write(
+        read_recipe(ROOT / "recipes" / "smoke-cpu.toml"),
+        FACTS.model_copy(update={"engine": engine, "image": "/i.sqsh"}),
+        runs=tmp_path,
+        run="mine",
+    )[1]
+    slurm.has(17, "RUNNING")
+    argv = enter.argv(live.look(paths.run), "n1", ["nvidia-smi", "-L"], terminal=False)
+    own = options.format(folder=paths.folder, run=paths.run).split(" ")
+    assert argv[10:] == [*own, f"{paths.folder}/enter.sh", "nvidia-smi", "-L"]
+    assert paths.enter_script.read_text().endswith('\nnode::start "$@"\n')
+
+
+APPTAINER = """#!/bin/sh
+[ "$1" != buildcfg ] || exit 0
+printf '%s\\n' "$@" >"$SEEN"
+env | grep ^APPTAINERENV_ | sort >>"$SEEN"
+exit 3
+"""
+
+
+def started(script: str, tmp_path: Path, *words: str) -> tuple[int, list[str]]:
+    tool = tmp_path / "bin" / "apptainer"
+    tool.parent.mkdir(exist_ok=True)
+    tool.write_text(APPTAINER)
+    tool.chmod(0o755)
+    env = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen"), "SLURMD_NODENAME": "n2"}
+    (tmp_path / "seen").unlink(missing_ok=True)
+    ended = subprocess.run(
+        ["bash", "-c", script, "node.sh", *words], env=env, capture_output=True, text=True, check=False
+    )
+    return ended.returncode, (tmp_path / "seen").read_text().splitlines() if (tmp_path / "seen").exists() else []
+
+
+def test_it_starts_what_the_run_starts(tmp_path: Path) -> None:
+    """The same engine, mounts and environment; another command, and nothing of the run's is taken away."""
+    image = tmp_path / "i.sif"
+    image.write_text("image")
+    plan = read(begun(tmp_path, image=str(image)))
+    before = sorted(path for path in tmp_path.rglob("*"))
+    code, entered = started(render.enter_script(plan), tmp_path, "python3", "-c", "print('a b')")
+    assert code == 3
+    assert sorted(path for path in tmp_path.rglob("*") if "bin" not in str(path) and path.name != "seen") == before
+    code, own = started(render.node_script(plan), tmp_path)
+    at = own.index(str(image)) + 1
+    assert code == 3
+    assert entered == [*own[:at], "python3", "-c", "print('a b')", *own[at + 4 :]]
+
+
+def test_what_a_node_lacks_is_no_failure_of_the_run(tmp_path: Path) -> None:
+    paths = begun(tmp_path)
+    assert started(render.enter_script(read(paths)), tmp_path, "bash") == (69, [])
+    assert list(paths.failures.iterdir()) == []
+
+
+def test_a_staged_image_is_not_copied_again(tmp_path: Path) -> None:
+    plan = read(begun(tmp_path)).model_copy(update={"stage": "/local"})
+    assert "node::stage" in render.node_script(plan)
+    assert "node::stage" not in render.enter_script(plan)
+
+
+def test_docker_starts_it_in_the_container_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"scheduler": "local", "job": 0, "engine": "docker", "image": "dray:cpu", "nodelist": "node[1-2]"}
+    paths = begun(tmp_path, **facts)
+    tool = tmp_path / "bin" / "docker"
+    tool.parent.mkdir()
+    answers = 'case $1 in ps) printf "aa\\nbb\\n" ;; *) printf "node2\\nnode1\\n" ;; esac'
+    tool.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\n{answers}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    state = live.State("running", paths.run, paths, process=5)
+    argv = enter.argv(state, "node1", ["bash"], terminal=True)
+    assert argv == ["docker", "exec", "--interactive", "--tty", f"--workdir={read(paths).where}", "bb", "bash"]
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "ps --quiet --filter=label=dray.run=mine",
+        "inspect --format={{.Config.Hostname}} aa bb",
+    ]
+    with pytest.raises(ConfigError, match="docker has no container of this node here"):
+        enter.argv(state, "node3", ["bash"], terminal=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [("PENDING", "the run waits in the queue"), ("CONFIGURING", "the run has no plan yet"), ("", "the run has ended")],
+)
+def test_no_run_that_goes_on(slurm: Slurm, tmp_path: Path, state: str, problem: str) -> None:
+    paths = begun(tmp_path)
+    finish(paths, code=75)
+    if state:
+        slurm.has(18, state, command=f"multinode.sh --run={paths.run} x.toml")
+    with pytest.raises(ConfigError, match=problem):
+        enter.plan_of(live.look(paths.run))
+
+
+@pytest.mark.parametrize(("word", "node"), [("", "n1"), ("1", "n2"), ("n2", "n2")])
+def test_which_node(tmp_path: Path, word: str, node: str) -> None:
+    assert enter.node_of(read(begun(tmp_path)), word) == node
+
+
+@pytest.mark.hostile("enter")
+@pytest.mark.parametrize("word", ["2", "-1", "n3", "\u0663", "9" * 5000, "\x1b[2J"])
+def test_a_node_that_is_none(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match="the run has no such node") as refused:
+        enter.node_of(read(begun(tmp_path)), word)
+    assert str(refused.value).isprintable() or "\n" in str(refused.value)
+
+
+def test_the_shell_of_another_job_decides_nothing() -> None:
+    env = {"SLURM_NNODES": "4", "SLURM_CONF": "/etc/slurm.conf", "SRUN_X": "1", "HF_TOKEN": "t"}
+    assert enter.environment(env) == {"SLURM_CONF": "/etc/slurm.conf", "HF_TOKEN": "t"}
+
+
+def test_a_bare_run_and_no_terminal(tmp_path: Path) -> None:
+    """The whole verb: a command runs with the run's environment; a shell is refused."""
+
+    facts = {"scheduler": "local", "job": 0, "engine": "bare", "image": sys.executable, "nodelist": "node1", "nodes": 1}
+    paths = begun(tmp_path, **facts)
+    paths.process.write_text(json.dumps(processes.mark(os.getpid())))
+    argv = [sys.executable, "-m", "dray", "enter", str(paths.run)]
+    ended = subprocess.run(
+        [*argv, "--", "sh", "-c", 'echo "$OMP_NUM_THREADS"; exit 7'], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (7, "1\n", "")
+    ended = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: a shell needs a terminal")
