@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 # The page is in frames of these widths, whose media queries go by them; the page itself has no script and allows none.
 _MEASURE = """

@@ -90,7 +90,7 @@ def _charliecloud() -> str | None:
 def _chromium() -> str | None:
     import browser
 
-    return None if browser.program() else "chromium is not installed (Debian: apt-get install chromium)"
+    return None if browser.program() else "chromium is not installed (Debian: apt-get install chromium-headless-shell)"
 
 
 def _tmpfs() -> str | None:

@@ -151,8 +151,8 @@ class Page(HTMLParser):
 
 KNOWN = {
     "html", "head", "meta", "title", "style", "body", "header", "nav", "main", "section", "footer", "h1", "h2", "p",
-    "a", "ul", "ol", "li", "figure", "figcaption", "div", "span", "b", "i", "svg", "polyline", "path", "rect", "details",
-    "summary", "table", "caption", "thead", "tbody", "tr", "th", "td",
+    "a", "ul", "ol", "li", "figure", "div", "span", "b", "i", "svg", "polyline", "path", "rect", "details",
+    "figcaption", "summary", "table", "caption", "thead", "tbody", "tr", "th", "td",
 }  # fmt: skip
 
 

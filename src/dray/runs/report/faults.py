@@ -8,8 +8,8 @@ from dray.contract.findings import counted
 from dray.runs.metrics import Event, number
 from dray.runs.report.data import Run, Try
 from dray.runs.report.document import MISSING, Item, Span, Spans, Table, Text
-from dray.runs.report.plots import curve
 from dray.runs.report.numbers import figure, per_run, seconds
+from dray.runs.report.plots import curve
 from dray.runs.stop import utc
 
 _LISTED = 200

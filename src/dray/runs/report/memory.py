@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from dray.runs.report.data import Run
 from dray.runs.report.document import MISSING, Item, Text
-from dray.runs.report.plots import curve
 from dray.runs.report.numbers import per_run
+from dray.runs.report.plots import curve
 
 _LINE = re.compile(r"^([0-9.]{1,20}) GB (on each GPU|on each node's host): (.*)$", re.MULTILINE)
 _GPU, _HOST = "on each GPU", "on each node's host"

@@ -11,8 +11,8 @@ from dray.runs.report import faults, memory, steps
 from dray.runs.report.curves import MOST, reduced
 from dray.runs.report.data import Run
 from dray.runs.report.document import MISSING, Document, Item, Lines, Section, Series, Table, Text
-from dray.runs.report.plots import curve, told
 from dray.runs.report.numbers import at_the_ends, figure, per_run, seconds, steps_of
+from dray.runs.report.plots import curve, told
 from dray.runs.result import who
 from dray.runs.why import text
 
