@@ -99,7 +99,7 @@ def _row(run: Run, one: Try) -> list[Span]:
     spans += [Span(rest[0].begin, rest[-1].end, "start-up")] if rest else []
     spans += [Span(begin, end, "training")] if end > begin else []
     since = spans[-1].end if spans else one.began
-    return [*spans, Span(since, one.ended, "ending")] if one.ended > since > 0 else spans
+    return [*spans, Span(since, one.ended, "ending" if begin else "running")] if one.ended > since > 0 else spans
 
 
 def _time_line(run: Run, title: str, begin: float) -> Spans:

@@ -23,7 +23,9 @@ def lines(plot: Lines, colours: Sequence[str] = ()) -> Element:
     up = axis.of([y for one in plot.series for _, y in one.points], from_zero=plot.from_zero)
     names = {one.name: _colour(colours.index(one.name) if one.name in colours else number)
              for number, one in enumerate(plot.series)}  # fmt: skip
-    drawn = [_curve(one, across, up, names[one.name]) for one in plot.series]
+    # Of curves that lie on one another, as those of equal losses do, the lower ones are wider, and all are seen.
+    wide = [1.75 + 2 * min(3, len(plot.series) - place) for place in range(1, len(plot.series) + 1)]
+    drawn = [_curve(one, across, up, names[one.name], px) for one, px in zip(plot.series, wide, strict=True)]
     where = [(across.share(x), name) for x, name in plot.marks]
     marks = [_line([(share * _SIZE, 0), (share * _SIZE, _SIZE)], "mark") for share, _ in where]
     grid = [_line([(0, y), (_SIZE, y)], "grid") for tick, _ in up.ticks for y in [(1 - up.share(tick)) * _SIZE]]
@@ -111,16 +113,16 @@ def _drawing(*inside: Element) -> Element:
     return tag("svg", *inside, viewBox=f"0 0 {_SIZE} {_SIZE}", preserveAspectRatio="none", aria_hidden="true")
 
 
-def _line(points: Sequence[Point], kind: str) -> Element:
-    return tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=kind)
+def _line(points: Sequence[Point], kind: str, style: str | None = None) -> Element:
+    return tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=kind, style=style)
 
 
-def _curve(one: Series, across: Axis, up: Axis, colour: str) -> Element:
+def _curve(one: Series, across: Axis, up: Axis, colour: str, wide: float) -> Element:
     at = [(across.share(x) * _SIZE, (1 - up.share(y)) * _SIZE) for x, y in one.points]
     if one.dots or len(at) == 1:  # a line without a length and with round ends is a dot of any drawing's proportions
         path = " ".join(f"M{x:.1f},{y:.1f}h0" for x, y in at)
         return tag("path", d=path, class_=f"dots {colour}")
-    return _line(at, f"curve {colour}")
+    return _line(at, f"curve {colour}", f"stroke-width:{wide}px")
 
 
 def _labels(of: Axis, kind: str) -> Iterator[Element]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dray.contract import gpus
 from dray.contract.findings import counted
@@ -21,12 +22,18 @@ _DEEP = 400  # letters of a line of why a run failed
 
 def document(runs: Sequence[Run], made: str) -> Document:
     """The whole report."""
-    sections = [
+    trained = [
         Section("Loss and learning rate", tuple(_loss(runs))),
         Section("Speed", tuple(_speed(runs))),
         Section("Step time", tuple(steps.items(runs))),
         Section("Memory", tuple(memory.items(runs))),
         Section("Checkpoints", tuple(faults.checkpoints(runs))),
+    ]
+    untrained = Section(
+        "Training", (Text("dray's trainer has logged no step: a loss, a speed and the like are unknown."),)
+    )
+    sections = [
+        *(trained if any(run.trace.columns["step"] for run in runs) else [untrained]),
         Section("Attempts and faults", tuple(faults.attempts(runs))),
         Section("Start-up", tuple(faults.startups(runs))),
         Section("Settings", tuple(_settings(runs))),
@@ -75,7 +82,7 @@ def _warnings(runs: Sequence[Run]) -> Iterator[Text]:
 
 
 def _summary(runs: Sequence[Run]) -> Table:
-    return per_run("What ran, and how fast" if len(runs) == 1 else "The runs beside one another", runs, (
+    made = per_run("What ran, and how fast" if len(runs) == 1 else "The runs beside one another", runs, (
         ("status", lambda run: run.told.status),
         ("attempts", lambda run: str(run.told.attempt)),
         ("nodes", _hosts),
@@ -90,10 +97,11 @@ def _summary(runs: Sequence[Run]) -> Table:
         ("step, median", lambda run: seconds(run.trace.median("step_s"))),
         ("MFU, median", lambda run: _percent(run.trace.median("mfu"))),
         ("memory of rank 0, peak", _gb),
-        ("waiting for data", lambda run: seconds(run.trace.spent["data_s"] or None, none="none")),
-        ("waiting for checkpoints", lambda run: seconds(run.trace.spent["checkpoint_s"] or None, none="none")),
+        ("waiting for data", lambda run: _waited(run, "data_s")),
+        ("waiting for checkpoints", lambda run: _waited(run, "checkpoint_s")),
         ("run folder", lambda run: run.folder),
     ))  # fmt: skip
+    return replace(made, rows=tuple(row for row in made.rows if {*row[1:]} != {MISSING}))
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[Item]:
@@ -159,6 +167,10 @@ def _about(runs: Sequence[Run]) -> Iterator[Item]:
             f"{counted(again, 'line')} of steps that were taken again after a resume "
             f"{'are' if again > 1 else 'is'} left out of the curves: a step has its last numbers."
         )
+
+
+def _waited(run: Run, key: str) -> str:
+    return seconds(run.trace.spent[key] or None, none="not at all") if run.trace.columns["step"] else MISSING
 
 
 def _percent(share: float | None) -> str:
