@@ -16,6 +16,7 @@ from dray.runs.report.document import Point
 MOST = 2000
 """Points of a curve in a report."""
 _EVENTS = 500  # of each kind that is kept
+_EVALS = 50_000  # of each dataset
 _NODES = 4096
 COLUMNS = ("loss", "lr", "tokens_per_s", "mfu", "step_s", "data_s", "checkpoint_s", "memory_gb")
 _NONE = float("nan")
@@ -53,7 +54,8 @@ class Trace:
                 self._own(event, hosts)
             elif isinstance(kind, str) and "loss" in event and (step := whole(event, "step")) is not None:
                 of_one = self.evals.setdefault(kind[:200], {}) if len(self.evals) < _EVENTS else {}
-                of_one[step] = event
+                if len(of_one) < _EVALS:
+                    of_one[step] = {name: event.get(name) for name in ("loss", "perplexity", "accuracy")}
             elif isinstance(kind, str):
                 if kind == "start":
                     hosts = _hosts(event)
