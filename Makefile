@@ -28,8 +28,10 @@ help: ## Show this list
 
 install: .venv/host ## Install dray into .venv, to submit, build and plan; it needs no torch
 
-demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks
+demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks, and write a report of it
 	@$(BIN)/dray run recipes/smoke-cpu.toml
+	@mkdir -p build
+	@$(BIN)/dray report --out build/demo.html
 
 test: .venv/dev ## Run all tests that this machine can run, and name the slowest (TESTS= names some, as pytest takes them)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)

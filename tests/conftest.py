@@ -87,6 +87,12 @@ def _charliecloud() -> str | None:
     return "this machine does not allow user namespaces" if own.returncode else None
 
 
+def _chromium() -> str | None:
+    import browser
+
+    return None if browser.program() else "chromium is not installed (Debian: apt-get install chromium-headless-shell)"
+
+
 def _tmpfs() -> str | None:
     """A small disk, which root alone can make, and not in every container."""
     with tempfile.TemporaryDirectory() as folder:
@@ -109,6 +115,7 @@ NEEDS: dict[str, tuple[Callable[[], str | None], ...]] = {
     "shellcheck": (_shell,),
     "charliecloud": (_charliecloud,),
     "tmpfs": (_tmpfs,),
+    "chromium": (_chromium,),
 }
 
 

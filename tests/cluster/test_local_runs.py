@@ -42,6 +42,7 @@ def earlier(name: str) -> tuple[subprocess.CompletedProcess[str], Path] | None:
     if not (where := os.environ.get(name)):
         return None
     out, err = (Path(f"{where}.{stream}").read_text() for stream in ("out", "err"))
+    out = re.sub(r"\nreport: .*\n\Z", "\n", out)  # which make demo makes of the run
     folder = Path(out.splitlines()[-1].removeprefix("run folder: "))
     return subprocess.CompletedProcess([], 0, out, err), folder
 

@@ -279,8 +279,23 @@ def test_who_is_steadily_slower(
     ranks = slow.Slow.__new__(slow.Slow)
     ranks.__dict__ |= {
         "_metrics": told, "_hosts": ["n1", "n1", "n2", "n2"], "ranks": 4, "_events": [], "_own": 0.0,
-        "_window": [0.0] * 4, "_streaks": [0] * 4, "_named": set(),
+        "_window": [0.0] * 4, "_streaks": [0] * 4, "_named": set(), "_step": 0, "_taken": 0, "_passes": 0,
     }  # fmt: skip
     for step, window in enumerate(windows):
         ranks.see(window, step)
     assert [(event["rank"], event["times"]) for event in told.events] == named
+
+
+def test_each_node_s_own_seconds_of_a_step() -> None:
+    """Of its slowest rank; not of the first line, which has no steps before it, nor after a run went back."""
+    ranks = slow.Slow.__new__(slow.Slow)
+    ranks.__dict__ |= {
+        "_metrics": Told(), "_hosts": ["n1", "n1", "n2", "n2"], "ranks": 4, "_events": [], "_own": 0.0,
+        "_window": [0.0] * 4, "_streaks": [0] * 4, "_named": set(), "_step": 0, "_taken": 0, "_passes": 0,
+    }  # fmt: skip
+    own = [1.0, 2.0, 3.0, 2.5]
+    found = []
+    for step in (41, 50, 60, 45, 50):
+        found.append(ranks.nodes(own))
+        ranks.see(own, step)
+    assert found == [[], [], [round(2 / 9, 6), round(3 / 9, 6)], [0.2, 0.3], []]

@@ -90,7 +90,7 @@ def test_a_model_that_also_sees_has_its_sizes_in_a_part_of_its_configuration(tmp
     tokenizer.load(chosen).save_pretrained(folder)
     named = replace(chosen, model=replace(chosen.model, name=str(folder), weights=False, type="", config={}))
     network = build.build(named, tokenizer.load(named), filled=True)
-    assert metrics._flops_a_token(network, named) > 0
+    assert metrics.flops_per_token(network, named) > 0
     long = replace(named, data=replace(named.data, sequence_length=64))
     assert refused(long).startswith("a sample is longer than the model's positions\n")
 
@@ -99,7 +99,7 @@ def test_time_of_an_evaluation_is_no_step_s(monkeypatch: pytest.MonkeyPatch, tmp
     """Also where a line comes between two evaluations."""
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(metrics, "_flops_a_token", lambda *_: 1.0)
+    monkeypatch.setattr(metrics, "flops_per_token", lambda *_: 1.0)
     speed = metrics.Speed(config(tmp_path), SimpleNamespace(device=torch.device("cpu"), network=None))
     speed.begin(0)
     for step in range(1, 11):

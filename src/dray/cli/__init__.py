@@ -35,7 +35,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 _VERBS = (
     *("init", "plan", "prefetch", "run", "submit"),
     *("stop", "enter", "jupyter"),
-    *("finish", "why", "sync"),
+    *("finish", "why", "report", "sync"),
     *("clean", "doctor"),
 )
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}

@@ -46,6 +46,7 @@ def main(path: str) -> int:
     world = plan["world"]
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
     number = os.environ.get(world["identity"]["node"], "unknown")
+    clock = {"runner": time.time()}
     links = lock = unfit = None
     try:
         me = node.index(world, os.environ)
@@ -59,13 +60,14 @@ def main(path: str) -> int:
         start, at, listener = Start(), None, None
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
+            clock.setdefault("met", time.time())
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
             watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
             hang = Hang(plan, me, start.number) if watched else None
             links = control.Control(world, me, supervised, channels, start, stop, hang)
-            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own))
+            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock)
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():
                     _record(plan, str(other), found, why=str(found), name=f"node-{me}-lost-{other}", time=since)
@@ -99,6 +101,7 @@ def launch(
     listener: socket.socket | None,
     start: Start,
     gloo: Mapping[str, str],
+    clock: Mapping[str, float],
 ) -> int:
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world, since = plan["world"], time.time()
@@ -136,6 +139,7 @@ def launch(
         supervised.start(command, env=environ, session=True, output=between.writer if between else None)
     except OSError as error:
         raise DrayError(f"the launcher cannot start: {command[0]}: {error.strerror}", code=127) from error
+    rendezvous.clocked(plan, me, start, store, clock)
     if between:
         between.watch(supervised)
 

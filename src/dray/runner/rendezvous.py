@@ -83,7 +83,23 @@ def meet(
 def publish(plan: Mapping[str, Any], listener: socket.socket) -> None:
     """Tell the other nodes where the first one listens."""
     address, port = listener.getsockname()
-    told = {"address": address, "port": port, "attempt": plan["attempt"]}
+    _write(plan, address=address, port=port)
+
+
+def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int], clock: Mapping[str, float]) -> None:
+    """As the first node, add when its runner began, all nodes had met, and the ranks were launched the first time."""
+    if me or start.number:
+        return
+    times = {name: round(seconds, 3) for name, seconds in {**clock, "launched": time.time()}.items()}
+    others = len(plan["world"]["nodes"]) > 1
+    try:
+        _write(plan, **({"address": at[0], "port": at[1]} if others else {}), times=times)
+    except OSError as error:  # no run ends for it
+        print(f"dray: {run_folder.RENDEZVOUS} cannot be written: {error.strerror}", flush=True)
+
+
+def _write(plan: Mapping[str, Any], **told: object) -> None:
+    told |= {"attempt": plan["attempt"]}
     files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told), mode=0o600)
 
 

@@ -59,7 +59,7 @@ class Report(BaseModel):
 def look(paths: RunPaths) -> Report:
     """Read an attempt's folder."""
     warnings: list[str] = []
-    result, plan = _result(paths, warnings), _plan(paths, warnings)
+    result, plan = read_result(paths, warnings), read_plan(paths, warnings)
     found: list[records.Record] = []
     with suppress(OSError):  # a run without a failure has no such folder
         found = records.read(paths.failures, paths.logs, code=result.exit_code if result else 0, warn=warnings.append)
@@ -97,7 +97,8 @@ def _named(cause: Cause | None, reason: str | None) -> dict[str, str]:
     return {}
 
 
-def _result(paths: RunPaths, warnings: list[str]) -> Result | None:
+def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
+    """None where there is none, or with a warning of what is wrong with it."""
     try:
         return Result.model_validate(printable(json.loads(files.read(paths.result, limit=_RESULT))))
     except FileNotFoundError:
@@ -107,7 +108,8 @@ def _result(paths: RunPaths, warnings: list[str]) -> Result | None:
         return None
 
 
-def _plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
+def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
+    """The plan, or a warning."""
     try:
         return read(paths)
     except (DrayError, OSError) as error:

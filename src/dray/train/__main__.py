@@ -29,12 +29,13 @@ from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
 from dray.train.heartbeat import heartbeat
 from dray.train.loop import NOT_FINITE, Loop
-from dray.train.metrics import Metrics
+from dray.train.metrics import Metrics, flops_per_token
 from dray.train.model import attention, build, lora
 from dray.train.outputs import card
 from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy, check_same
 
+_IMPORTED = time.time()
 _LARGE = 500_000_000  # weights; a larger model is not loaded once more only to be seen
 
 
@@ -66,7 +67,7 @@ def main(path: str) -> None:
     _require_steps(config, resumed)
     _write_start(
         config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
-        load_s=time.monotonic() - loading,
+        load_s=time.monotonic() - loading, strategy=strategy,
     )  # fmt: skip
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
@@ -130,8 +131,9 @@ def _require_steps(config: Config, resumed: int) -> None:
 
 
 def _write_start(
-    config: Config, metrics: Metrics, *, parameters: int, trained: int, data: Datasets, step: int, load_s: float
-) -> None:
+    config: Config, metrics: Metrics, *, parameters: int, trained: int, data: Datasets, step: int, load_s: float,
+    strategy: Strategy,
+) -> None:  # fmt: skip
     hosts = all_gather_json(os.environ[config.host_variable])
     tokens = data.total - data.packing.get("padding", 0)
     size = f"{tokens:,} tokens" if tokens else "a stream"
@@ -149,6 +151,9 @@ def _write_start(
         tokens=tokens,
         **({"packing": data.packing} if data.packing else {}),
         torch=torch.__version__,
+        device="" if strategy.device.type == "cpu" else torch.cuda.get_device_name(strategy.device),
+        flops_per_token=flops_per_token(strategy.network, config),
+        imported=round(_IMPORTED, 3),
     )
 
 

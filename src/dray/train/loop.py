@@ -188,6 +188,8 @@ class Loop:
         fields = self.speed.measured(taken)
         if shares:
             fields["shares"] = shares
+        if nodes := self.slow.nodes(own):
+            fields["node_s"] = nodes
         if scaler:
             fields |= {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
         if config.train.attention_stats:

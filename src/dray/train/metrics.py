@@ -75,7 +75,7 @@ class Speed:
 
     def __init__(self, config: Config, strategy: Strategy) -> None:
         self.config, self.device = config, strategy.device
-        self._flops = _flops_a_token(strategy.network, config)
+        self._flops = flops_per_token(strategy.network, config)
         self._peak = _peak(strategy.device, config.train.precision)
         self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
         self._first_step = self._since = 0
@@ -114,7 +114,7 @@ class Speed:
         return found
 
 
-def _flops_a_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
+def flops_per_token(network: Any, config: Config) -> float:  # noqa: ANN401  a transformers model
     """Six for each weight that is multiplied, four if it stays as it is, and attention's own."""
     settings = network.config.get_text_config()
 

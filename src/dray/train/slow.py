@@ -33,6 +33,8 @@ class Slow:
         self.ranks = world if world > 1 and config.train.strategy in _STRATEGIES else 0
         self._hosts = all_gather_json(os.environ[config.host_variable]) if self.ranks else []
         self._own = self._ready = 0.0
+        self._step, self._taken = 0, 0  # of the last line, and since the one before
+        self._passes = 0
         self._events: list[tuple[Any, Any]] = []
         self._window = [0.0] * self.ranks
         self._streaks = [0] * self.ranks
@@ -48,6 +50,7 @@ class Slow:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """One forward pass. A GPU's is timed by the GPU itself, for which nobody waits here."""
+        self._passes += 1
         if not self.ranks:
             yield
         elif self._device.type == "cpu":
@@ -70,11 +73,22 @@ class Slow:
             told[dist.get_rank()] = self._ready
         return told
 
+    def nodes(self, ranks: list[float]) -> list[float]:
+        """The slowest rank's own seconds of a step, for each node; of the steps before the last line."""
+        if self._taken <= 0 or not any(ranks):
+            return []
+        slowest = dict.fromkeys(self._hosts, 0.0)
+        for host, own in zip(self._hosts, ranks, strict=True):
+            slowest[host] = max(slowest[host], own)
+        return [round(own / self._taken, 6) for own in slowest.values()]
+
     def see(self, ranks: list[float], step: int) -> None:
         """The sum of what all have said, with a line; the device has done all that came before it."""
         events, self._events = self._events, []
-        self._ready = self._own + sum(begun.elapsed_time(ended) / 1e3 for begun, ended in events)
-        self._own = 0.0
+        timed = sum(begun.elapsed_time(ended) / 1e3 for begun, ended in events)
+        self._ready = self._own + timed * (self._passes / len(events) if events else 0.0)
+        self._own, self._passes = 0.0, 0
+        self._taken, self._step = step - self._step if self._step else 0, step
         self._window = [before + now for before, now in zip(self._window, ranks, strict=True)]
         median = sorted(self._window)[(self.ranks - 1) // 2] if ranks else 0.0
         if median < _WINDOW_S:

@@ -1,0 +1,61 @@
+"""`dray report`: one page on a run, or several beside one another."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray import __version__
+from dray.cli.options import Runs
+from dray.contract import files
+from dray.contract.findings import ConfigError
+from dray.runs.named import find
+from dray.runs.report import html, sections
+from dray.runs.report import markdown as marked
+from dray.runs.report.data import gather
+from dray.runs.stop import utc
+
+_MOST = 24  # colours and dashes that can be told apart
+
+
+def report(
+    named: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Runs: folders, names or their beginnings, or jobs' numbers; else the newest."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; Markdown if it ends in .md.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown in place of HTML; printed without --out.")
+    ] = False,
+    runs: Runs = None,
+) -> None:
+    """Write a report of a run, or of several beside one another: one HTML page that needs no network, or Markdown.
+
+    Example: dray report 4711 4712 --out compared.html
+    """
+    folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))
+    if len(folders) > _MOST:
+        raise ConfigError("too many runs for one report", wanted=f"at most {_MOST}", found=str(len(folders)))
+    gathered = [gather(folder) for folder in folders]
+    made = f"Made by dray {__version__} at {utc(time.time())}."
+    document = sections.document(gathered, made)
+    markdown = markdown or bool(out and out.suffix == ".md")
+    if markdown and not out:
+        print(marked.page(document), end="")
+        return
+    name = gathered[0].paths.run.name if len(gathered) == 1 else "runs"
+    target = out or Path(f"dray-report-{name}.html")
+    try:
+        files.write_atomic(target, (marked if markdown else html).page(document))
+    except OSError as error:
+        raise ConfigError(
+            "the report cannot be written", where=target, found=error.strerror or error, fix="--out=FILE"
+        ) from error
+    print(f"report: {target.absolute()}")

@@ -1,0 +1,174 @@
+"""What a report needs of a run, gathered from its folder in whatever state that is. It changes nothing."""
+
+from __future__ import annotations
+
+import calendar
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dray.contract import files, run_folder
+from dray.contract.values import printable
+from dray.planning.schema import Plan
+from dray.runs import again, records, why
+from dray.runs.metrics import Metrics, number, whole
+from dray.runs.paths import RunPaths, attempts, last_attempt
+from dray.runs.recovery import Recovery
+from dray.runs.report import startup
+from dray.runs.report.curves import Trace
+from dray.runs.result import Attempt, Result, who
+
+_LIMIT = 1 << 20
+_ATTEMPTS = 200
+_LINE = "\n"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failure that an attempt went on from, or ended with."""
+
+    time: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Try:
+    """One attempt."""
+
+    number: int
+    status: str
+    why: str
+    hosts: tuple[str, ...]
+    began: float
+    """When it was planned; 0 where nobody knows."""
+    ended: float
+    steps: tuple[int | None, int | None]
+    """The first and the last one."""
+    lost_s: float | None
+    startup: tuple[startup.Part, ...]
+    failures: tuple[Failed, ...]
+    recoveries: tuple[Recovery, ...]
+    preflight: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run."""
+
+    name: str
+    folder: str
+    paths: RunPaths
+    """Of its last attempt."""
+    told: why.Report
+    """How its last attempt ended."""
+    result: Result | None
+    plan: Plan | None
+    trace: Trace
+    tries: tuple[Try, ...]
+    warnings: tuple[str, ...]
+
+
+def gather(folder: Path) -> Run:
+    """Read all attempts of a run, or one if its own folder was named."""
+    last = last_attempt(folder)
+    one = folder.absolute() == last.folder
+    numbers = [last.attempt] if one else [n for n in attempts(last.run) if n <= last.attempt][-_ATTEMPTS:]
+    trace, warnings = Trace(), list[str]()
+    told = why.look(last)
+    result, tries = why.read_result(last, []), list[Try]()
+    known = {one.attempt: one for one in told.history}
+    if result:
+        known[last.attempt] = again.attempt(result, last.attempt)
+    ended = _submitted(last.run)
+    for number_ in numbers:
+        paths = RunPaths(last.run, number_)
+        metrics = Metrics(paths.metrics)
+        try:
+            trace.read(number_, metrics)
+        except OSError as error:
+            warnings.append(f"{paths.metrics} cannot be read: {records.reason(error)}")
+        warnings += metrics.warnings()
+        of_one = known.get(number_) or Attempt(attempt=number_, status=why.NO_RESULT)
+        tries.append(_try(paths, trace, of_one, queued=ended))
+        ended = tries[-1].ended
+    return Run(
+        name=printable(last.run.name),
+        folder=printable(str(last.run)),
+        paths=last,
+        told=told,
+        result=result,
+        plan=next((plan for n in reversed(numbers) if (plan := why.read_plan(RunPaths(last.run, n), []))), None),
+        trace=trace,
+        tries=tuple(tries),
+        warnings=tuple(printable([*told.warnings, *warnings])),
+    )
+
+
+def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try:
+    plan = why.read_plan(paths, [])
+    starts = trace.of("start", paths.attempt)
+    first, latest = trace.steps.get(paths.attempt, (None, None))
+    began = records.modified(paths.plan)
+    if first and began > (number(first, "time") or began):  # the folder is a copy, with the times of that
+        began = 0.0
+    ended = _seconds(known.finished) if known.finished else (number(latest, "time") if latest else 0.0) or 0.0
+    begin = known.first_step if known.first_step is not None else whole(starts[0] if starts else {}, "first_step")
+    return Try(
+        number=paths.attempt,
+        status=known.status,
+        why=(known.why or "").partition("\n")[0],
+        hosts=tuple(known.hosts or ([node.name for node in plan.world.nodes] if plan else [])),
+        began=began,
+        ended=ended,
+        steps=(begin, known.steps if known.steps is not None else whole(latest or {}, "step")),
+        lost_s=known.lost_s,
+        startup=startup.parts(
+            plan,
+            startup.times(paths),
+            queued=queued if began >= queued else 0.0,
+            planned=began,
+            start=starts[0] if starts else None,
+            first=first,
+            usual=trace.median("step_s") or 0.0,
+        ),
+        failures=tuple(_failures(paths)),
+        recoveries=tuple(result.recoveries) if (result := why.read_result(paths, [])) else (),
+        preflight=_preflight(paths),
+    )
+
+
+def _failures(paths: RunPaths) -> list[Failed]:
+    """The first failure before each restart, and the one that ended the attempt."""
+    found = []
+    for folder in [*sorted(paths.failures.glob("restart-*"))[:_ATTEMPTS], paths.failures]:
+        with suppress(OSError):
+            read = records.read(folder, paths.logs, code=0, warn=lambda _: None)
+            found += [
+                Failed(one.time, printable(f"{who(one.cause)}: {one.cause.why.partition(_LINE)[0][:300]}"))
+                for one in read[:1]
+            ]
+    return found
+
+
+def _submitted(run: Path) -> float:
+    with suppress(OSError, ValueError, RecursionError):
+        told = json.loads(files.read(run / run_folder.JOB, limit=_LIMIT))
+        return number(told, "time") or 0.0 if isinstance(told, dict) else 0.0
+    return 0.0
+
+
+def _preflight(paths: RunPaths) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        report = printable(json.loads(files.read(paths.preflight_report, limit=_LIMIT)))
+        return report if isinstance(report, dict) else {}
+    return {}
+
+
+def _seconds(at: str) -> float:
+    """Of a time as result.json has it."""
+    with suppress(ValueError, OverflowError):
+        return float(calendar.timegm(time.strptime(at, "%Y-%m-%dT%H:%M:%SZ")))
+    return 0.0

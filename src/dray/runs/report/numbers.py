@@ -1,0 +1,55 @@
+"""Numbers as a reader wants them, and tables with a column for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dray.runs.report.data import Run
+from dray.runs.report.document import MISSING, Table
+
+Cell = tuple[str, Callable[[Run], str]]
+
+
+def per_run(caption: str, runs: Sequence[Run], rows: Sequence[Cell]) -> Table:
+    """A row for each measure. Of one run the column says what it is; of several, whose."""
+    names = ("value",) if len(runs) == 1 else tuple(run.name for run in runs)
+    return Table(caption, ("measure", *names), tuple((name, *(cell(run) for run in runs)) for name, cell in rows))
+
+
+def figure(value: float | None, digits: int = 0) -> str:
+    """With at most so many digits behind the point: fewer in large numbers; small ones with their first ones."""
+    if value is None:
+        return MISSING
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 10.0 ** -max(digits, 1):
+        return f"{value:.3g}"
+    return f"{value:,.{max(0, digits - len(f'{size:.0f}') + 1)}f}"
+
+
+def seconds(value: float | None, none: str = MISSING) -> str:
+    """Such as `340 ms`, `2.5 s`, `3 min 20 s`, `4 h 12 min`."""
+    if value is None:
+        return none
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    if value < 100:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    first = next(place for place, (count, _) in enumerate(parts) if count)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+
+
+def at_the_ends(values: Sequence[float], digits: int) -> tuple[str, ...]:
+    """The first and the last."""
+    return (figure(values[0], digits), figure(values[-1], digits)) if values else ()
+
+
+def steps_of(run: Run) -> str:
+    """Taken, of those that were asked for."""
+    taken = run.trace.columns["step"][-1] if run.trace.columns["step"] else None
+    starts = run.trace.of("start")
+    asked = starts[-1].get("steps") if starts else None
+    return figure(taken) + (f" of {asked:,}" if taken is not None and isinstance(asked, int) else "")

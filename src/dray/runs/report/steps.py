@@ -1,0 +1,90 @@
+"""How long steps took, on each node, and which ranks were slow."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from dray.runs.metrics import number
+from dray.runs.report.data import Run
+from dray.runs.report.document import Bars, Item, Table, Text
+from dray.runs.report.numbers import seconds
+
+_BINS = 32
+_DRAWN = 8  # nodes of a histogram
+_LISTED = 512
+
+
+def items(runs: Sequence[Run]) -> Iterator[Item]:
+    """The steps of each run, then each node's own part of them."""
+    whole = [(run.name if len(runs) > 1 else "all steps", run.trace.values("step_s")) for run in runs]
+    if found := [(name, values) for name, values in whole if values]:
+        yield _bars("Seconds of a step", found)
+        yield _quantiles("How long a step took", "run" if len(runs) > 1 else "of", found)
+    else:
+        yield Text("No step was logged.")
+    for run in runs:
+        yield from _nodes(run, f" of {run.name}" if len(runs) > 1 else "")
+
+
+def _nodes(run: Run, of: str) -> Iterator[Item]:
+    nodes = sorted(((name, [*values]) for name, values in run.trace.nodes.items()), key=lambda one: -_median(one[1]))
+    if nodes:
+        rest = f", the {_DRAWN} slowest of {len(nodes)}" if len(nodes) > _DRAWN else ""
+        yield Text(
+            "All ranks wait for one another in a step, so its time is the same on all nodes. A node's own time is the "
+            "forward pass and the waiting for data of its slowest rank, in which it waits for no other."
+        )
+        yield _bars(f"Each node's own seconds of a step{of}{rest}", nodes[:_DRAWN])
+        yield _quantiles(f"How long each node's own part of a step{of} took", "node", nodes[:_LISTED])
+    elif run.trace.columns["step"]:
+        yield Text(
+            f"Each node's own part of a step{of}: not measured. It is with several ranks and ddp, zero1 or zero2."
+        )
+    slow = run.trace.of("slow")
+    if slow:
+        rows = tuple(
+            (f"rank {_whole(one, 'rank')}", str(one.get("node"))[:100], f"{number(one, 'times') or 0:.2f}",
+             _whole(one, "step"), str(one["attempt"]))
+            for one in slow
+        )  # fmt: skip
+        head = ("rank", "node", "times the median rank", "named at step", "attempt")
+        yield Table(f"Slow ranks{of}", head, rows)
+    elif nodes:
+        yield Text(f"No rank{of} was steadily slower than the others (1.25 times the median rank).")
+
+
+def _whole(event: dict[str, object], key: str) -> str:
+    value = number(event, key)
+    return f"{value:,.0f}" if value is not None else "unknown"
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def _bars(title: str, named: Sequence[tuple[str, Sequence[float]]]) -> Bars:
+    """The same bins for all; what is above the 99th percentile is in the last one."""
+    every = sorted(value for _, values in named for value in values)
+    least, most = every[0], every[min(len(every) - 1, int(len(every) * 0.99))]
+    width = (most - least) / _BINS or max(least, 1e-9) / _BINS
+    edges = tuple(least + width * place for place in range(_BINS + 1))
+    counts = []
+    for name, values in named:
+        bins = [0] * _BINS
+        for value in values:
+            bins[min(_BINS - 1, bisect_right(edges, value) - 1)] += 1
+        counts.append((name, tuple(bins)))
+    told = "; ".join(f"{name}: median {seconds(_median(values))}" for name, values in named)
+    return Bars(title, "seconds; the last bar has all above", edges, tuple(counts), f"{title}. {told}.")
+
+
+def _quantiles(caption: str, head: str, named: Sequence[tuple[str, Sequence[float]]]) -> Table:
+    rows = []
+    for name, values in named:
+        ordered = sorted(values)
+        at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.95, 0.99)]
+        shown = (ordered[0], _median(ordered), *at, ordered[-1])
+        rows.append((name, f"{len(ordered):,}", *map(seconds, shown)))
+    return Table(caption, (head, "lines", "least", "median", "95 %", "99 %", "most"), tuple(rows))

@@ -1,0 +1,313 @@
+"""`dray report`: one page on a run, or several beside one another, in whatever state their folders are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import browser
+from damage import HOSTILE, RECORD, replace
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
+from dray.runs.paths import RunPaths
+from dray.runs.report import axis, curves, html, markdown, sections
+from dray.runs.report.data import gather
+from dray.runs.report.document import Document, Series
+from dray.runs.result import Attempt, Cause, Result, SlowRank
+from dray.runs.write import read_recipe, write
+from helpers import PYTHON, ROOT, golden
+
+FACTS = Facts(
+    scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
+)
+BEGAN = 1_795_000_000.0
+EVIL = '<script>alert(1)</script><img src=x onerror="alert(1)">\x1b[2J | `x` [a](javascript:alert(1)) \u202e'
+
+
+def step(number: int, time: float, **more: object) -> dict[str, object]:
+    """A line as the trainer writes it."""
+    loss = 5 * math.exp(-number / 20) + 1
+    speed = {"tokens_per_s": 1000.0 + number, "step_s": 2.0 + number / 100, "data_s": 0.0, "checkpoint_s": 0.0}
+    own = {"memory_gb": 0.5 + number / 1000, "node_s": [0.3, 0.3 + number / 100]}
+    return {
+        "event": "step",
+        "time": time,
+        "step": number,
+        "loss": loss,
+        "lr": 0.004 * (1 - number / 100),
+        **speed,
+        **own,
+        **more,
+    }
+
+
+def lines(paths: RunPaths, *events: dict[str, object]) -> None:
+    paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def begin(runs: Path, name: str) -> RunPaths:
+    paths = write(
+        read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ("checkpoint.every=20",)), FACTS, runs=runs, run=name
+    )[1]
+    at = BEGAN if paths.attempt == 1 else BEGAN + 300
+    os.utime(paths.plan, (at, at))
+    times = {"runner": at + 3, "met": at + 5, "launched": at + 15}
+    told = {"address": "10.0.0.1", "port": 1, "attempt": paths.attempt, "times": times}
+    (paths.folder / "rendezvous.json").write_text(json.dumps(told))
+    return paths
+
+
+def start(at: float, first: int) -> dict[str, object]:
+    return {
+        "event": "start", "time": at + 40, "world_size": 4, "hosts": ["n1", "n1", "n2", "n2"], "parameters": 446080,
+        "trainable_parameters": 446080, "first_step": first, "load_s": 2.5, "steps": 60, "device": "",
+        "flops_per_token": 3069696.0, "imported": at + 30,
+    }  # fmt: skip
+
+
+def ended(paths: RunPaths, **more: object) -> None:
+    told = {"run": paths.run.name, "status": "done", "exit_code": 0, "world_size": 4, "hosts": ["n1", "n2"], **more}
+    paths.result.write_text(Result.model_validate(told).model_dump_json())
+
+
+def resumed(runs: Path, name: str = "mine") -> Path:
+    """A run whose first attempt lost a node after step 44, and whose second went on from step 40."""
+    first = begin(runs, name)
+    (first.run / "job.json").write_text(json.dumps({"job": 17, "time": BEGAN - 60, "argv": []}))
+    lines(
+        first,
+        start(BEGAN, 0),
+        *(step(number, BEGAN + 40 + 4 * number, checkpoint_s=1.5 * (number == 20)) for number in range(1, 45)),
+        {"event": "checkpoint", "time": BEGAN + 125, "checkpoint": 20, "saved": True, "seconds": 4.0},
+        {"event": "checkpoint", "time": BEGAN + 205, "checkpoint": 40, "saved": True, "seconds": 3.0},
+    )  # fmt: skip
+    lost = RECORD | {
+        "time": BEGAN + 220,
+        "rank": None,
+        "node": "n2",
+        "code": 75,
+        "why": "node 1 (n2) is gone\n  fix: x",
+    }
+    (first.failures / "node-1.json").write_text(json.dumps(lost))
+    cause = Cause(node="n2", rank=None, code=75, why="node 1 (n2) is gone", log=None, last_lines=[])
+    before = {"status": "failed", "exit_code": 75, "steps": 44, "first_step": 0, "lost_s": 16.0}
+    ended(first, finished="2026-11-18T11:10:25Z", cause=cause, **before)
+    second = begin(runs, name)
+    lines(
+        second,
+        start(BEGAN + 300, 40),
+        *(step(number, BEGAN + 340 + 2 * (number - 40)) for number in range(41, 61)),
+        {"event": "slow", "time": BEGAN + 370, "step": 55, "rank": 3, "node": "n2", "times": 1.41},
+        {"event": "eval", "time": BEGAN + 381, "step": 60, "loss": 1.25, "perplexity": 3.4903, "accuracy": 0.5},
+    )
+    history = Attempt(
+        attempt=1, why="node 1 (n2) is gone", hosts=["n1", "n2"], finished="2026-11-18T11:10:25Z", **before
+    )
+    recovery = {"why": "node 1 (n2) is gone", "step": 41, "detect_s": 4, "stop_s": 5, "queue_s": 75}
+    recovery |= {"start_s": 37.5, "load_s": 2.5, "step_s": 2}
+    slow = SlowRank(rank=3, node="n2", times=1.41, step=55)
+    ended(
+        second, finished="2026-11-18T11:13:05Z", steps=60, first_step=40, perplexity=3.4903, history=[history],
+        recoveries=[recovery], slow_ranks=[slow], warnings=["the grace is short"],
+    )  # fmt: skip
+    return first.run
+
+
+def told(*folders: Path) -> Document:
+    return sections.document([gather(folder) for folder in folders], "Made by a test.")
+
+
+def test_the_whole_markdown(tmp_path: Path) -> None:
+    made = markdown.page(told(resumed(tmp_path / "my runs")))
+    golden("report.md", made.replace(str(tmp_path).replace("_", r"\_"), "/scratch/me"))
+
+
+class Page(HTMLParser):
+    """The tags of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def named(self, *names: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name in names]
+
+
+KNOWN = {
+    "html", "head", "meta", "title", "style", "body", "header", "nav", "main", "section", "footer", "h1", "h2", "p",
+    "a", "ul", "ol", "li", "figure", "div", "span", "b", "i", "svg", "polyline", "path", "rect", "details",
+    "figcaption", "summary", "table", "caption", "thead", "tbody", "tr", "th", "td",
+}  # fmt: skip
+
+
+def checked(text: str) -> Page:
+    """What every page must be: no script, nothing from elsewhere, and each part named for who does not see it."""
+    page = Page(text)
+    assert {name for name, _ in page.tags} <= KNOWN
+    policy = next(one["content"] for one in page.named("meta") if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    assert not re.search(r"url\(|@import", text)
+    assert not any("://" in (value or "") for _, attributes in page.tags for value in attributes.values())
+    assert all(one["href"] and one["href"].startswith("#") for one in page.named("a"))
+    assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
+    assert len(page.named("h1")) == len(page.named("title")) - len(page.named("rect")) == 1
+    assert len(page.named("table")) == len(page.named("caption"))
+    assert all(one.get("scope") in ("row", "col") for one in page.named("th"))
+    assert all(one["aria-label"] for one in page.named("div") if one.get("role") in ("img", "region"))
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {one["href"][1:] for one in page.named("a") if one["href"]} <= set(ids)
+    return page
+
+
+def test_the_html(tmp_path: Path) -> None:
+    text = html.page(told(resumed(tmp_path)))
+    page = checked(text)
+    assert len(page.named("figure")) == 9
+    assert [one["class"] for one in page.named("polyline")].count("curve c0 d0") == 5
+    assert "attempt 2 resumed at step 40" in page.text
+    assert len(text) < 100_000
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    page = checked(html.page(told(resumed(tmp_path, "one"), resumed(tmp_path, "two"))))
+    assert {"curve c0 d0", "curve c1 d0"} <= {one.get("class") for one in page.named("polyline")}
+    assert "2 runs compared" in page.text
+
+
+def test_what_a_folder_says_is_only_text(tmp_path: Path) -> None:
+    folder = resumed(tmp_path)
+    paths = RunPaths(folder, 2)
+    cause = Cause(node=EVIL, rank=3, code=1, why=EVIL, log=None, last_lines=[EVIL], fix=EVIL)
+    (paths.failures / "rank-3.json").write_text(json.dumps(RECORD | {"time": BEGAN + 375, "why": EVIL, "node": EVIL}))
+    lines(paths, {**start(BEGAN + 300, 40), "device": EVIL}, step(41, BEGAN + 350), step(42, BEGAN + 352),
+          {"event": f"eval-{EVIL}", "step": 42, "loss": 1.0}, {"event": "slow", "rank": 1, "node": EVIL, "times": 2},
+          {"event": "divergence", "time": BEGAN + 351, "kind": EVIL, "first_step": 41},
+          {"event": "checkpoint", "checkpoint": 42, "saved": False, "why": EVIL})  # fmt: skip
+    ended(paths, finished="x", status="failed", exit_code=1, cause=cause, warnings=[EVIL], hosts=[EVIL])
+    document = told(folder)
+    assert "alert(1)" in checked(html.page(document)).text
+    assert "\x1b" not in html.page(document) + markdown.page(document)
+    assert not re.search(r"(?<!\\)<|(?<!\\)\[a\]", markdown.page(document))
+
+
+@pytest.mark.parametrize("damage", HOSTILE)
+def test_a_damaged_folder(tmp_path: Path, damage: str) -> None:
+    folder = resumed(tmp_path)
+    for paths in (RunPaths(folder, 1), RunPaths(folder, 2)):
+        for file in (
+            paths.metrics,
+            paths.result,
+            paths.plan,
+            paths.folder / "rendezvous.json",
+            paths.failures / "node-1.json",
+        ):
+            replace(file, HOSTILE[damage])
+        paths.preflight.mkdir()
+        replace(paths.preflight_report, HOSTILE[damage])
+    replace(folder / "job.json", HOSTILE[damage])
+    checked(html.page(told(folder)))
+
+
+def test_curves_are_reduced_and_lose_no_extreme() -> None:
+    points = [(float(n), math.sin(n / 1000)) for n in range(100_000)]
+    points[54_321], points[77_777] = (54_321.0, 40.0), (77_777.0, -40.0)
+    found = curves.reduced(points)
+    assert len(found) <= curves.MOST
+    assert [*found] == sorted(found)
+    assert (found[0], found[-1]) == (points[0], points[-1])
+    assert {(54_321.0, 40.0), (77_777.0, -40.0)} <= {*found}
+    assert curves.reduced(points[:1000]) == tuple(points[:1000])
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([1.7, 5.6], ["1", "2", "3", "4", "5", "6"]),
+        ([0.0, 0.004], ["0.000", "0.001", "0.002", "0.003", "0.004"]),
+        ([3.0, 3.0], ["1", "2", "3", "4", "5"]),
+        ([0.0, 0.0], ["-0.5", "0.0", "0.5"]),
+        ([1e-9, 5e-9], ["1e-09", "2e-09", "3e-09", "4e-09", "5e-09"]),
+        ([-1e300, 1e300], None),
+        ([5e-324, 1e-320], None),
+    ],
+)
+def test_axes(values: list[float], labels: list[str] | None) -> None:
+    made = axis.of(values)
+    assert all(0 <= made.share(value) <= 1 for value in values)
+    if labels:
+        assert [label for _, label in made.ticks] == labels
+
+
+def test_the_numbers_of_several_curves_stand_beside_one_another() -> None:
+    one, two = Series("a", ((1.0, 5.0), (2.0, 4.0))), Series("b", ((2.0, 7.0),))
+    assert axis.sampled([one, two], axis.of([1.0, 2.0]), 40) == [(1.0, (5.0, None)), (2.0, (4.0, 7.0))]
+
+
+def dray(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dray", "report", *words]
+    return subprocess.run(argv, cwd=cwd, env=PYTHON, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    folder = resumed(tmp_path / "runs")
+    made = dray(cwd=tmp_path)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert made.stdout == f"report: {tmp_path}/dray-report-mine.html\n"
+    checked((tmp_path / "dray-report-mine.html").read_text())
+    refused = dray(folder, "--out", "none/x.md", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (78, "")
+    assert refused.stderr.startswith("dray: the report cannot be written\n")
+
+
+def test_the_commands_of_its_page(tmp_path: Path) -> None:
+    from dray.cli.report import report
+
+    folder = resumed(tmp_path)
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    program = tmp_path / "bin" / "dray"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    program.chmod(0o755)
+    env = {
+        **PYTHON,
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "RUN": str(folder),
+        "OTHER": str(folder / "attempt-1"),
+    }
+    ended = subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
+    assert b"# mine" in ended.stdout
+    assert {"dray-report-mine.html", "compared.html", "run.md"} <= {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="too many runs"):
+        report([str(tmp_path / f"run-{number}") for number in range(25)], None, False, None)
+
+
+@pytest.mark.chromium
+def test_in_a_browser(tmp_path: Path) -> None:
+    """On a phone and on a desk, in light and in dark: all is drawn, nothing is cut off, overlaps or is too faint."""
+    page = tmp_path / "page.html"
+    page.write_text(html.page(told(resumed(tmp_path / "runs", "one"), resumed(tmp_path / "runs", "two"))))
+    for dark in (False, True):
+        for found in browser.measured(page, (360, 1440), tmp_path, dark=dark):
+            assert found["scrolls"] == found["wide"]
+            assert (found["clipped"], found["overlap"], found["faint"]) == ([], [], [])
+            assert len(found["drawn"]) == 11
+            assert all(width > 2 and height > 0 for _, width, height in found["drawn"])
+            assert all(width > found["wide"] / 2 for title, width, _ in found["drawn"] if title == "Training loss")
