@@ -173,6 +173,18 @@ def test_a_gpu_that_is_full_is_no_defect() -> None:
     )
 
 
+@pytest.mark.hostile("trainer")
+def test_the_end_of_another_rank_is_no_defect() -> None:
+    text = "[pair.cc:553] Connection closed by peer [172.18.0.3]:21141. This is typically caused by a remote worker"
+    code = f"from dray.train.errors import guarded\ndef main(): raise RuntimeError({text!r})\nguarded(main)"
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(
+        f"another rank has ended, and this one cannot go on without it\n  found:  {text}\n"
+        "  fix:    dray why RUN shows the first failure; if no rank failed, look at the network between the nodes\n"
+    )
+
+
 @pytest.mark.hostile("runner")
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, "\0", '{"world": {}}', '{"world": 1}'])
 def test_a_plan_that_no_runner_reads(text: str, tmp_path: Path) -> None:

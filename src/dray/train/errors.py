@@ -14,6 +14,7 @@ from dray.contract import exit_codes, unexpected
 from dray.contract.findings import ConfigError, DrayError
 
 _AT_END: list[Callable[[], None]] = []
+_ENDED = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")  # gloo's words, and NCCL's
 _PATIENCE_S = 5.0  # for what a dead disk keeps waiting
 
 
@@ -66,6 +67,19 @@ def _memory(raised: Exception) -> DrayError | None:
     )
 
 
+def _of_another(raised: Exception) -> DrayError | None:
+    """Nor is that another rank has ended in the middle of a collective."""
+    text = str(raised)
+    if not isinstance(raised, RuntimeError) or not any(sign in text for sign in _ENDED):
+        return None
+    traceback.print_exception(raised)
+    return DrayError(
+        "another rank has ended, and this one cannot go on without it",
+        found=" ".join(text.split())[:300],
+        fix="dray why RUN shows the first failure; if no rank failed, look at the network between the nodes",
+    )
+
+
 def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoReturn:
     """Run it and end the process at once, without taking anything apart. A finding begins with this name.
 
@@ -77,7 +91,8 @@ def guarded(main: Callable[..., None], *arguments: str, name: str = "") -> NoRet
     try:
         main(*arguments)
     except Exception as raised:
-        found = _nondeterministic(raised) or _memory(raised) or unexpected.error(raised, log=True)
+        known = _nondeterministic(raised) or _memory(raised) or _of_another(raised)
+        found = known or unexpected.error(raised, log=True)
         code = found.finding.code
         with suppress(OSError):
             print(f"{name}{found}", file=sys.stderr)
