@@ -25,6 +25,7 @@ RECIPE = (
     "train.log_every=1", "model.config.n_layer=2", "data.max_eval_samples=8", f"checkpoint.every={EVERY}",
     "checkpoint.keep=3", "max_restarts=2", "max_requeues=2",
 )  # fmt: skip
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _QUEUE = threading.Lock()  # job numbers and run folders come one by one
 
 
@@ -146,7 +147,7 @@ class Running:
                 # In its first seconds a node takes the job for the one that has just ended.
                 self.cluster.exec(["scontrol", "update", f"job={self.jobs[-1]}", "StartTime=now+3"])
                 hurried.add(restarts)
-            ended = state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+            ended = state in ENDED
             if ended and "not requeued" in self.output() and not follow:
                 return
             if ended and (not follow or follow[-1] == self.jobs[-1]):
