@@ -25,7 +25,7 @@ RECIPE = (
     "train.log_every=1", "model.config.n_layer=2", "data.max_eval_samples=8", f"checkpoint.every={EVERY}",
     "checkpoint.keep=3", "max_restarts=2", "max_requeues=2",
 )  # fmt: skip
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+ENDED = ("CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _QUEUE = threading.Lock()  # job numbers and run folders come one by one
 
 
