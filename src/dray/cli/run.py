@@ -79,12 +79,12 @@ def run(
         proof = machines.secret(secret)
         image = local.image_of(engine, settings)
         facts = machines.facts(settings, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
-        plan, paths = write.write(settings, facts, runs=folder, run=name, secret=proof)
+        plan, paths = write.write(settings, facts, runs=folder, run=name, secret=proof, beside=asked.beside)
     else:
         only = None
         image = local.image_of(engine, settings)
         facts = local.facts(settings, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
-        plan, paths = write.write(settings, facts, runs=folder, run=run_id or None)
+        plan, paths = write.write(settings, facts, runs=folder, run=run_id or None, beside=asked.beside)
     progress = Progress(plan, paths, only)
     report(plan)
     with progress:

@@ -3,7 +3,7 @@
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
 RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
-RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
+RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result, capsule
 RUN/attempt-2/...           the next, after a requeue or by hand
 """
 
@@ -32,6 +32,9 @@ HANG = "hang"
 PREFLIGHT_REPORT = "preflight/report.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+CAPSULE = "capsule.json"
+NODES = "nodes"
+SOURCE_DIFF = "source.diff"  # what the user's own code has beside its commit
 NEXT = "next"  # what the batch script asks of Slurm once all is written
 STOP = "stop"  # empty until somebody asks the run to save and end
 
@@ -39,6 +42,11 @@ STOP = "stop"  # empty until somebody asks the run to save and end
 def attempt(number: int | str) -> str:
     """The folder of an attempt; the first is 1."""
     return f"attempt-{number}"
+
+
+def node(number: int | str) -> str:
+    """What a node is: processor, memory, kernel, GPUs."""
+    return f"{NODES}/node-{number}.json"
 
 
 def node_log(node: int | str) -> str:

@@ -149,6 +149,7 @@ def _write_start(
         tokens=tokens,
         **({"packing": data.packing} if data.packing else {}),
         torch=torch.__version__,
+        data=data.contents,
     )
 
 

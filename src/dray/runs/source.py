@@ -1,0 +1,86 @@
+"""The user's own code as git knows it: the commit, and what the working tree has beside it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from dray import process
+from dray.contract import run_folder, secrets
+from dray.contract.findings import DrayError
+from dray.contract.values import printable
+
+LIMIT = 1 << 20
+"""Bytes of a diff that are kept."""
+_SHOWN = 200  # names of files that git does not know
+_SECONDS = 20.0  # a network disk that hangs must not hold up a run
+# A repository's own configuration may name programs. None of them runs: neither to watch files, nor as a hook, a diff
+# or a converter of one; and nothing is fetched or written.
+_QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
+_DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=all")
+_ENV = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_EXTERNAL_DIFF": "", "LC_ALL": "C.UTF-8"}
+
+
+class Source(BaseModel):
+    """Code that a run was started from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    folder: str
+    """The root of the working tree."""
+    commit: str
+    branch: str = ""
+    changed: bool = False
+    """Whether the working tree had more than the commit; then source.diff has it."""
+    cut: bool = False
+    """Whether source.diff is cut at 1 MiB."""
+    untracked: tuple[str, ...] = ()
+    """Files that git does not know, at most 200: their content is recorded nowhere."""
+
+
+def look(folder: Path) -> tuple[Source, str] | None:
+    """The code in this folder and its diff; None where git knows nothing of it, or it is another user's."""
+    with suppress(DrayError, OSError, ValueError):
+        if not process.which("git"):
+            return None
+        root = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
+        if root.stat().st_uid != os.geteuid() or (root / ".git").stat().st_uid != os.geteuid():
+            return None
+        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+        branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
+        names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+        diff, cut = _short(_redacted(_git(root, *_DIFF)))
+        found = Source(
+            folder=str(root), commit=commit, branch="" if branch == "HEAD" else branch, changed=bool(diff), cut=cut,
+            untracked=tuple(printable([secrets.redacted(name) for name in names if name][:_SHOWN])),
+        )  # fmt: skip
+        return found, diff
+    return None
+
+
+def text(source: Source) -> str:
+    """In a line."""
+    branch = f" ({source.branch})" if source.branch else ""
+    changed = f", changed: {run_folder.SOURCE_DIFF}{', cut at 1 MiB' * source.cut}" if source.changed else ""
+    unknown = f", {len(source.untracked)} files that git does not know" if source.untracked else ""
+    return f"{source.commit[:12]}{branch} of {source.folder}{changed}{unknown}"
+
+
+def _git(folder: Path, *words: str) -> str:
+    return process.run(["git", "-C", folder, *_QUIET, *words], env=_ENV, seconds=_SECONDS).out
+
+
+def _redacted(diff: str) -> str:
+    names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
+    return secrets.redacted(diff, secrets.passed(names, os.environ))
+
+
+def _short(diff: str) -> tuple[str, bool]:
+    """Whole lines of it."""
+    data = diff.encode("utf-8", "replace")
+    if len(data) <= LIMIT:
+        return diff, False
+    return data[:LIMIT].rpartition(b"\n")[0].decode("utf-8", "replace") + "\n", True
