@@ -31,11 +31,11 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "why", "doctor")
+_VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "why", "doctor", "diff")
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")
-_GROUPS = ("recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
+_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
 
 
 def _register(named: str | None) -> None:
