@@ -19,7 +19,7 @@ KINDS = (
     "image", "versions", "code", "model", "training", "environment", "nodes", "transport", "batch", "data", "seed",
     "launch", "keeping",
 )  # fmt: skip
-_ABSENT = "(none)"
+ABSENT = "(none)"
 _OF_NODES = (
     "cpu", "gpus", "driver", "threads", "cpus", "cores_of_ranks", "memory_gb", "numa", "kernel", "libc", "python",
 )  # fmt: skip
@@ -76,7 +76,7 @@ def differences(a: tuple[Plan, Capsule], b: tuple[Plan, Capsule]) -> list[Differ
 
 def _of_plans(a: Plan, b: Plan) -> Iterator[Difference]:
     ours, theirs = _flat(_plain(a)), _flat(_plain(b))
-    whole = {key for key in {*ours} ^ {*theirs} if (ours | theirs)[key] is None}  # a table that only one of them has
+    whole = {*_tables(ours, theirs), *_tables(theirs, ours)}
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         if (kind := _kind(key)) and key in whole:
             yield from _one(
@@ -156,9 +156,15 @@ def _transport(line: str | None) -> str:
 
 def _text(value: Any) -> str:  # noqa: ANN401  any JSON value
     if value is None or value == "":
-        return _ABSENT
+        return ABSENT
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return " ".join(str(printable(text)).split())[:_LONGEST]
+
+
+def _tables(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Those that only the other one has."""
+    missing = (key for key, value in one.items() if value is None)
+    yield from (key for key in missing if any(name.startswith(f"{key}.") for name in other))
 
 
 def _kind(key: str) -> str | None:
