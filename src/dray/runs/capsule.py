@@ -267,8 +267,9 @@ def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
     for path in sorted(paths.nodes.glob("node-*.json"))[:_MOST]:
         with suppress(OSError, ValueError, RecursionError):  # ValidationError is a ValueError
             told = printable(json.loads(files.read(path, limit=_NODE)))
-            packages |= _texts(told.pop("packages", None))
-            nodes.append(Node.model_validate({name: _cut(value) for name, value in told.items()}))
+            if isinstance(told, dict):
+                packages |= _texts(told.pop("packages", None))
+                nodes.append(Node.model_validate({name: _cut(value) for name, value in told.items()}))
     return tuple(sorted(nodes, key=lambda one: one.node)), packages
 
 

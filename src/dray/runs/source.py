@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _SECONDS = 20.0  # a network disk that hangs must not hold up a run
 # or a converter of one; and nothing is fetched or written.
 _QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
 _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=all")
+_FILTER = ("clean=", "process=", "required=false")
 _ENV = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_EXTERNAL_DIFF": "", "LC_ALL": "C.UTF-8"}
 
 
@@ -52,7 +54,7 @@ def look(folder: Path) -> tuple[Source, str] | None:
         commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
         branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
         names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
-        diff, cut = _short(_redacted(_git(root, *_DIFF)))
+        diff, cut = _short(_redacted(_git(root, *_DIFF, quiet=_unfiltered(root))))
         found = Source(
             folder=str(root), commit=commit, branch="" if branch == "HEAD" else branch, changed=bool(diff), cut=cut,
             untracked=tuple(printable([secrets.redacted(name) for name in names if name][:_SHOWN])),
@@ -69,8 +71,16 @@ def text(source: Source) -> str:
     return f"{source.commit[:12]}{branch} of {source.folder}{changed}{unknown}"
 
 
-def _git(folder: Path, *words: str) -> str:
-    return process.run(["git", "-C", folder, *_QUIET, *words], env=_ENV, seconds=_SECONDS).out
+def _git(folder: Path, *words: str, quiet: Sequence[str] = ()) -> str:
+    return process.run(["git", "-C", folder, *quiet, *_QUIET, *words], env=_ENV, seconds=_SECONDS).out
+
+
+def _unfiltered(root: Path) -> list[str]:
+    """Options against filters that the repository's own configuration names; the user's own, as LFS, stay."""
+    words = ("config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
+    asked = process.run(["git", "-C", root, *_QUIET, *words], env=_ENV, seconds=_SECONDS, check=False)
+    names = {key.rpartition(".")[0] for key in asked.out.splitlines()}
+    return [word for name in sorted(names) for key in _FILTER for word in ("-c", f"{name}.{key}")]
 
 
 def _redacted(diff: str) -> str:
