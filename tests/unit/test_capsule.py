@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,45 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from capsules import begun, nodes, steps
 from damage import HOSTILE, replace
 from dray.contract import hardware, run_folder
 from dray.contract.findings import ConfigError, DrayError
-from dray.facts import Facts
 from dray.runner import record
 from dray.runs import capsule, pack, source, verify
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
-from dray.runs.write import read, read_recipe, write
+from dray.runs.write import read
 from helpers import PYTHON, ROOT, golden
 
-FACTS = Facts(scheduler="local", nodelist="n1", nodes=1, address="127.0.0.1", engine="bare", image="/python")
-NODE = {
-    "host": "n1", "cpu": "AMD EPYC 7763", "cpus": 128, "usable_cpus": "0-127", "cores_of_ranks": "0-3;4-7",
-    "threads": 4, "numa": ["0-63", "64-127"], "memory_gb": 540.0, "kernel": "Linux 6.1.0", "libc": "glibc 2.36",
-    "python": "3.11.2", "gpus": ["NVIDIA H100"], "driver": "580.65.06",
-}  # fmt: skip
 TOKEN = "hf_" + "a1" * 12
-
-
-def begun(runs: Path, *words: str, run: str = "mine", beside: Path | None = None) -> RunPaths:
-    return write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words), FACTS, runs=runs, run=run, beside=beside)[1]
-
-
-def nodes(paths: RunPaths, **other: object) -> None:
-    packages = {"packages": {"torch": "2.13.0", "numpy": "2.1.0"}}
-    paths.nodes.mkdir(exist_ok=True)
-    for number, name in enumerate(("n1", "n2")):
-        told = {"node": number, "name": name, **NODE, **other, **(packages if number == 0 else {})}
-        (paths.nodes / f"node-{number}.json").write_text(json.dumps(told))
-
-
-def steps(paths: RunPaths, *losses: float, **start: object) -> None:
-    events: list[dict] = [{"event": "start", "time": 1.0, "torch": "2.13.0", "data": {"train": "ab" * 32}, **start}]
-    for step, loss in enumerate(losses, 1):
-        events.append(
-            {"event": "step", "time": 1.0 + step, "step": step, "loss": loss, "step_s": 0.5, "tokens_per_s": 9.0}
-        )
-    paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 @pytest.fixture
@@ -149,7 +123,7 @@ def test_a_capsule_in_any_state(paths: RunPaths, content: bytes | str | Callable
     with pytest.raises(ConfigError):
         capsule.read(paths)
     result = finish(paths, code=1)  # it writes a new one, or says why it cannot
-    assert os.path.isfile(paths.capsule) or [one for one in result.warnings if "capsule.json" in one]
+    assert paths.capsule.is_file() or [one for one in result.warnings if "capsule.json" in one]
 
 
 @pytest.mark.hostile("files")
@@ -208,6 +182,19 @@ def test_code_that_git_knows(code: Path, tmp_path: Path) -> None:
     assert "source.diff" in [one.path for one in capsule.read(paths).files]
 
 
+def test_code_as_it_was_submitted(code: Path, tmp_path: Path) -> None:
+    """A job is planned in the image, which has no git."""
+    paths = begun(tmp_path, beside=tmp_path)
+    assert capsule.read(paths).source is None
+    found = source.look(code)
+    assert found
+    source.keep(paths.run, found)
+    finish(paths, code=1)
+    assert capsule.read(paths).source == found[0]
+    assert paths.source_diff.read_text() == found[1]
+    assert verify.verify(paths).same
+
+
 def test_a_large_diff_is_cut(code: Path) -> None:
     (code / "train.py").write_text("x = 1  # a line\n" * 100_000)
     found = source.look(code)
@@ -225,6 +212,18 @@ def test_code_of_another_user_or_of_nobody(code: Path, tmp_path: Path, monkeypat
 
 
 # To hand on.
+
+
+def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "capsule.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    program = tmp_path / "bin" / "dray"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')
+    program.chmod(0o755)
+    env = {**PYTHON, "PATH": f"{program.parent}:{os.environ['PATH']}", "RUN": str(paths.run)}
+    subprocess.run(["bash", "-ec", block], cwd=tmp_path, env=env, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "capsule.tar.gz").exists()
 
 
 def test_a_packed_capsule_has_no_secret(code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

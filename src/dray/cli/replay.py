@@ -71,7 +71,7 @@ def replay(
         raise typer.Exit(result.exit_code)
     print("\n".join(effect.losses_text(parting, "the run", "the replay")))
     if not replays.same(parting):
-        why = replays.breaks(found, settings)
+        why = replays.breaks(found, settings, made)
         print(
             f"not promised: {printable(why[0])}"
             if why

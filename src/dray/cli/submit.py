@@ -78,4 +78,5 @@ def submit(
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
-    print(f"job {queue.submit(argv, run, recipe.runs.share)} is in the queue\nrun folder: {run}")
+    code = Path(recipe.command.folder) if recipe.command else asked.beside
+    print(f"job {queue.submit(argv, run, recipe.runs.share, code)} is in the queue\nrun folder: {run}")

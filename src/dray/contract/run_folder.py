@@ -1,6 +1,7 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
+RUN/source.json             the code that it was submitted from, where the nodes have no git; its diff is source.diff
 RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result, capsule
@@ -34,6 +35,7 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 CAPSULE = "capsule.json"
 NODES = "nodes"
+SOURCE = "source.json"
 SOURCE_DIFF = "source.diff"  # what the user's own code has beside its commit
 NEXT = "next"  # what the batch script asks of Slurm once all is written
 STOP = "stop"  # empty until somebody asks the run to save and end

@@ -140,11 +140,16 @@ class Capsule(_Model):
 def begun(paths: RunPaths, plan: Plan, beside: Path | None) -> None:
     """Write what is known once all that a node needs is written. `beside` is where the recipe is."""
     folder = Path(plan.recipe.command.folder) if plan.recipe.command else beside
-    code = sources.look(folder) if folder else None
-    if code and code[1]:
-        files.write_atomic(paths.source_diff, code[1], mode=0o600)
-    made = planned(paths, plan).model_copy(update={"source": code[0] if code else None})
+    made = planned(paths, plan).model_copy(update={"source": _code(paths, sources.look(folder) if folder else None)})
     files.write_atomic(paths.capsule, _json(made.model_copy(update={"files": _files(paths)})))
+
+
+def _code(paths: RunPaths, found: tuple[Source, str] | None) -> Source | None:
+    """As git has it here, or as it was when the run was submitted."""
+    found = found or sources.kept(paths.run)
+    if found and found[1]:
+        files.write_atomic(paths.source_diff, found[1], mode=0o600)
+    return found[0] if found else None
 
 
 def planned(paths: RunPaths, plan: Plan) -> Capsule:
@@ -170,6 +175,8 @@ def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
         made = read(paths) if paths.capsule.exists() else planned(paths, plan) if plan else None
         if made is None:
             return ""
+        if made.source is None:  # the job may have been planned before `dray submit` had written it
+            made = made.model_copy(update={"source": _code(paths, None)})
         attempts = (*result.history, again.attempt(result, paths.attempt))
         told = {"finished": result.finished, "status": result.status, "preflight": result.preflight}
         made = seen(paths, made).model_copy(update={**told, "attempts": attempts, "files": _files(paths)})

@@ -120,8 +120,8 @@ def losses_text(found: Parting, a: str = "A", b: str = "B") -> list[str]:
         if count
     ]
     if found.first is None:
-        said = f"all {found.steps} losses are identical to the last bit"
-        return [said.replace("all 1 losses are", "the one loss is"), *rest]
+        line = f"all {found.steps} losses are identical to the last bit"
+        return [line.replace("all 1 losses are", "the one loss is"), *rest]
     x, y = _pair(found.first_a, found.first_b)
     lines = [f"the first that differs is step {found.first}: {x} and {y}"]
     if found.largest_step is not None:
@@ -136,11 +136,8 @@ def _pair(a: float | None, b: float | None) -> tuple[str, str]:
     """With as many digits as it takes to tell them apart."""
     if a is None or b is None:
         return tuple("not finite" if one is None else f"{one:.4g}" for one in (a, b))  # type: ignore[return-value]
-    for digits in range(4, 18):
-        x, y = f"{a:.{digits}g}", f"{b:.{digits}g}"
-        if x != y or a == b:
-            break
-    return x, y
+    shown = ((f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(4, 17))
+    return next((pair for pair in shown if pair[0] != pair[1] or a == b), (repr(a), repr(b)))
 
 
 def _share(values: list[float], share: float) -> float | None:

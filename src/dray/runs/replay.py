@@ -29,7 +29,7 @@ _NODES = {
     "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
     "world.shared_folder", "world.cores",
 }  # fmt: skip
-_SAME = {"engine", "image", "stage", "signers"}  # of an image, where all of its packages are the same
+_IMAGE = {"engine", "image", "stage", "signers"}  # where its digest and its packages are the same
 _NUMERIC = {
     "accelerate", "aihwkit-lightning", "datasets", "deepspeed", "dray", "numpy", "peft", "python", "libc", "tokenizers",
     "torch", "transformers", "triton",
@@ -122,17 +122,15 @@ def worlds(attempts: Iterable[RunPaths], plan: Plan) -> list[Difference]:
     return found
 
 
-def breaks(found: Iterable[Difference], recipe: Recipe) -> list[str]:
+def breaks(found: Iterable[Difference], recipe: Recipe, made: Capsule) -> list[str]:
     """Why losses need not be equal to the last bit; none where they must be."""
-    every = list(found)
-    packages = any(one.kind == "versions" and one.name in _NUMERIC for one in every)
-    why = []
-    for one in every:
+    why = [] if made.image.packages and made.nodes else ["versions: the run has recorded neither packages nor nodes"]
+    for one in found:
         if one.kind in _KINDS or (one.kind == "nodes" and one.name in _NODES):
             continue
         if one.kind == "versions" and one.name not in _NUMERIC:
             continue
-        if (one.kind == "code" and not recipe.command) or (one.kind == "image" and one.name in _SAME and not packages):
+        if (one.kind == "code" and not recipe.command) or (one.kind == "image" and one.name in _IMAGE):
             continue
         why.append(f"{one.kind}: {one.name}: {one.a} -> {one.b}")
     if recipe.train and not recipe.train.deterministic and recipe.image != "cpu":

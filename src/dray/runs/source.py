@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from dray import process
-from dray.contract import run_folder, secrets
+from dray.contract import files, run_folder, secrets
 from dray.contract.findings import DrayError
 from dray.contract.values import printable
 
@@ -63,6 +63,20 @@ def look(folder: Path) -> tuple[Source, str] | None:
     return None
 
 
+def keep(run: Path, found: tuple[Source, str]) -> None:
+    """In the folder of a run that is submitted: dray's images have no git."""
+    files.write_atomic(run / run_folder.SOURCE, found[0].model_dump_json(indent=1) + "\n", mode=0o600)
+    files.write_atomic(run / run_folder.SOURCE_DIFF, found[1], mode=0o600)
+
+
+def kept(run: Path) -> tuple[Source, str] | None:
+    """What `keep` has written there."""
+    with suppress(OSError, ValueError):
+        found = Source.model_validate_json(files.read(run / run_folder.SOURCE, limit=LIMIT))
+        return found, files.read(run / run_folder.SOURCE_DIFF, limit=LIMIT).decode("utf-8", "replace")
+    return None
+
+
 def text(source: Source) -> str:
     """In a line."""
     branch = f" ({source.branch})" if source.branch else ""
@@ -71,14 +85,14 @@ def text(source: Source) -> str:
     return f"{source.commit[:12]}{branch} of {source.folder}{changed}{unknown}"
 
 
-def _git(folder: Path, *words: str, quiet: Sequence[str] = ()) -> str:
-    return process.run(["git", "-C", folder, *quiet, *_QUIET, *words], env=_ENV, seconds=_SECONDS).out
+def _git(folder: Path, *argv: str, quiet: Sequence[str] = ()) -> str:
+    return process.run(["git", "-C", folder, *quiet, *_QUIET, *argv], env=_ENV, seconds=_SECONDS).out
 
 
 def _unfiltered(root: Path) -> list[str]:
     """Options against filters that the repository's own configuration names; the user's own, as LFS, stay."""
-    words = ("config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
-    asked = process.run(["git", "-C", root, *_QUIET, *words], env=_ENV, seconds=_SECONDS, check=False)
+    argv = ("config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
+    asked = process.run(["git", "-C", root, *_QUIET, *argv], env=_ENV, seconds=_SECONDS, check=False)
     names = {key.rpartition(".")[0] for key in asked.out.splitlines()}
     return [word for name in sorted(names) for key in _FILTER for word in ("-c", f"{name}.{key}")]
 

@@ -18,6 +18,7 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, error
 from dray.contract.values import control_characters
 from dray.planning.schema import Plan
+from dray.runs import source
 from dray.runs.paths import make_run_folder
 
 
@@ -90,8 +91,12 @@ def sbatch(
     return [*argv, *(["--", *command] if command else [])]
 
 
-def submit(argv: Sequence[str], folder: Path, share: str) -> str:
-    """Make the run folder, queue the job and return its number. A refused job leaves no folder."""
+def submit(argv: Sequence[str], folder: Path, share: str, code: Path) -> str:
+    """Make the run folder, queue the job and return its number. A refused job leaves no folder.
+
+    The capsule describes the `code` in that folder.
+    """
+    seen = source.look(code)
     make_run_folder(folder, share=share)
     try:
         done = process.run(argv)
@@ -104,4 +109,6 @@ def submit(argv: Sequence[str], folder: Path, share: str) -> str:
     queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
     with suppress(OSError):  # the job is in the queue all the same
         files.write_atomic(folder / run_folder.JOB, queued.model_dump_json(indent=1))
+        if seen:
+            source.keep(folder, seen)
     return number
