@@ -30,7 +30,7 @@ def write(folder: str, name: str, **fields: object) -> None:
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
     """nodes/node-N.json, for the capsule; no run fails for want of it."""
     target = f"{plan['folder']}/{run_folder.node(me)}"
-    accelerator = {"cpu": "cpu", "rocm": "rocm"}.get(plan["variant"], "cuda")
+    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}.get(plan.get("variant", ""), "cpu")
     try:
         seen = hardware.look(accelerator, environ, packages=me == 0)
         os.makedirs(os.path.dirname(target), exist_ok=True)

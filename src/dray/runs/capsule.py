@@ -281,7 +281,7 @@ def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
 
 
 def _cut(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    return value[:_NAME] if isinstance(value, str) else value
+    return " ".join(value.split())[:_NAME] if isinstance(value, str) else value
 
 
 def _texts(table: Any) -> dict[str, str]:  # noqa: ANN401  any JSON value

@@ -17,7 +17,7 @@ from dray.contract.values import printable
 LIMIT = 1 << 20
 """Bytes of a diff that are kept."""
 _SHOWN = 200  # names of files that git does not know
-_SECONDS = 20.0  # a network disk that hangs must not hold up a run
+_SECONDS = 10.0  # a network disk that hangs must not hold up a run
 # A repository's own configuration may name programs. None of them runs: neither to watch files, nor as a hook, a diff
 # or a converter of one; and nothing is fetched or written.
 _QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
@@ -35,8 +35,8 @@ class Source(BaseModel):
     """The root of the working tree."""
     commit: str
     branch: str = ""
-    changed: bool = False
-    """Whether the working tree had more than the commit; then source.diff has it."""
+    changed: bool | None = None
+    """Whether the working tree had more than the commit; then source.diff has it. Null where git took too long."""
     cut: bool = False
     """Whether source.diff is cut at 1 MiB."""
     untracked: tuple[str, ...] = ()
@@ -45,6 +45,7 @@ class Source(BaseModel):
 
 def look(folder: Path) -> tuple[Source, str] | None:
     """The code in this folder and its diff; None where git knows nothing of it, or it is another user's."""
+    found: Source | None = None
     with suppress(DrayError, OSError, ValueError):
         if not process.which("git"):
             return None
@@ -53,14 +54,17 @@ def look(folder: Path) -> tuple[Source, str] | None:
             return None
         commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
         branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
-        names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+        found = Source(folder=str(root), commit=commit, branch="" if branch == "HEAD" else branch)
+    if found is None:
+        return None
+    diff = ""
+    with suppress(DrayError, OSError, ValueError):  # too slow, and what is known already is told
         diff, cut = _short(_redacted(_git(root, *_DIFF, quiet=_unfiltered(root))))
-        found = Source(
-            folder=str(root), commit=commit, branch="" if branch == "HEAD" else branch, changed=bool(diff), cut=cut,
-            untracked=tuple(printable([secrets.redacted(name) for name in names if name][:_SHOWN])),
-        )  # fmt: skip
-        return found, diff
-    return None
+        found = found.model_copy(update={"changed": bool(diff), "cut": cut})
+        names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+        unknown = printable([secrets.redacted(name) for name in names if name][:_SHOWN])
+        found = found.model_copy(update={"untracked": tuple(unknown)})
+    return found, diff
 
 
 def keep(run: Path, found: tuple[Source, str]) -> None:
@@ -80,7 +84,11 @@ def kept(run: Path) -> tuple[Source, str] | None:
 def text(source: Source) -> str:
     """In a line."""
     branch = f" ({source.branch})" if source.branch else ""
-    changed = f", changed: {run_folder.SOURCE_DIFF}{', cut at 1 MiB' * source.cut}" if source.changed else ""
+    changed = (
+        f", changed: {run_folder.SOURCE_DIFF}{', cut at 1 MiB' * source.cut}"
+        if source.changed
+        else ", changes unknown" * (source.changed is None)
+    )
     unknown = f", {len(source.untracked)} files that git does not know" if source.untracked else ""
     return f"{source.commit[:12]}{branch} of {source.folder}{changed}{unknown}"
 
