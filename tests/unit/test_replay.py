@@ -139,7 +139,7 @@ def test_code_of_somebody_else_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     refused = dray("replay", tmp_path / "x.tar.gz", runs=tmp_path / "runs")
     assert refused.returncode == 78
     assert "env.LD_PRELOAD = /tmp/evil.so" in refused.stderr
-    assert "--trust" in refused.stderr
+    assert "--trust-run" in refused.stderr
     assert replay.is_own(paths.run)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert not replay.is_own(paths.run)
@@ -152,3 +152,5 @@ def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
         replay.require_here(slurm, "")
     assert replay.require_here(slurm, "docker") == "docker"
     assert replay.require_here(plan, "") == "bare"
+    with pytest.raises(ConfigError, match="--engine has a wrong value"):
+        replay.require_here(plan, "apptainer")

@@ -15,7 +15,7 @@ from dray.contract import exit_codes
 from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
-from dray.runs import capsule, compared, effect, local, pack, write
+from dray.runs import capsule, compared, effect, local, pack, verify, write
 from dray.runs import replay as replays
 from dray.runs.diff import Difference
 from dray.runs.named import find
@@ -33,7 +33,7 @@ def replay(
         Path | None,
         typer.Option(metavar="FILE", help="Write the recipe as it was decided, to submit it again; start nothing."),
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Run the code of a capsule that is not your own.")] = False,
+    trust: Annotated[bool, typer.Option("--trust-run", help="Run the code of a capsule that is not your own.")] = False,
     runs: Runs = None,
 ) -> None:
     """Run again what a capsule has, and compare the losses step by step. RUN may be a packed one.
@@ -46,6 +46,8 @@ def replay(
         plan = write.read(before)
         made = capsule.of(before, plan)
         settings = replays.recipe_of(plan, made)
+        if made.files and (changed := [one.path for one in verify.verify(before).files if one.state != "same"]):
+            print(printable(f"not as recorded: {', '.join(changed[:_SHOWN])}"), flush=True)
         if not trust and (find(run, runs).is_file() or not replays.is_own(before.run)):
             replays.require_trust(settings, str(find(run, runs)))
         if recipe:

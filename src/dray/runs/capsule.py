@@ -208,7 +208,7 @@ def seen(paths: RunPaths, made: Capsule) -> Capsule:
 def read(paths: RunPaths) -> Capsule:
     """The capsule of an attempt, where this version of dray reads it."""
     what = "the run's capsule"
-    fix = "dray writes one with each plan since version 1 of it; dray diff and dray replay do without"
+    fix = "a run that an older dray has planned has none; dray diff and dray replay do without"
     if not os.path.lexists(paths.capsule):
         raise ConfigError("the attempt has no capsule", where=paths.folder, wanted=run_folder.CAPSULE, fix=fix)
     content = files.parse_json(files.text(paths.capsule, what, limit=_LIMIT), what, paths.capsule)

@@ -13,7 +13,7 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.contract import hardware
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
 from dray.runs import capsule
 from dray.runs import diff as differ
@@ -56,13 +56,15 @@ def recipe_of(plan: Plan, made: Capsule) -> Recipe:
 
 def require_here(plan: Plan, engine: str) -> str:
     """The engine that starts it on this machine: the run's own, or the one that was named."""
-    own = engine or plan.engine
-    if not engine and (plan.by_slurm or own not in engines.names("local")):
+    own, known = engine or plan.engine, engines.names("local")
+    if engine and own not in known:
+        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(known)}", found=engine)
+    if not engine and (plan.by_slurm or own not in known):
         raise ConfigError(
             "this run was started by Slurm" if plan.by_slurm else "this run had several machines",
             where=plan.run,
             wanted="an engine that starts it on this machine, or --recipe FILE, to submit it again",
-            found=f"engine {plan.engine}, {len(plan.world.nodes)} nodes",
+            found=f"engine {plan.engine}, {counted(len(plan.world.nodes), 'node')}",
             fix=f"--engine docker or --engine bare; or dray replay {plan.run} --recipe again.toml",
         )
     return own
@@ -78,9 +80,9 @@ def require_trust(recipe: Recipe, where: str) -> None:
         raise ConfigError(
             "this run was not recorded here by you, and a replay runs code that it names",
             where=where,
-            wanted="--trust, once you have read it",
+            wanted="--trust-run, once you have read it",
             found="\n".join(found),
-            fix="the same with --trust",
+            fix="the same with --trust-run",
         )
 
 

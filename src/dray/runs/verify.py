@@ -91,7 +91,7 @@ def _image(made: Capsule) -> Checked | None:
 
 def page(made: Capsule, plan: Plan | None) -> Iterator[str]:
     """Half a page."""
-    status = made.status or "not ended"
+    status = made.status or ("not ended" if made.files else "no capsule; what plan and metrics tell")
     yield f"{made.run}, attempt {made.attempt}: {status}"
     yield f"planned:   {made.planned}{f', ended {made.finished}' if made.finished else ''}"
     yield f"software:  dray {made.dray}{f', torch {made.torch}' if made.torch else ''}, {_packages(made)}"
@@ -115,7 +115,8 @@ def page(made: Capsule, plan: Plan | None) -> Iterator[str]:
     for one in made.attempts:
         steps = f", step {one.steps}" if one.steps else ""
         yield f"attempt {one.attempt}: {one.status}{f', {one.why}' if one.why else ''}{steps}"
-    yield f"files:     {len(made.files)}; dray capsule verify looks at each"
+    if made.files:
+        yield f"files:     {len(made.files)}; dray capsule verify looks at each"
 
 
 def node(one: Node) -> str:
