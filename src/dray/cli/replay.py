@@ -11,6 +11,7 @@ import typer
 
 from dray.cli.options import Run, Runs
 from dray.cli.run import conduct
+from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
@@ -51,7 +52,7 @@ def replay(
         if not trust and (find(run, runs).is_file() or not replays.is_own(before.run)):
             replays.require_trust(settings, str(find(run, runs)))
         if recipe:
-            _save(recipe, "\n".join(replays.toml(settings)) + "\n", len(plan.world.nodes))
+            _save(recipe, settings, len(plan.world.nodes))
             return
         engine = replays.require_here(plan, engine)
         local.require(settings, lambda *more: shlex.join(["dray", "replay", run, *more]))
@@ -89,10 +90,14 @@ def _list(found: Iterable[Difference], none: str, head: str) -> None:
         print(printable("\n".join([head, *lines[:_SHOWN], *more] if lines else [none])), flush=True)
 
 
-def _save(file: Path, text: str, nodes: int) -> None:
-    try:
-        write_new(file, text)
-    except OSError as error:
-        wanted = "a FILE that is not there yet"
-        raise ConfigError("the recipe cannot be written", where=file, wanted=wanted, found=error.strerror) from error
+def _save(file: Path, recipe: Recipe, nodes: int) -> None:
+    if file.suffix != ".toml":
+        raise ConfigError("a recipe is a .toml file", where="--recipe", found=str(file), fix=f"--recipe {file}.toml")
+    for name, text in replays.as_files(recipe, file.stem).items():
+        path = file.with_name(name)
+        try:
+            write_new(path, text)
+        except OSError as error:
+            wanted = "a FILE that is not there yet"
+            raise ConfigError("it cannot be written", where=path, wanted=wanted, found=error.strerror) from error
     print(f"{file}: dray submit {shlex.quote(str(file))} --nodes {nodes}, and then: dray diff RUN NEW_RUN")

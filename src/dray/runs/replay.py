@@ -145,9 +145,22 @@ def same(found: Parting) -> bool:
     return found.first is None and found.steps > 0 and not found.only_a
 
 
-def toml(recipe: Recipe) -> Iterator[str]:
-    """The recipe as a file, which dray submit takes."""
-    table = recipe.model_dump(mode="json", exclude_unset=False, exclude_none=True)
+def as_files(recipe: Recipe, stem: str) -> dict[str, str]:
+    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text."""
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    files = dict[str, str]()
+    for part, key in (
+        (table.get("train", {}), "deepspeed"),
+        (table.get("command", {}), "deepspeed"),
+        (table, "accelerate"),
+    ):
+        if text := part.get(key):
+            part[key] = f"{stem}.{key}.{'json' if key == 'deepspeed' else 'yaml'}"
+            files[part[key]] = text
+    return {f"{stem}.toml": "\n".join(_toml(table)) + "\n", **files}
+
+
+def _toml(table: dict[str, Any]) -> Iterator[str]:
     plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
     yield from (f"{_key(key)} = {_value(value)}" for key, value in plain.items())
     for key, value in table.items():
