@@ -14,15 +14,17 @@ from dray.config.image import Image
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.planning.plan import Plan
+from dray.runs.capsule import Capsule
 from helpers import GOLDEN, ROOT, golden
 
-MODELS: dict[str, type[BaseModel]] = {"image": Image, "plan": Plan, "recipe": Recipe, "site": Site}
+MODELS: dict[str, type[BaseModel]] = {"capsule": Capsule, "image": Image, "plan": Plan, "recipe": Recipe, "site": Site}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FILES = [
     *(("recipe", path) for path in sorted((ROOT / "recipes").glob("*.toml"))),
     *(("site", path) for path in sorted((ROOT / "slurm" / "sites").glob("*.toml"))),
     *(("image", path) for path in sorted((ROOT / "containers").glob("*/image.toml"))),
     ("plan", GOLDEN / "plan.json"),
+    ("capsule", GOLDEN / "capsule.json"),
 ]
 
 

@@ -424,7 +424,7 @@ class TestBundle:
 
 
 def test_a_name_that_is_this_user_s(tmp_path: Path) -> None:
-    clean = bundle._Cleaner({}, {"/home/ada": "ada", "/root": "root", "/": "x", "": ""})
+    clean = bundle.Cleaner({}, {"/home/ada": "ada", "/root": "root", "/": "x", "": ""})
     assert clean("/home/ada/x /scratch/ada/y ada@n1 canada ada /home/adam root /root/z") == (
         "~/x /scratch/[user]/y [user]@n1 canada ada /home/adam root ~/z"
     )

@@ -35,13 +35,13 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 _VERBS = (
     *("init", "plan", "prefetch", "run", "submit"),
     *("stop", "enter", "jupyter"),
-    *("finish", "why", "report", "sync"),
+    *("finish", "why", "report", "diff", "replay", "sync"),
     *("clean", "doctor"),
 )
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "enter", "env")
-_GROUPS = ("recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
+_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
 
 
 def _register(named: str | None) -> None:

@@ -80,6 +80,11 @@ class Chosen:
     command: tuple[str, ...]
     ranks: int | None
 
+    @property
+    def beside(self) -> Path:
+        """Where the recipe is; a command runs where we stand."""
+        return self.path.absolute().parent if self.path else Path.cwd()
+
     def recipe(self) -> Recipe:
         """Read it."""
         return write.read_recipe(self.path, self.overrides, self.command)

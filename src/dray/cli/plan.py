@@ -65,7 +65,8 @@ def plan(
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
     """Print what would run, in ten lines; -v: all of it, and who set what. Starts nothing."""
-    recipe = chosen(arguments, launcher, context, ranks, gpus_per_node).recipe()
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+    recipe = asked.recipe()
     if facts_file and (nodes or gpus_per_node or sbatch):
         raise ConfigError(
             "the facts already say which nodes and GPUs there are",
@@ -81,7 +82,7 @@ def plan(
         )
     folder = (runs or default_runs()).absolute()
     if save:
-        _write(recipe, seen, choice, folder, run)
+        _write(recipe, seen, choice, folder, run, asked.beside)
         return
     decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)), exact=exact)
     if form == "json":
@@ -101,13 +102,13 @@ def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
-def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
+def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None, beside: Path) -> None:
     """Answer slurm/lib.sh: with what it must know better, or with where the attempt and its checkpoints are."""
     question = questions.ask(recipe, choice.site, seen) or layers.ask(recipe, choice.site, seen)
     if question:
         print(question)
         return
-    decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run)
+    decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run, beside=beside)
     report(decided)
     print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}")
 

@@ -27,10 +27,11 @@ from dray.cli.options import (
 )
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
+from dray.planning.schema import Plan
 from dray.runs import allocation, hosts, local, write
 from dray.runs.finish import finish
-from dray.runs.paths import default_runs, run_name
-from dray.runs.result import summary
+from dray.runs.paths import RunPaths, default_runs, run_name
+from dray.runs.result import Result, summary
 from dray.runs.stop import Stop, utc
 
 
@@ -104,12 +105,18 @@ def run(
         proof = machines.secret(secret)
         image = local.image_of(engine, settings)
         facts = machines.facts(settings, run=name, engine=engine, image=image, gpus_per_node=gpus_per_node, site=site)
-        plan, paths = write.write(settings, facts, runs=folder, run=name, secret=proof)
+        plan, paths = write.write(settings, facts, runs=folder, run=name, secret=proof, beside=asked.beside)
     else:
         only = None
         image = local.image_of(engine, settings)
         facts = local.facts(settings, engine=engine, image=image, nodes=nodes, gpus_per_node=gpus_per_node, site=site)
-        plan, paths = write.write(settings, facts, runs=folder, run=run_id or None)
+        plan, paths = write.write(settings, facts, runs=folder, run=run_id or None, beside=asked.beside)
+    next_attempt = typed() if run_id else typed(f"--run={plan.run}")
+    raise typer.Exit(conduct(plan, paths, again=next_attempt, only=only).exit_code)
+
+
+def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None) -> Result:
+    """Start what is planned here, show how it goes, and how it ended. `again` is what to type for its next attempt."""
     progress = Progress(plan, paths, only)
     report(plan)
     with progress:
@@ -119,9 +126,8 @@ def run(
         except KeyboardInterrupt as stop:  # all that was started is gone by now
             code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
     result = finish(paths, code=code, stopped=stopped)
-    next_attempt = typed() if run_id else typed(f"--run={plan.run}")
-    print(summary(result, paths, again=next_attempt, shown=progress.rank))
-    raise typer.Exit(result.exit_code)
+    print(summary(result, paths, again=again, shown=progress.rank))
+    return result
 
 
 def _given(context: typer.Context, engine: str) -> str:

@@ -93,4 +93,5 @@ def submit(
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
     which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
-    print(f"job {queue.submit(argv, folder, recipe.runs.share)} is in the queue{which}\nrun folder: {folder}")
+    code = Path(recipe.command.folder) if recipe.command else asked.beside
+    print(f"job {queue.submit(argv, folder, recipe.runs.share, code)} is in the queue{which}\nrun folder: {folder}")

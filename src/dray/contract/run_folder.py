@@ -1,10 +1,11 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
+RUN/source.json             the code that it was submitted from, where the nodes have no git; its diff is source.diff
 RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
 RUN/trackers/               what TensorBoard and other trackers keep, likewise
-RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
+RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result, capsule
 RUN/attempt-2/...           the next, after a requeue or by hand
 """
 
@@ -34,6 +35,10 @@ HANG = "hang"
 PREFLIGHT_REPORT = "preflight/report.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+CAPSULE = "capsule.json"
+NODES = "nodes"
+SOURCE = "source.json"
+SOURCE_DIFF = "source.diff"  # what the user's own code has beside its commit
 NEXT = "next"  # what the batch script asks of Slurm once all is written
 ENDED = "ended"  # the token of a lease on the checkpoints whose job is gone, as Slurm has told the batch script
 STOP = "stop"  # empty until somebody asks the run to save and end
@@ -45,6 +50,11 @@ ENTER_SCRIPT = "enter.sh"  # starts a command in the container of a run that goe
 def attempt(number: int | str) -> str:
     """The folder of an attempt; the first is 1."""
     return f"attempt-{number}"
+
+
+def node(number: int | str) -> str:
+    """What a node is: processor, memory, kernel, GPUs."""
+    return f"{NODES}/node-{number}.json"
 
 
 def node_log(node: int | str) -> str:

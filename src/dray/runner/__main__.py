@@ -119,6 +119,7 @@ def launch(
     }
     if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
         environ["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
+    record.this_node(plan, me, environ)
     if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
         serve(supervised, listener, store)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from dray.contract import files, run_folder
+from dray.contract import files, hardware, run_folder
 from dray.runner import output
 
 
@@ -23,6 +24,19 @@ def write(folder: str, name: str, **fields: object) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         files.write_atomic(target, json.dumps({"time": time.time(), **output.redacted(fields)}, indent=1))
     except OSError as error:
+        print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
+    """nodes/node-N.json, for the capsule; no run fails for want of it."""
+    target = f"{plan['folder']}/{run_folder.node(me)}"
+    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}.get(plan.get("variant", ""), "cpu")
+    try:
+        seen = hardware.look(accelerator, environ, packages=me == 0)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        told = {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
+        files.write_atomic(target, json.dumps(told, indent=1))
+    except (OSError, ValueError) as error:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
 
 

@@ -57,7 +57,7 @@ class Bundle(BaseModel):
 def make(paths: RunPaths, report: why.Report, out: Path) -> Bundle:
     """Write it, for this user alone; a file that is there already stays as it is."""
     left_out: list[str] = []
-    clean = _cleaner(paths)
+    clean = cleaner(paths)
     content = {"versions.json": clean(_versions())}
     if paths.run.stat().st_uid == os.geteuid():
         content["why.txt"] = clean(why.text(report))
@@ -68,17 +68,17 @@ def make(paths: RunPaths, report: why.Report, out: Path) -> Bundle:
         if name in content:
             continue
         try:
-            text = _text(path, paths.run)
+            text = text_of(path, paths.run)
         except FileNotFoundError:
             continue
         except OSError as error:
             left_out.append(printable(f"{name}: {error.strerror}"))
             continue
-        content[_plain(name)] = clean(text)
+        content[plain(name)] = clean(text)
     names = [*content, *(f"({line}, left out)" for line in left_out)]
     about = _ABOUT.format(run=paths.run.name, dray=__version__, tail=_TAIL >> 10, names="\n".join(sorted(names)))
     content["README"] = clean(about)
-    _write(out, _packed(f"dray-why-{_plain(paths.run.name)}", content))
+    write_out(out, packed(f"dray-why-{plain(paths.run.name)}", content))
     return Bundle(file=str(out), size=out.stat().st_size, names=sorted(content), left_out=left_out)
 
 
@@ -112,8 +112,11 @@ def _listed(folder: Path, pattern: str, most: int) -> list[Path]:
     return []
 
 
-def _text(path: Path, run: Path) -> str:
-    """A file of the run folder itself: no link of another user's may lead to a file of this one's."""
+def text_of(path: Path, run: Path, *, most: int = _WHOLE, end: bool = True) -> str:
+    """A file of the run folder itself: no link of another user's may lead to a file of this one's.
+
+    Of logs and metrics only the `end`.
+    """
     with files.open_regular(path, link=False) as file:
         opened = Path(f"/proc/self/fd/{file.fileno()}").readlink()
         if opened != run.resolve() / path.relative_to(run):
@@ -121,11 +124,11 @@ def _text(path: Path, run: Path) -> str:
         found = os.fstat(file.fileno())
         if found.st_uid == os.geteuid() != run.stat().st_uid:
             raise OSError(0, "a file of yours in a folder of another user")
-        if path.suffix in (".log", ".jsonl"):
+        if end and path.suffix in (".log", ".jsonl"):
             return _tail(file, found)
-        content = file.read(_WHOLE + 1)
-    if len(content) > _WHOLE:
-        raise OSError(0, f"more than {_WHOLE >> 20} MiB")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(0, f"more than {most >> 20} MiB")
     return content.decode("utf-8", "replace")
 
 
@@ -140,7 +143,7 @@ def _tail(file: io.BufferedReader, found: os.stat_result) -> str:
     return content.decode("utf-8", "replace")
 
 
-class _Cleaner:
+class Cleaner:
     """Replaces what nobody else is to read."""
 
     def __init__(self, values: dict[str, str], homes: dict[str, str]) -> None:
@@ -158,27 +161,27 @@ class _Cleaner:
         return str(printable(text))
 
 
-def _cleaner(paths: RunPaths) -> _Cleaner:
-    """By this user's environment, and by whose run it is."""
+def cleaner(paths: RunPaths, *, homes: bool = True) -> Cleaner:
+    """By this user's environment, and by whose run it is; homes stay where paths are still needed."""
     names = {name for name, value in os.environ.items() if secrets.is_variable(name, value)}
-    homes = {os.environ.get("HOME", "").rstrip("/"): ""}
+    known_homes = {os.environ.get("HOME", "").rstrip("/"): ""}
     with suppress(DrayError, OSError):
         plan = read(paths)
         names |= {*plan.recipe.pass_env, *plan.pass_env}
     with suppress(OSError, ValueError):
         found = files.read(paths.facts, limit=_WHOLE).decode("utf-8", "replace")
-        homes |= {line[5:].rstrip("/"): "" for line in found.splitlines() if line.startswith("home=/")}
+        known_homes |= {line[5:].rstrip("/"): "" for line in found.splitlines() if line.startswith("home=/")}
     for uid in (os.geteuid(), paths.run.stat().st_uid):
         with suppress(KeyError):
             known = pwd.getpwuid(uid)
-            homes[known.pw_dir.rstrip("/")] = known.pw_name
+            known_homes[known.pw_dir.rstrip("/")] = known.pw_name
     values = secrets.passed(names, os.environ)
     with suppress(OSError):
         own = files.read(paths.secret, limit=_TAIL).decode("utf-8", "replace").strip()
         values |= {own: "secret"} if len(own) >= _SHORTEST else {}
     # In JSON a quote, a backslash or a letter beyond ASCII has another form.
     forms = {form: name for value, name in values.items() for form in (value, json.dumps(value)[1:-1])}
-    return _Cleaner(forms, homes)
+    return Cleaner(forms, known_homes if homes else {})
 
 
 def _versions() -> str:
@@ -189,12 +192,12 @@ def _versions() -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """A name for any file system, whatever made the folder."""
     return re.sub(r"[^\w./-]|\.\.", "_", name, flags=re.ASCII)
 
 
-def _packed(folder: str, content: dict[str, str]) -> bytes:
+def packed(folder: str, content: dict[str, str]) -> bytes:
     """The same bytes for the same content."""
     raw = io.BytesIO()
     with (
@@ -209,7 +212,7 @@ def _packed(folder: str, content: dict[str, str]) -> bytes:
     return raw.getvalue()
 
 
-def _write(out: Path, data: bytes) -> None:
+def write_out(out: Path, data: bytes) -> None:
     try:
         file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
     except FileExistsError:

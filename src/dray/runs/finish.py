@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, causes, grace, noted, records
+from dray.runs import again, capsule, causes, grace, noted, records
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths
 from dray.runs.records import RECORD
@@ -96,6 +96,8 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
             problem = f"dray: {paths.result} cannot be written: {error.strerror}. This is its text:"
             print(problem, text, sep="\n", file=sys.stderr)
         return result
+    if wrong := capsule.ended(paths, plan, result):
+        result.warnings.append(wrong)
     if then and (then.requeue or then.spare):
         line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))

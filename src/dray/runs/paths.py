@@ -37,6 +37,9 @@ class RunPaths:
         self.preflight_report = self.folder / names.PREFLIGHT_REPORT
         self.metrics = self.folder / names.METRICS
         self.result = self.folder / names.RESULT
+        self.capsule = self.folder / names.CAPSULE
+        self.nodes = self.folder / names.NODES
+        self.source_diff = self.folder / names.SOURCE_DIFF
         self.next = self.folder / names.NEXT
         self.failing_nodes = self.folder / names.FAILING_NODES
 

@@ -16,7 +16,7 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, error
 from dray.contract.values import control_characters
 from dray.planning.schema import Plan
-from dray.runs import live, named
+from dray.runs import live, named, source
 from dray.runs.paths import make_run_folder
 from dray.runs.queued import Queued
 
@@ -96,8 +96,12 @@ def _waits(option: str) -> bool:
     return option.startswith(("--dependency", "-d"))
 
 
-def submit(argv: Sequence[str], folder: Path, share: str) -> str:
-    """Make the run folder, if it is not there, queue the job and return its number. A refused job leaves no new one."""
+def submit(argv: Sequence[str], folder: Path, share: str, code: Path) -> str:
+    """Make the run folder, if it is not there, queue the job and return its number. A refused job leaves no new one.
+
+    The capsule describes the `code` in that folder.
+    """
+    seen = source.look(code)
     new = not folder.exists()
     make_run_folder(folder, new=new, share=share)
     try:
@@ -112,4 +116,6 @@ def submit(argv: Sequence[str], folder: Path, share: str) -> str:
     queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
     with suppress(OSError):  # the job is in the queue all the same
         files.write_atomic(folder / run_folder.JOB, queued.model_dump_json(indent=1))
+        if seen:
+            source.keep(folder, seen)
     return number

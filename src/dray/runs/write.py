@@ -24,7 +24,7 @@ from dray.fitness import lint
 from dray.planning import image, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import grace, layers, lookup
+from dray.runs import capsule, grace, layers, lookup
 from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job, run_name
 
 _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
@@ -128,19 +128,21 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
 
 
 def write(
-    recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, secret: str = ""
+    recipe: Recipe, facts: Facts, *, runs: Path, run: str | None = None, secret: str = "", beside: Path | None = None
 ) -> tuple[Plan, RunPaths]:
     """Decide first, so that a run that is refused leaves no folder; then write all that a node needs.
 
     With the id of a run this is its next attempt, whether it has one yet or not; else it is a new run, unless Slurm has
-    requeued the job that began it. Nodes that share no folder are given their `secret`, others a new one.
+    requeued the job that began it. Nodes that share no folder are given their `secret`, others a new one. `beside` is
+    where the recipe is, whose code the capsule describes.
     """
-    return begin(recipe, *at_site(facts), runs=runs, run=run, secret=secret)
+    return begin(recipe, *at_site(facts), runs=runs, run=run, secret=secret, beside=beside)
 
 
 def begin(
-    recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = ""
-) -> tuple[Plan, RunPaths]:
+    recipe: Recipe, facts: Facts, choice: sites.Choice, *, runs: Path, run: str | None = None, secret: str = "",
+    beside: Path | None = None,
+) -> tuple[Plan, RunPaths]:  # fmt: skip
     """The same, at a site that is chosen already."""
     recipe = image.chosen(recipe, choice.site, facts).value
     facts = facts.without_spares(recipe.spares)
@@ -154,6 +156,7 @@ def begin(
     if options := render.srun_options(decided):
         write_atomic(paths.srun_options, options)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
+    capsule.begun(paths, decided, beside)
     return decided, paths
 
 

@@ -154,6 +154,7 @@ def _write_start(
         device="" if strategy.device.type == "cpu" else torch.cuda.get_device_name(strategy.device),
         flops_per_token=flops_per_token(strategy.network, config),
         imported=round(_IMPORTED, 3),
+        data=data.contents,
     )
 
 

@@ -45,6 +45,8 @@ class Datasets:
     packing: dict[str, int]
     validation: dict[str, Tokens]
     test: Tokens | None
+    contents: dict[str, str]
+    """By the name of each dataset the SHA-256 of its tokens, or what tells a stream from another."""
 
     def steps(self, config: Config) -> int:
         """How many the run takes, where the recipe sets epochs too."""
@@ -81,7 +83,10 @@ def load(config: Config, tokenizer: PreTrainedTokenizerFast) -> Datasets:
     total = sum(one.order.total for one in feeds.values())
     counts = [one.tokens.counts() for one in feeds.values() if isinstance(one.tokens, Packed)]
     in_all = {key: sum(one[key] for one in counts) for key in (counts[0] if counts else ())}
-    return Datasets(feed, total, in_all, validation(config, tokenizer), test(config, tokenizer))
+    evaluated, tested = validation(config, tokenizer), test(config, tokenizer)
+    contents = {name: one.tokens.content for name, one in feeds.items()} or {"train": feed.identity}
+    contents |= {name: one.content for name, one in evaluated.items()} | ({"test": tested.content} if tested else {})
+    return Datasets(feed, total, in_all, evaluated, tested, contents)
 
 
 def _mapped(config: Config, tokenizer: PreTrainedTokenizerFast, name: str, dataset: str, tokens: Tokens) -> Mapped:

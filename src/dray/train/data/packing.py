@@ -102,7 +102,10 @@ def packed(tokens: Tokens, length: int, strategy: str, pad: int) -> Packed:
     samples = rank[samples]
     order = np.argsort(samples, kind="stable")
     bounds = np.concatenate([[0], np.cumsum(np.bincount(samples, minlength=len(firsts)))]).astype(np.int64)
-    return Packed(tokens.ids, tokens.starts, begins[order], lengths[order], bounds, length, pad, strategy)
+    return Packed(
+        tokens.ids, tokens.starts, begins[order], lengths[order], bounds, length, pad, strategy,
+        content=tokens.content,
+    )  # fmt: skip
 
 
 def _best_fit(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Tokens:
 
     ids: NDArray[np.integer]
     starts: NDArray[np.uint64]
+    content: str = field(default="", kw_only=True)
+    """SHA-256 of the whole files that these are of."""
 
     @property
     def total(self) -> int:
@@ -47,11 +49,12 @@ class Tokens:
     def part(self, first: int, last: int) -> Tokens:
         """Some of the documents."""
         begin, end = int(self.starts[first]), int(self.starts[last])
-        return Tokens(self.ids[begin:end], self.starts[first : last + 1] - self.starts[first])
+        starts = self.starts[first : last + 1] - self.starts[first]
+        return Tokens(self.ids[begin:end], starts, content=self.content)
 
     def short(self, most: int) -> Tokens:
         """At most so many of the tokens; 0 is all."""
-        return Tokens(self.ids[:most], self.starts) if most else self
+        return Tokens(self.ids[:most], self.starts, content=self.content) if most else self
 
     def slice(self, start: int, length: int) -> NDArray[np.int64]:
         """`length` tokens from there on; after the last comes the first."""
@@ -177,8 +180,10 @@ def _check(folder: Path) -> None:
 
 
 def _open(folder: Path) -> Tokens:
-    kind = np.dtype(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["kind"])
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    kind = np.dtype(manifest["kind"])
+    content = hashlib.sha256(json.dumps(manifest["sha256"], sort_keys=True).encode()).hexdigest()
     starts = np.fromfile(folder / "starts", dtype=np.uint64)
     size = (folder / "ids").stat().st_size
     ids: NDArray[np.integer] = np.memmap(folder / "ids", dtype=kind, mode="r") if size else np.zeros(0, kind)
-    return Tokens(ids, starts)
+    return Tokens(ids, starts, content=content)

@@ -1,0 +1,290 @@
+"""capsule.json: what is needed to repeat an attempt at a run, and to see what cannot be the same.
+
+What is known when it is planned is written then, and what the nodes alone know when it has ended. The plan has recipe,
+environment and reasons; the capsule has its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dray.config.model import explained
+from dray.contract import files, run_folder
+from dray.contract.findings import ConfigError, DrayError
+from dray.contract.values import printable
+from dray.images.sif import record
+from dray.planning.schema import Plan
+from dray.runs import again, records
+from dray.runs import source as sources
+from dray.runs.metrics import Metrics
+from dray.runs.paths import RunPaths
+from dray.runs.result import Attempt, Result
+from dray.runs.source import Source
+from dray.runs.stop import utc
+
+_LIMIT = 16 << 20  # bytes of a capsule, which has a part for each node
+_HASHED = 4 << 30  # bytes of a file that is hashed
+_NODE = 1 << 20
+_MOST = 65_536  # nodes, and files
+# What is secret, what changes after the run has ended, and the capsule itself.
+_NOT = {run_folder.CAPSULE, run_folder.SECRET, run_folder.STOP, run_folder.NEXT, run_folder.RENDEZVOUS}
+_CHUNK = 1 << 20
+_NAME = 256  # letters of what a node tells
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class File(_Model):
+    """A file of the attempt's folder, as it was recorded."""
+
+    path: str
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0)]
+
+
+class Image(_Model):
+    """What started the run."""
+
+    engine: str
+    variant: str
+    file: str
+    """Its file or reference; for bare, the Python that has the training stack."""
+    sha256: str
+    """Of the file, as its record has it; empty where nobody knows it."""
+    inputs: str = ""
+    """Digest of all that the image was built from, its lock with it."""
+    layer: str = ""
+    """Digest of the layer's file; empty where there is none."""
+    packages: dict[str, str] = {}
+    """Versions of what Python had on the first node: the lock, as it came to be."""
+    packages_sha256: str = ""
+    """Of these packages, `name==version` a line."""
+
+
+class Node(_Model):
+    """A node, as its runner saw it."""
+
+    node: Annotated[int, Field(ge=0)]
+    name: str
+    host: str = ""
+    cpu: str = ""
+    """The processor's model."""
+    cpus: int = 0
+    """Logical processors of the machine."""
+    usable_cpus: str = ""
+    """Those of them that the run might use."""
+    cores_of_ranks: str = ""
+    """To which each rank was bound; empty where none was."""
+    threads: int | None = None
+    """OMP_NUM_THREADS of each rank."""
+    numa: tuple[str, ...] = ()
+    """The processors of each NUMA node."""
+    memory_gb: float | None = None
+    kernel: str = ""
+    libc: str = ""
+    python: str = ""
+    gpus: tuple[str, ...] = ()
+    """Of the machine, by their makers' names."""
+    driver: str = ""
+    """Version of the GPUs' kernel module."""
+
+
+class Capsule(_Model):
+    """One attempt at a run."""
+
+    version: Literal[1] = 1
+    dray: str
+    run: str
+    attempt: Annotated[int, Field(ge=1)]
+    job: int = 0
+    """Slurm's number; 0 without Slurm."""
+    planned: str
+    """When it was planned."""
+    finished: str | None = None
+    """When its result was written; null until then."""
+    status: str | None = None
+    """As in result.json."""
+    site: str
+    world_size: int
+    image: Image
+    source: Source | None = None
+    """The user's own code; null where git does not know the folder of the command or the recipe."""
+    torch: str = ""
+    nodes: tuple[Node, ...] = ()
+    data: dict[str, str] = {}
+    """Of each dataset the SHA-256 of its tokens; of a stream, what tells it from another."""
+    preflight: str | None = None
+    """What the nodes proved before the launch, in a line."""
+    attempts: tuple[Attempt, ...] = ()
+    """All attempts up to this one."""
+    files: tuple[File, ...]
+    """What belongs to it, the plan first."""
+
+    @property
+    def plan(self) -> File:
+        """The plan's file."""
+        return self.files[0]
+
+
+def begun(paths: RunPaths, plan: Plan, beside: Path | None) -> None:
+    """Write what is known once all that a node needs is written. `beside` is where the recipe is."""
+    folder = Path(plan.recipe.command.folder) if plan.recipe.command else beside
+    made = planned(paths, plan).model_copy(update={"source": _code(paths, sources.look(folder) if folder else None)})
+    files.write_atomic(paths.capsule, _json(made.model_copy(update={"files": _files(paths)})))
+
+
+def _code(paths: RunPaths, found: tuple[Source, str] | None) -> Source | None:
+    """As git has it here, or as it was when the run was submitted."""
+    found = found or sources.kept(paths.run)
+    if found and found[1]:
+        files.write_atomic(paths.source_diff, found[1], mode=0o600)
+    return found[0] if found else None
+
+
+def planned(paths: RunPaths, plan: Plan) -> Capsule:
+    """What the plan tells, also of a run without a capsule."""
+    inputs = ""
+    with suppress(DrayError, OSError):
+        known = record.read(Path(plan.image)) if plan.image_sha256 else None
+        inputs = known.inputs if known and known.sif.sha256 == plan.image_sha256 else ""
+    return Capsule(
+        dray=plan.dray, run=plan.run, attempt=paths.attempt, job=plan.job,
+        planned=utc(records.modified(paths.plan)), site=plan.site.removeprefix("site "), world_size=plan.world.size,
+        image=Image(
+            engine=plan.engine, variant=plan.variant, file=plan.image, sha256=plan.image_sha256, inputs=inputs,
+            layer=plan.layer.digest if plan.layer else "",
+        ),
+        files=(),
+    )  # fmt: skip
+
+
+def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
+    """Add what nodes, trainer and result tell. Why that failed, in a line; empty where it did not."""
+    try:
+        made = read(paths) if paths.capsule.exists() else planned(paths, plan) if plan else None
+        if made is None:
+            return ""
+        if made.source is None:  # the job may have been planned before `dray submit` had written it
+            made = made.model_copy(update={"source": _code(paths, None)})
+        attempts = (*result.history, again.attempt(result, paths.attempt))
+        told = {"finished": result.finished, "status": result.status, "preflight": result.preflight}
+        made = seen(paths, made).model_copy(update={**told, "attempts": attempts, "files": _files(paths)})
+        files.write_atomic(paths.capsule, _json(made))
+    except Exception as error:  # the last words of a run are said whatever is in its folder
+        return f"{paths.capsule} cannot be written: {records.reason(error)}"
+    return ""
+
+
+def seen(paths: RunPaths, made: Capsule) -> Capsule:
+    """With what nodes and trainer have left so far."""
+    nodes, packages = _nodes(paths)
+    lines = "".join(f"{name}=={version}\n" for name, version in sorted(packages.items()))
+    digest = hashlib.sha256(lines.encode()).hexdigest() if packages else ""
+    image = made.image.model_copy(update={"packages": packages, "packages_sha256": digest})
+    start: dict[str, Any] = {}
+    with suppress(OSError):
+        start = next((event for event in Metrics(paths.metrics) if event.get("event") == "start"), start)
+    return made.model_copy(
+        update={
+            "nodes": nodes or made.nodes,
+            "image": image if packages else made.image,
+            "torch": str(printable(str(start.get("torch") or "")))[:_NAME] or made.torch,
+            "data": _texts(start.get("data")) or made.data,
+        }
+    )
+
+
+def read(paths: RunPaths) -> Capsule:
+    """The capsule of an attempt, where this version of dray reads it."""
+    what = "the run's capsule"
+    fix = "a run that an older dray has planned has none; dray diff and dray replay do without"
+    if not os.path.lexists(paths.capsule):
+        raise ConfigError("the attempt has no capsule", where=paths.folder, wanted=run_folder.CAPSULE, fix=fix)
+    content = files.parse_json(files.text(paths.capsule, what, limit=_LIMIT), what, paths.capsule)
+    found, version = content.get("version") if isinstance(content, dict) else None, 1
+    if found != version:
+        raise ConfigError(
+            "this capsule was written by another version of dray", where=paths.capsule,
+            wanted=f"capsule version {version}", found=f"capsule version {ascii(found)[:40]}",
+            fix="use that version of dray",
+        )  # fmt: skip
+    try:
+        return Capsule.model_validate_json(json.dumps(printable(content)))
+    except ValidationError as wrong:
+        raise ConfigError("the run's capsule is damaged", where=paths.capsule, found=explained(wrong)) from wrong
+
+
+def of(paths: RunPaths, plan: Plan) -> Capsule:
+    """As it stands: of a run that has not ended, or has no capsule, what is known."""
+    made = read(paths) if os.path.lexists(paths.capsule) else planned(paths, plan)
+    return made if made.finished else seen(paths, made)
+
+
+def digest(path: Path) -> tuple[str, int]:
+    """SHA-256 and size; OSError where it is no file that can be read, or too large."""
+    total, sums = 0, hashlib.sha256()
+    with files.open_regular(path, link=False) as file:
+        if os.fstat(file.fileno()).st_size > _HASHED:
+            raise OSError(0, f"more than {_HASHED:,} bytes", str(path))
+        while chunk := file.read(_CHUNK):
+            sums.update(chunk)
+            total += len(chunk)
+    return sums.hexdigest(), total
+
+
+def _json(made: Capsule) -> str:
+    return made.model_dump_json(indent=1) + "\n"
+
+
+def _files(paths: RunPaths) -> tuple[File, ...]:
+    found = []
+    for path in _belonging(paths):
+        with suppress(OSError):
+            sha256, size = digest(path)
+            found.append(File(path=path.relative_to(paths.folder).as_posix(), sha256=sha256, size=size))
+    return tuple(found)
+
+
+def _belonging(paths: RunPaths) -> Iterator[Path]:
+    """The plan first. Logs are no part of it: the batch script writes to them last of all."""
+    yield paths.plan
+    for path in sorted(paths.folder.iterdir())[:_MOST]:
+        with suppress(OSError):
+            regular = stat.S_ISREG(path.lstat().st_mode)
+            if regular and path != paths.plan and path.name not in _NOT and ".part-" not in path.name:
+                yield path
+    yield from sorted(paths.nodes.glob("node-*.json"))[:_MOST]
+    yield from [paths.preflight_report] if paths.preflight_report.is_file() else []
+
+
+def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
+    """As each runner has written it, in their order; a damaged one is left out."""
+    nodes, packages = [], dict[str, str]()
+    for path in sorted(paths.nodes.glob("node-*.json"))[:_MOST]:
+        with suppress(OSError, ValueError, RecursionError):  # ValidationError is a ValueError
+            told = printable(json.loads(files.read(path, limit=_NODE)))
+            if isinstance(told, dict):
+                packages |= _texts(told.pop("packages", None))
+                nodes.append(Node.model_validate({name: _cut(value) for name, value in told.items()}))
+    return tuple(sorted(nodes, key=lambda one: one.node)), packages
+
+
+def _cut(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    return " ".join(value.split())[:_NAME] if isinstance(value, str) else value
+
+
+def _texts(table: Any) -> dict[str, str]:  # noqa: ANN401  any JSON value
+    if not isinstance(table, dict):
+        return {}
+    return {str(name)[:_NAME]: str(printable(value))[:_NAME] for name, value in table.items() if isinstance(value, str)}

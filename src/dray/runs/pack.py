@@ -1,0 +1,138 @@
+"""A capsule as one file to hand on, without secrets; and such a file opened again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from dray import __version__
+from dray.contract import run_folder
+from dray.contract.findings import ConfigError
+from dray.contract.values import printable
+from dray.runs import bundle, capsule
+from dray.runs.named import find
+from dray.runs.paths import RunPaths, attempts, last_attempt
+
+_MOST = 64 << 20  # bytes of a file, in which all losses are
+_ALL, _FILES = 512 << 20, 20_000  # of an archive that somebody else has made
+_LOGS = 24
+_INSIDE = re.compile(r"[\w.-]+/(attempt-[1-9][0-9]{0,8}/(?:[\w.-]+/)?[\w.-]+)", re.ASCII)
+_ABOUT = """\
+The capsule of the run {run}: what is needed to repeat it. Made by dray {dray}.
+
+dray capsule show FILE, dray replay FILE and dray diff FILE RUN take it as it is.
+Replaced: values of pass_env and of variables whose names hold secrets, as they are in the environment of who made this,
+by [NAME]; what has the shape of a secret, by [secret]. Not replaced: names of nodes, users and projects, paths, the
+command, your code's diff, and what else programs printed. Read it before you send it.
+Not in it: checkpoints, models, datasets, secrets, files that git does not know. Of logs the ends.
+
+{names}
+"""
+
+
+class Packed(BaseModel):
+    """What was made."""
+
+    file: str
+    size: int
+    names: list[str]
+    left_out: list[str]
+
+
+def make(run: Path, out: Path) -> Packed:
+    """Write it, for this user alone; all attempts are in it. A file that is there already stays as it is."""
+    content, left_out = dict[str, str](), list[str]()
+    for number in attempts(run):
+        paths = RunPaths(run, number)
+        if paths.capsule.exists():
+            content |= _attempt(paths, left_out)
+    if not content:
+        capsule.read(last_attempt(run))  # which says what is missing
+    named = [*content, *(f"({line}, left out)" for line in left_out)]
+    content["README"] = printable(_ABOUT.format(run=run.name, dray=__version__, names="\n".join(named)))
+    bundle.write_out(out, bundle.packed(f"dray-capsule-{bundle.plain(run.name)}", content))
+    return Packed(file=str(out), size=out.stat().st_size, names=sorted(content), left_out=left_out)
+
+
+def text(made: Packed) -> str:
+    """What is in it, and what to do before it is sent."""
+    out = [f"{made.file}: {made.size:,} bytes, {len(made.names)} files:", *(f"  {name}" for name in made.names)]
+    out += [f"left out: {line}" for line in made.left_out]
+    return "\n".join([*out, "Read it before you send it: its README says what was replaced, and what was not."])
+
+
+def _attempt(paths: RunPaths, left_out: list[str]) -> dict[str, str]:
+    """The files that the capsule names, without secrets; it then names them as they are in the archive."""
+    made, clean = capsule.read(paths), bundle.cleaner(paths, homes=False)
+    folder, content, listed = paths.folder.name, dict[str, str](), list[capsule.File]()
+
+    def take(name: str, *, end: bool) -> bytes | None:
+        path = f"{folder}/{name}"
+        if not _INSIDE.fullmatch(f"x/{path}"):
+            left_out.append(printable(f"{path}: no name of a file of dray's"))
+            return None
+        try:
+            text = clean(bundle.text_of(paths.folder / name, paths.run, most=_MOST, end=end))
+        except OSError as error:
+            left_out.append(printable(f"{path}: {error.strerror}"))
+            return None
+        content[path] = text
+        return text.encode("utf-8", "replace")
+
+    for file in made.files:
+        if (data := take(file.path, end=False)) is not None:
+            listed.append(capsule.File(path=file.path, sha256=hashlib.sha256(data).hexdigest(), size=len(data)))
+    for log in sorted(paths.logs.glob("*.log"))[:_LOGS]:
+        take(log.relative_to(paths.folder).as_posix(), end=True)
+    made = made.model_copy(update={"files": tuple(listed)})
+    content[f"{folder}/{run_folder.CAPSULE}"] = clean(made.model_dump_json(indent=1) + "\n")
+    return content
+
+
+@contextmanager
+def opened(named: str, runs: Path | None = None) -> Iterator[Path]:
+    """The run that is meant, as `find` has it, or that a packed capsule's file has; a run's folder, or an attempt's."""
+    found = find(named, runs)
+    if not found.is_file():
+        yield found
+        return
+    with tempfile.TemporaryDirectory(prefix="dray-capsule-") as folder:
+        try:
+            with tarfile.open(found, "r:gz") as archive:
+                _unpack(archive, Path(folder))
+        except (OSError, EOFError, tarfile.TarError, zlib.error, ValueError) as error:
+            raise _no_capsule(found, str(error)) from error
+        run = Path(folder) / "run"
+        if not attempts(run):
+            raise _no_capsule(found, "no attempt in it")
+        with suppress(ConfigError):
+            run = run.rename(run.with_name(capsule.read(last_attempt(run)).run))
+        yield run
+
+
+def _no_capsule(file: Path, found: str) -> ConfigError:
+    wanted, fix = "a file that dray capsule pack has made, or a run", "dray capsule pack RUN makes one"
+    return ConfigError("this is no capsule", where=file, wanted=wanted, found=printable(found)[:300], fix=fix)
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Plain files by plain names; whatever else an archive may hold is not taken."""
+    left = _ALL
+    for number, member in enumerate(archive):
+        left -= member.size
+        if number > _FILES or left < 0:
+            raise ValueError(f"more than {_ALL >> 20} MiB or {_FILES:,} files")
+        inside = _INSIDE.fullmatch(member.name)
+        file = archive.extractfile(member) if inside and member.isreg() else None
+        if inside and file and ".." not in member.name:
+            path = folder / "run" / inside[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.read())

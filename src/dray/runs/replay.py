@@ -1,0 +1,182 @@
+"""The same run again, from its capsule: the recipe as it was decided, and what cannot be the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dray import engines
+from dray.config.image import ACCELERATORS
+from dray.config.recipe import Recipe
+from dray.contract import hardware
+from dray.contract.findings import ConfigError, counted
+from dray.planning.schema import Plan
+from dray.runs import capsule
+from dray.runs import diff as differ
+from dray.runs.capsule import Capsule
+from dray.runs.diff import Difference
+from dray.runs.effect import Parting
+from dray.runs.paths import RunPaths
+from dray.runs.write import read
+
+# What may differ without another bit in a loss.
+_KINDS = ("keeping", "launch")
+_NODES = {
+    "names", "started by", "site", "memory_gb", "kernel", "cpus", "numa", "cores_of_ranks", "world.one_machine",
+    "world.shared_folder", "world.cores",
+}  # fmt: skip
+_IMAGE = {"engine", "image", "stage", "signers"}  # where its digest and its packages are the same
+_NUMERIC = {
+    "accelerate", "aihwkit-lightning", "datasets", "deepspeed", "dray", "numpy", "peft", "python", "libc", "tokenizers",
+    "torch", "transformers", "triton",
+}  # fmt: skip
+_HARMLESS = re.compile("(?:[A-Z]+_NUM_THREADS|HF_[A-Z]+_OFFLINE|TOKENIZERS_PARALLELISM)")
+_THREADS = "OMP_NUM_THREADS"
+
+
+def recipe_of(plan: Plan, made: Capsule) -> Recipe:
+    """As it was decided, without what would resume, push or queue; ranks have as many threads as they had."""
+    recipe = plan.recipe
+    checkpoint = recipe.checkpoint.model_copy(update={"folder": "", "mirror": ""})
+    given = {node.threads for node in made.nodes} - {None}
+    threads = {_THREADS: str(*given)} if len(given) == 1 and _THREADS not in recipe.pass_env else {}
+    changes: dict[str, Any] = {
+        "checkpoint": checkpoint, "env": {**threads, **recipe.env}, "nodes": len(plan.world.nodes), "spares": 0,
+        "max_requeues": 0,
+        "ranks_per_node": plan.world.ranks_per_node if plan.variant == "cpu" and recipe.launcher != "ray" else None,
+    }  # fmt: skip
+    if recipe.train:
+        changes["train"] = recipe.train.model_copy(update={"trackers": ()})
+    return recipe.model_copy(update=changes)
+
+
+def require_here(plan: Plan, engine: str) -> str:
+    """The engine that starts it on this machine: the run's own, or the one that was named."""
+    own, known = engine or plan.engine, engines.names("local")
+    if engine and own not in known:
+        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(known)}", found=engine)
+    if not engine and (plan.by_slurm or own not in known):
+        raise ConfigError(
+            "this run was started by Slurm" if plan.by_slurm else "this run had several machines",
+            where=plan.run,
+            wanted="an engine that starts it on this machine, or --recipe FILE, to submit it again",
+            found=f"engine {plan.engine}, {counted(len(plan.world.nodes), 'node')}",
+            fix=f"--engine docker or --engine bare; or dray replay {plan.run} --recipe again.toml",
+        )
+    return own
+
+
+def require_trust(recipe: Recipe, where: str) -> None:
+    """Refuse code of somebody else's, which a replay would run."""
+    found = [f"command: {' '.join(recipe.command.argv)}"] if recipe.command else []
+    found += [f"{key}: {text.partition(chr(10))[0]}" for key, text in recipe.maps().items()]
+    found += ["model.trust_remote_code = true"] if recipe.model.trust_remote_code else []
+    found += [f"env.{name} = {value}" for name, value in recipe.env.items() if not _HARMLESS.fullmatch(name)]
+    if found:
+        raise ConfigError(
+            "this run was not recorded here by you, and a replay runs code that it names",
+            where=where,
+            wanted="--trust-run, once you have read it",
+            found="\n".join(found),
+            fix="the same with --trust-run",
+        )
+
+
+def is_own(run: Path) -> bool:
+    """Whether this user's processes wrote the folder."""
+    return run.stat().st_uid == os.geteuid()
+
+
+def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, ended: bool) -> list[Difference]:
+    """What is not the same in the replay; of one that has not begun, as far as this machine can tell."""
+    made = capsule.of(paths, plan)
+    if not ended:
+        own = plan.engine == "bare"
+        seen = hardware.look(ACCELERATORS[plan.variant], {}, packages=own)
+        packages = seen.pop("packages", {})
+        if not own:  # the image's, which its nodes will tell
+            seen |= {"python": "", "libc": ""}
+        here = capsule.Node.model_validate({"node": 0, "name": "", **seen})
+        image = made.image.model_copy(update={"packages": packages})
+        made = made.model_copy(update={"nodes": (here,), "image": image, "torch": packages.get("torch", "")})
+    return [one for one in differ.differences(before, (plan, made)) if not _meant(one)]
+
+
+def _meant(one: Difference) -> bool:
+    """What the replay itself leaves out or sets."""
+    threads = one.kind == "environment" and one.name == _THREADS and one.a == differ.ABSENT
+    return threads or (
+        one.kind == "keeping" and one.name.startswith(("checkpoint.", "spares", "max_requeues", "train.tr"))
+    )
+
+
+def worlds(attempts: Iterable[RunPaths], plan: Plan) -> list[Difference]:
+    """Attempts of other sizes: what they have summed, no replay sums in the same order."""
+    found = []
+    for paths in attempts:
+        if paths.plan.is_file() and (size := read(paths).world.size) != plan.world.size:
+            name = f"ranks of attempt {paths.attempt}"
+            found.append(Difference(kind="nodes", name=name, a=str(size), b=str(plan.world.size)))
+    return found
+
+
+def breaks(found: Iterable[Difference], recipe: Recipe, made: Capsule) -> list[str]:
+    """Why losses need not be equal to the last bit; none where they must be."""
+    why = [] if made.image.packages and made.nodes else ["versions: the run has recorded neither packages nor nodes"]
+    for one in found:
+        if one.kind in _KINDS or (one.kind == "nodes" and one.name in _NODES):
+            continue
+        if one.kind == "versions" and one.name not in _NUMERIC:
+            continue
+        if (one.kind == "code" and not recipe.command) or (one.kind == "image" and one.name in _IMAGE):
+            continue
+        why.append(f"{one.kind}: {one.name}: {one.a} -> {one.b}")
+    if recipe.train and not recipe.train.deterministic and recipe.image != "cpu":
+        why.append("training: train.deterministic is false, and this is a GPU")
+    return why
+
+
+def same(found: Parting) -> bool:
+    """Whether each loss that the run has logged is that of the replay."""
+    return found.first is None and found.steps > 0 and not found.only_a
+
+
+def as_files(recipe: Recipe, stem: str) -> dict[str, str]:
+    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text."""
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    files = dict[str, str]()
+    for part, key in (
+        (table.get("train", {}), "deepspeed"),
+        (table.get("command", {}), "deepspeed"),
+        (table, "accelerate"),
+    ):
+        if text := part.get(key):
+            part[key] = f"{stem}.{key}.{'json' if key == 'deepspeed' else 'yaml'}"
+            files[part[key]] = text
+    return {f"{stem}.toml": "\n".join(_toml(table)) + "\n", **files}
+
+
+def _toml(table: dict[str, Any]) -> Iterator[str]:
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    yield from (f"{_key(key)} = {_value(value)}" for key, value in plain.items())
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield f"\n[{_key(key)}]"
+            yield from (f"{_key(name)} = {_value(one)}" for name, one in value.items())
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+def _value(value: Any) -> str:  # noqa: ANN401  any JSON value
+    """JSON's texts, numbers and lists are TOML's too."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(name)} = {_value(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

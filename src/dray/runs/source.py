@@ -1,0 +1,118 @@
+"""The user's own code as git knows it: the commit, and what the working tree has beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from dray import process
+from dray.contract import files, run_folder, secrets
+from dray.contract.findings import DrayError
+from dray.contract.values import printable
+
+LIMIT = 1 << 20
+"""Bytes of a diff that are kept."""
+_SHOWN = 200  # names of files that git does not know
+_SECONDS = 10.0  # a network disk that hangs must not hold up a run
+# A repository's own configuration may name programs. None of them runs: neither to watch files, nor as a hook, a diff
+# or a converter of one; and nothing is fetched or written.
+_QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
+_DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=all")
+_FILTER = ("clean=", "process=", "required=false")
+_ENV = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_EXTERNAL_DIFF": "", "LC_ALL": "C.UTF-8"}
+
+
+class Source(BaseModel):
+    """Code that a run was started from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    folder: str
+    """The root of the working tree."""
+    commit: str
+    branch: str = ""
+    changed: bool | None = None
+    """Whether the working tree had more than the commit; then source.diff has it. Null where git took too long."""
+    cut: bool = False
+    """Whether source.diff is cut at 1 MiB."""
+    untracked: tuple[str, ...] = ()
+    """Files that git does not know, at most 200: their content is recorded nowhere."""
+
+
+def look(folder: Path) -> tuple[Source, str] | None:
+    """The code in this folder and its diff; None where git knows nothing of it, or it is another user's."""
+    found: Source | None = None
+    with suppress(DrayError, OSError, ValueError):
+        if not process.which("git"):
+            return None
+        root = Path(_git(folder, "rev-parse", "--show-toplevel").strip())
+        if root.stat().st_uid != os.geteuid() or (root / ".git").stat().st_uid != os.geteuid():
+            return None
+        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+        branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
+        found = Source(folder=str(root), commit=commit, branch="" if branch == "HEAD" else branch)
+    if found is None:
+        return None
+    diff = ""
+    with suppress(DrayError, OSError, ValueError):  # too slow, and what is known already is told
+        diff, cut = _short(_redacted(_git(root, *_DIFF, quiet=_unfiltered(root))))
+        found = found.model_copy(update={"changed": bool(diff), "cut": cut})
+        names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+        unknown = printable([secrets.redacted(name) for name in names if name][:_SHOWN])
+        found = found.model_copy(update={"untracked": tuple(unknown)})
+    return found, diff
+
+
+def keep(run: Path, found: tuple[Source, str]) -> None:
+    """In the folder of a run that is submitted: dray's images have no git."""
+    files.write_atomic(run / run_folder.SOURCE, found[0].model_dump_json(indent=1) + "\n", mode=0o600)
+    files.write_atomic(run / run_folder.SOURCE_DIFF, found[1], mode=0o600)
+
+
+def kept(run: Path) -> tuple[Source, str] | None:
+    """What `keep` has written there."""
+    with suppress(OSError, ValueError):
+        found = Source.model_validate_json(files.read(run / run_folder.SOURCE, limit=LIMIT))
+        return found, files.read(run / run_folder.SOURCE_DIFF, limit=LIMIT).decode("utf-8", "replace")
+    return None
+
+
+def text(source: Source) -> str:
+    """In a line."""
+    branch = f" ({source.branch})" if source.branch else ""
+    changed = (
+        f", changed: {run_folder.SOURCE_DIFF}{', cut at 1 MiB' * source.cut}"
+        if source.changed
+        else ", changes unknown" * (source.changed is None)
+    )
+    unknown = f", {len(source.untracked)} files that git does not know" if source.untracked else ""
+    return f"{source.commit[:12]}{branch} of {source.folder}{changed}{unknown}"
+
+
+def _git(folder: Path, *argv: str, quiet: Sequence[str] = ()) -> str:
+    return process.run(["git", "-C", folder, *quiet, *_QUIET, *argv], env=_ENV, seconds=_SECONDS).out
+
+
+def _unfiltered(root: Path) -> list[str]:
+    """Options against filters that the repository's own configuration names; the user's own, as LFS, stay."""
+    argv = ("config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
+    asked = process.run(["git", "-C", root, *_QUIET, *argv], env=_ENV, seconds=_SECONDS, check=False)
+    names = {key.rpartition(".")[0] for key in asked.out.splitlines()}
+    return [word for name in sorted(names) for key in _FILTER for word in ("-c", f"{name}.{key}")]
+
+
+def _redacted(diff: str) -> str:
+    names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
+    return secrets.redacted(diff, secrets.passed(names, os.environ))
+
+
+def _short(diff: str) -> tuple[str, bool]:
+    """Whole lines of it."""
+    data = diff.encode("utf-8", "replace")
+    if len(data) <= LIMIT:
+        return diff, False
+    return data[:LIMIT].rpartition(b"\n")[0].decode("utf-8", "replace") + "\n", True

@@ -1,0 +1,157 @@
+"""`dray replay`: the same again, what it promises, and what it refuses to run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from capsules import NODE, begun, nodes, steps
+from dray.contract.findings import ConfigError
+from dray.planning.world import SLURM
+from dray.runs import capsule, pack, replay
+from dray.runs.diff import Difference
+from dray.runs.effect import Parting
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
+from dray.runs.write import read, read_recipe
+from helpers import PYTHON, ROOT
+
+LOSSES = (2.0, 1.5)
+
+
+def dray(*words: str | Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dray", *words]
+    env = {**PYTHON, "HOME": "/home/me", "DRAY_RUNS": str(runs), "NO_COLOR": "1"}
+    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.torch
+def test_a_run_again_has_the_same_losses(tmp_path: Path) -> None:
+    """A real run, packed, and again from the archive; then with another loss in the record."""
+    small = [
+        "train.steps=3", "train.warmup_steps=1", "train.log_every=1", "model.config.n_layer=1", "nodes=1",
+        "ranks_per_node=1", "checkpoint.every=2", f"checkpoint.folder={tmp_path}/kept",
+    ]  # fmt: skip
+    first = dray("run", "recipes/smoke-cpu.toml", *small, "--run", "first", runs=tmp_path / "runs")
+    assert first.returncode == 0, first.stderr
+    made = capsule.read(RunPaths(tmp_path / "runs" / "first"))
+    assert (made.status, [node.name for node in made.nodes], [*made.data]) == ("done", ["node1"], ["train", "eval"])
+    assert made.image.packages["torch"] == made.torch
+    packed = tmp_path / "first.tar.gz"
+    pack.make(tmp_path / "runs" / "first", packed)
+    again = dray("replay", packed, runs=tmp_path / "runs")
+    assert (again.returncode, again.stderr) == (0, "")
+    told = again.stdout.splitlines()
+    assert told[0] == "the same as in the run, as far as can be told before it starts"
+    assert told[-1] == "all 3 losses are identical to the last bit"
+    compared = dray("diff", "first", runs=tmp_path / "runs").stdout.splitlines()
+    assert [line.split()[:2] for line in compared if "checkpoint" in line] == [["keeping", "checkpoint.folder"]]
+
+
+def test_what_a_replay_leaves_out(tmp_path: Path) -> None:
+    paths = begun(
+        tmp_path, "checkpoint.every=2", f"checkpoint.folder={tmp_path}/kept", "train.trackers=['mlflow']",
+        "max_requeues=3", "env={}",
+    )  # fmt: skip
+    nodes(paths)
+    plan = read(paths)
+    recipe = replay.recipe_of(plan, capsule.of(paths, plan))
+    assert recipe.train
+    assert (recipe.checkpoint.folder, recipe.train.trackers, recipe.max_requeues) == ("", (), 0)
+    assert (recipe.env, recipe.ranks_per_node, recipe.nodes) == ({"OMP_NUM_THREADS": "4"}, plan.world.ranks_per_node, 1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
+def test_a_recipe_as_a_file_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
+    """With DeepSpeed's file beside it, and a function on rows in it."""
+    (tmp_path / "rows.py").write_text("def same(row):\n    return row\n")
+    recipe = read_recipe(path, [f"data.map={tmp_path}/rows.py:same"])
+    for name, text in replay.as_files(recipe, "again").items():
+        (tmp_path / name).write_text(text)
+    assert read_recipe(tmp_path / "again.toml") == recipe
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> capsule.Capsule:
+    """Of a run that has told all."""
+    return capsule.read(ended(tmp_path_factory.mktemp("told")))
+
+
+def differs(kind: str, name: str) -> Difference:
+    return Difference(kind=kind, name=name, a="1", b="2")
+
+
+@pytest.mark.parametrize(
+    ("found", "promised"),
+    [
+        ([], True),
+        ([differs("nodes", "names"), differs("nodes", "kernel"), differs("keeping", "spares")], True),
+        ([differs("versions", "rich"), differs("code", "commit"), differs("image", "image")], True),
+        ([differs("image", "image_sha256")], False),
+        ([differs("versions", "torch")], False),
+        ([differs("nodes", "cpu")], False),
+        ([differs("nodes", "threads")], False),
+        ([differs("nodes", "world.size")], False),
+        ([differs("data", "tokens of train")], False),
+        ([differs("environment", "MKL_CBWR")], False),
+    ],
+    ids=str,
+)
+def test_when_losses_must_be_identical(told: capsule.Capsule, found: list[Difference], promised: bool) -> None:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
+    assert (not replay.breaks(found, recipe, told)) is promised
+
+
+def test_nothing_is_promised_of_what_was_not_recorded(told: capsule.Capsule) -> None:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
+    unknown = "versions: the run has recorded neither packages nor nodes"
+    assert replay.breaks([], recipe, told.model_copy(update={"nodes": ()})) == [unknown]
+
+
+def test_a_gpu_promises_nothing_unless_it_is_deterministic(told: capsule.Capsule) -> None:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda"])
+    assert replay.breaks([], recipe, told) == ["training: train.deterministic is false, and this is a GPU"]
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda", "train.deterministic=true"])
+    assert not replay.breaks([], recipe, told)
+
+
+def test_a_replay_must_have_every_loss_of_the_run() -> None:
+    assert replay.same(Parting(steps=3, only_b=2))  # the run was stopped early
+    assert not replay.same(Parting(steps=3, only_a=1))
+    assert not replay.same(Parting(steps=0))
+    assert not replay.same(Parting(steps=3, first=2))
+
+
+def ended(runs: Path, *words: str) -> RunPaths:
+    paths = begun(runs, *words)
+    nodes(paths, **NODE)
+    steps(paths, *LOSSES)
+    finish(paths, code=1)
+    return paths
+
+
+def test_code_of_somebody_else_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so", "model.trust_remote_code=true", "model.name=x/y")
+    pack.make(paths.run, tmp_path / "x.tar.gz")
+    refused = dray("replay", tmp_path / "x.tar.gz", runs=tmp_path / "runs")
+    assert refused.returncode == 78
+    assert "env.LD_PRELOAD = /tmp/evil.so" in refused.stderr
+    assert "--trust-run" in refused.stderr
+    assert replay.is_own(paths.run)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert not replay.is_own(paths.run)
+
+
+def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
+    plan = read(begun(tmp_path))
+    slurm = plan.model_copy(update={"world": plan.world.model_copy(update={"identity": SLURM})})
+    with pytest.raises(ConfigError, match="this run was started by Slurm"):
+        replay.require_here(slurm, "")
+    assert replay.require_here(slurm, "docker") == "docker"
+    assert replay.require_here(plan, "") == "bare"
+    with pytest.raises(ConfigError, match="--engine has a wrong value"):
+        replay.require_here(plan, "apptainer")
