@@ -41,9 +41,18 @@ class Entry(NamedTuple):
 
 
 @app.command("list")
-def show(folder: Folder = None) -> None:
-    """Print each dataset's tokens: size, days since a run used them, folder, dataset."""
+def show(
+    folder: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")] = False,
+) -> None:
+    """Print each dataset's tokens: size, days since a run used them, folder, dataset.
+
+    dray cache list --json
+    """
     entries = sorted(_entries(_checked(folder)), key=lambda entry: entry.unused)
+    if as_json:
+        print(json.dumps([one._asdict() | {"folder": str(one.folder)} for one in entries], indent=1))
+        return
     for entry in entries:
         print(entry)
     print(f"{len(entries)} in {_folder(folder)}, {sum(entry.size for entry in entries) / 1e6:.1f} MB")
@@ -54,7 +63,10 @@ def clean(
     folder: Folder = None,
     unused: Annotated[float, typer.Option("--unused", min=0, help="Only what no run used for so many days.")] = 0.0,
 ) -> None:
-    """Remove tokens, and what killed runs left in /tmp. A run that reads tokens at this moment keeps them."""
+    """Remove tokens, and what killed runs left in /tmp. A run that reads tokens at this moment keeps them.
+
+    dray cache clean --unused 30
+    """
     freed = 0
     for entry in list(_entries(_checked(folder))):
         made_now = ".part-" in entry.folder.name and entry.unused * _DAY < _WRITES

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from dray import engines
+from dray.cli import candidates
 from dray.cli.options import Arguments, Engine, GpusPerNode, Launcher, Nodes, Ranks, Runs, Site, again, chosen, report
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
@@ -41,6 +42,7 @@ def run(
             "--run",
             metavar="ID",
             callback=run_name,
+            autocompletion=candidates.runs,
             help="A name for this run; of one that is there, its next attempt.",
         ),
     ] = "",
@@ -50,7 +52,11 @@ def run(
     ] = None,
     show: Annotated[bool, typer.Option("--print", help="With --hostfile: print what to type on each machine.")] = False,
 ) -> None:
-    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes."""
+    """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes.
+
+    dray run recipes/smoke-cpu.toml train.steps=20
+    dray run --ranks 2 -- python train.py --lr 1e-4
+    """
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     settings = asked.recipe()
 

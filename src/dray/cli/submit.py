@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from dray.cli.options import (
     Arguments,
     GpuMemory,
     GpusPerNode,
+    Json,
     Launcher,
     Nodes,
     Ranks,
@@ -43,8 +45,13 @@ def submit(
     sbatch: Sbatch = None,
     verbose: Verbose = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Check the recipe, make the run folder and call sbatch with the site's options."""
+    """Check the recipe, make the run folder and call sbatch with the site's options.
+
+    dray submit recipes/smoke-cpu.toml --nodes 4 --dry-run batch.global_size=32
+    dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
+    """
     queue.check(sbatch or [])
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
@@ -78,4 +85,7 @@ def submit(
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
-    print(f"job {queue.submit(argv, run, recipe.runs.share)} is in the queue\nrun folder: {run}")
+    job = queue.submit(argv, run, recipe.runs.share)
+    print(
+        json.dumps({"job": int(job), "run": str(run)}) if as_json else f"job {job} is in the queue\nrun folder: {run}"
+    )
