@@ -137,11 +137,16 @@ def chosen(
 
 def again(*options: str, command: Sequence[str] = ()) -> list[str]:
     """What the user has typed, with more options or settings, which win over the same ones before them."""
-    program, *typed = sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
-    name = Path(program).name
-    dray = [sys.executable, "-m", "dray"] if name.endswith(".py") else [program]
-    behind = ["--", *command] if command else []
-    return [*([name] if process.which(name) == program else dray), *typed, *options, *behind]
+    typed = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    return [*program(), *typed, *options, *(["--", *command] if command else [])]
+
+
+def program() -> list[str]:
+    """How the user has called dray."""
+    path = sys.argv[0]
+    name = Path(path).name
+    dray = [sys.executable, "-m", "dray"] if name.endswith(".py") else [path]
+    return [name] if process.which(name) == path else dray
 
 
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]

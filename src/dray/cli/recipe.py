@@ -16,6 +16,7 @@ from dray.cli import candidates
 from dray.cli.options import Json, Overrides, RecipeFile
 from dray.config import checkout, packages
 from dray.config.model import Spec, validate
+from dray.config.new_recipe import New
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
 from dray.contract import files
@@ -25,37 +26,6 @@ from dray.runs import lookup
 from dray.runs.write import read_recipe, recipe_name
 
 app = typer.Typer(no_args_is_help=True, help="Write and check recipes, and list their keys.")
-_NEW = """\
-# A GPT-2 of 1 M parameters learns from scratch; without model.tokenizer each byte is a token.
-name = "{name}"
-ranks_per_node = 2 # on CPUs; with GPUs there is a rank for each
-
-[batch]
-global_size = 16
-
-[data]
-train = {train}
-sequence_length = 128
-
-[model]
-type = "gpt2"
-
-[model.config]
-n_layer = 5
-n_embd = 128
-n_head = 4
-n_positions = 128
-
-[train]
-steps = 200
-lr = 4e-3
-warmup_steps = 20
-precision = "fp32"
-log_every = 10
-
-[checkpoint]
-every = 100
-"""
 
 
 @app.command("list")
@@ -119,7 +89,13 @@ def new(
         raise ConfigError("a recipe is a TOML file", wanted="a name that ends in .toml", found=file, fix=fix)
     if text and not text.exists():
         raise ConfigError("the text does not exist", where=text.absolute(), fix="--text FILE, a file or a folder")
-    content = _NEW.format(name=recipe_name(file.stem), train=json.dumps(_beside(file, text), ensure_ascii=False))
+    content = New(name=recipe_name(file.stem), train=_beside(file, text)).text()
+    write(file, content)
+    print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
+
+
+def write(file: Path, content: str) -> None:
+    """A new recipe, which is good, and never over an existing file."""
     validate(Recipe, tomllib.loads(content), what="the recipe")
     try:
         files.write_new(file, content)
@@ -128,7 +104,6 @@ def new(
         found = "it exists already" if exists else error.strerror
         fix = "give another name" if exists else "name a file in a folder that you may write, on a disk with room"
         raise ConfigError("cannot write the recipe", where=file, found=found, fix=fix) from error
-    print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
 def _beside(file: Path, text: Path | None) -> str:
