@@ -32,7 +32,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "why", "doctor", "completion")
+_VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "scale", "sweep", "why", "doctor", "completion")
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")

@@ -18,7 +18,7 @@ from dray.cli.recipe import show_keys
 from dray.config import model, sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.fitness import host, host_libraries, site_file
+from dray.fitness import host, site_file
 
 app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their site files, or write one.")
 
@@ -164,6 +164,8 @@ def _unexplained(site: Site) -> list[str]:
 
 
 def _compare(site: Site, image: str) -> None:
+    from dray.fitness import host_libraries  # noqa: PLC0415  it loads the Docker SDK, for which no TAB should wait
+
     if site.fabric.strategy != "host":
         print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
         return

@@ -5,11 +5,14 @@ RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result
 RUN/attempt-2/...           the next, after a requeue or by hand
+
+STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
 """
 
 from __future__ import annotations
 
 JOB = "job.json"
+STUDY = "study.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 FINAL_MODEL = "final"  # in the checkpoints
