@@ -36,7 +36,7 @@ def answered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("dray ru", ["run"]),
         ("dray run recipes/smo", ["recipes/smoke-cpu.toml"]),
         ("dray run smo", ["smoke-cpu"]),
-        ("dray run smoke-cpu train.strat", ["train.strategy="]),
+        ("dray run smoke-cpu train.strateg", ["train.strategy="]),
         ("dray run smoke-cpu train.strategy=f", ["train.strategy=fsdp"]),
         ("dray plan smoke-cpu train.compile=", ["train.compile=false", "train.compile=true"]),
         ("dray run smoke-cpu model.conf", ["model.config."]),
