@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from dray import __version__
-from dray.cli import usage
+from dray.cli import completion, examples, usage
 from dray.cli.streams import Streams, require, settle, silence
 from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import DrayError
@@ -19,7 +19,8 @@ app = typer.Typer(
     help="One pinned image, hauled to every node of a Slurm cluster, and training started in it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=False,  # dray completion
+    epilog="Examples:\n  dray init my-runs\n  dray run recipes/smoke-cpu.toml",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -35,24 +36,25 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 _VERBS = (
     *("init", "plan", "prefetch", "run", "submit"),
     *("stop", "enter", "jupyter"),
-    *("finish", "why", "report", "diff", "replay", "sync"),
-    *("clean", "doctor"),
+    *("finish", "why", "report", "diff", "replay", "sync", "scale", "sweep"),
+    *("clean", "doctor", "completion"),
 )
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "enter", "env")
 _GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
+_EVERYTHING = (*_VERBS, *_OF_MODEL, *_GROUPS)
 
 
 def _register(named: str | None) -> None:
     """Only the verb that was named is imported: a job plans in every start, and need not load the Docker SDK for it."""
-    everything = (*_VERBS, *_OF_MODEL, *_GROUPS)
-    for name in (named,) if named in everything else everything:
+    for name in (named,) if named in _EVERYTHING else _EVERYTHING:
         module = importlib.import_module(f"dray.cli.{'model' if name in _OF_MODEL else name}")
         if name in _GROUPS:
             app.add_typer(module.app, name=name)
         else:
             app.command(name, hidden=name == "finish")(getattr(module, _OF_MODEL.get(name, name)))
+    examples.show(app)
 
 
 def main() -> None:
@@ -71,6 +73,8 @@ def _code(argv: list[str]) -> int:
     try:
         if argv[:1] != ["finish"]:
             require(argv)
+        if (before := completion.typed()) is not None:
+            return _complete(before)
         _register(argv[0] if argv else None)
         cut = argv.index("--") if argv[:1] and argv[0] in _START and "--" in argv else len(argv)
         return int(app(argv[:cut], obj=argv[cut + 1 :], standalone_mode=False) or exit_codes.DONE)
@@ -82,6 +86,19 @@ def _code(argv: list[str]) -> int:
         return 130
     except Exception as raised:
         return _say(unexpected.error(raised))
+
+
+def _complete(before: list[str]) -> int:
+    """Answer a shell that completes a line. A command behind -- is left to the shell itself."""
+    named = [word for word in before if word != "--version"]
+    if not named:
+        completion.stubs(app, (name for name in _EVERYTHING if name != "finish"))
+    elif named[0] in _EVERYTHING and not (named[0] in _START and "--" in named):
+        _register(named[0])
+    else:
+        return exit_codes.DONE
+    completion.answer(app)
+    return exit_codes.DONE
 
 
 def _say(error: DrayError) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -22,9 +23,18 @@ Folder = Annotated[
 
 
 @app.command("list")
-def show(folder: Folder = None) -> None:
-    """Print each dataset's tokens: size, days since a run used them, folder, dataset."""
+def show(
+    folder: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")] = False,
+) -> None:
+    """Print each dataset's tokens: size, days since a run used them, folder, dataset.
+
+    dray cache list --json
+    """
     entries = sorted(tokens.entries(_checked(folder)), key=lambda entry: entry.unused)
+    if as_json:
+        print(json.dumps([one._asdict() | {"folder": str(one.folder)} for one in entries], indent=1))
+        return
     for entry in entries:
         print(entry)
     print(f"{len(entries)} in {_folder(folder)}, {sum(entry.size for entry in entries) / 1e6:.1f} MB")
@@ -35,7 +45,10 @@ def clean(
     folder: Folder = None,
     unused: Annotated[float, typer.Option("--unused", min=0, help="Only what no run used for so many days.")] = 0.0,
 ) -> None:
-    """Remove tokens, and what killed runs left in /tmp. A run that reads tokens at this moment keeps them."""
+    """Remove tokens, and what killed runs left in /tmp. A run that reads tokens at this moment keeps them.
+
+    dray cache clean --unused 30
+    """
     freed = 0
     for entry in list(tokens.entries(_checked(folder))):
         if entry.unused >= unused and not entry.made_now:

@@ -57,7 +57,10 @@ def take(
     ] = False,
     engine: Engine = "bare",
 ) -> None:
-    """Write another program's checkpoint as a model (--to), as a checkpoint that a recipe resumes from, or as both."""
+    """Write another program's checkpoint as a model (--to), as a checkpoint that a recipe resumes from, or as both.
+
+    dray checkpoint import output/checkpoint-500 --to my-model
+    """
     source = source.absolute()
     if not source.exists():
         raise ConfigError("there is no such checkpoint", where=source, fix="name its folder or file")

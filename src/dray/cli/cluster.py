@@ -45,7 +45,10 @@ def up(
         typer.Option(help="The folder that all nodes see as /shared. Default: build/cluster/shared."),
     ] = None,
 ) -> None:
-    """Start the cluster, or repair it; fast if it is healthy."""
+    """Start the cluster, or repair it; fast if it is healthy.
+
+    dray cluster up --nodes 2
+    """
     with closing(client()) as engine, _log.status("bringing the cluster up") as spinner:
 
         def say(line: str) -> None:
@@ -59,7 +62,10 @@ def up(
 
 @app.command()
 def status() -> None:
-    """Show its machines and their states; 69 with the fix if something is wrong."""
+    """Show its machines and their states; 69 with the fix if something is wrong.
+
+    dray cluster status
+    """
     with closing(client()) as engine:
         health = LocalCluster(engine).health()
     if health is None:
@@ -71,7 +77,10 @@ def status() -> None:
 
 @app.command()
 def shell() -> None:
-    """Open a shell on the controller, as the cluster's ordinary user, in this checkout."""
+    """Open a shell on the controller, as the cluster's ordinary user, in this checkout.
+
+    dray cluster shell
+    """
     if not sys.stdin.isatty():
         raise ConfigError("a shell needs a terminal", fix="dray cluster exec -- COMMAND")
     docker = process.which("docker")
@@ -92,7 +101,10 @@ def exec_(
     node: Annotated[str, typer.Option(help="The machine: controller, n1, n2 ...")] = CONTROLLER,
     user: Annotated[str, typer.Option(help="The user: dray or root.")] = USER,
 ) -> None:
-    """Run a command on the cluster, in this checkout; the exit code is the command's."""
+    """Run a command on the cluster, in this checkout; the exit code is the command's.
+
+    dray cluster exec -- sinfo
+    """
     with closing(client()) as engine:
         ended = LocalCluster(engine).exec(command, node=node, user=user, show=True)
     raise typer.Exit(ended.code)
@@ -100,7 +112,10 @@ def exec_(
 
 @app.command()
 def down() -> None:
-    """Remove the cluster's containers and network; the shared folder stays."""
+    """Remove the cluster's containers and network; the shared folder stays.
+
+    dray cluster down
+    """
     with closing(client()) as engine:
         removed = LocalCluster(engine).down()
     _log.print(f"removed {', '.join(removed)}" if removed else "there was no cluster")

@@ -42,6 +42,8 @@ def inspect(
     """Print what a run will read: datasets, tokens, lengths, and its first rows with what is predicted in them.
 
     It tokenizes as a run does, and keeps the tokens for one.
+
+    dray data inspect recipes/smoke-cpu.toml --rows 2
     """
     settings = read_recipe(recipe, overrides or [])
     if not settings.train:

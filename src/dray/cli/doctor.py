@@ -14,7 +14,10 @@ from dray.fitness import host
 
 
 def doctor(site: Site = "", as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False) -> None:
-    """Show what this machine or node has for a run, and the fix of what is wrong; 69 if something is."""
+    """Show what this machine or node has for a run, and the fix of what is wrong; 69 if something is.
+
+    dray doctor --json
+    """
     findings = checks.check(host.site(site))
     if as_json:
         print(json.dumps([finding.data() for finding in findings], indent=1))

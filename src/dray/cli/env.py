@@ -38,7 +38,10 @@ def check(
     site: Site = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list.")] = False,
 ) -> None:
-    """Print what will hurt, hang or do nothing among the variables of a run; 78 where something is wrong."""
+    """Print what will hurt, hang or do nothing among the variables of a run; 78 where something is wrong.
+
+    dray env check recipes/smoke-cpu.toml --site lumi -N4 image=rocm
+    """
     root = checkout.root()
     given = arguments or ([] if context.obj else [str(root / "recipes" / "smoke-cpu.toml")])
     settings = chosen(given, launcher, context, ranks, gpus_per_node).recipe()

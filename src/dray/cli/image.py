@@ -96,7 +96,11 @@ def build(
     ] = False,
     miniforge: Annotated[str, typer.Option(help="sha256:... of the Miniforge that cotainr may run; else any.")] = "",
 ) -> None:
-    """Build build/dray-VARIANT.sif, or the Docker image dray:VARIANT, or both from the same files."""
+    """Build build/dray-VARIANT.sif, or the Docker image dray:VARIANT, or both from the same files.
+
+    dray image build cpu
+    dray image build cuda --format docker
+    """
     formats = list(dict.fromkeys(kind or [Format.SIF]))
     if out and Format.SIF not in formats:
         raise ConfigError("--out is for --format sif", found=out, fix="docker save writes a Docker image to a file")
@@ -154,7 +158,10 @@ def bundle_(
     debian: Packages = Debian.LOCKED,
     key: Annotated[Path | None, typer.Option(help="An ssh private key, to sign the bundle's checksums with.")] = None,
 ) -> None:
-    """Gather all that a build reads in one folder, for a machine without a network."""
+    """Gather all that a build reads in one folder, for a machine without a network.
+
+    dray image bundle cuda --out cuda-bundle
+    """
     root = checkout.root(build=True)
     folder = (out or root / "build" / f"bundle-{variant}").absolute()
     with build_log(root / "build" / "logs" / f"{variant}.log", out=folder) as say:
@@ -168,7 +175,10 @@ def bundle_(
 
 @app.command()
 def enter(variant: Variant) -> None:
-    """Open a shell in what a failed build has left, with the build's inputs in /mnt."""
+    """Open a shell in what a failed build has left, with the build's inputs in /mnt.
+
+    dray image enter cpu
+    """
     root = checkout.root(build=True)
     failed = store.failed(root, variant)
     if not (failed / ROOTFS).is_dir():

@@ -22,7 +22,10 @@ def adopt(
     site: Site = "",
     force: Annotated[bool, typer.Option(help="Replace an adopted image of this name.")] = False,
 ) -> None:
-    """Start an image of others once to see what it has, put dray beside it, and record both."""
+    """Start an image of others once to see what it has, put dray beside it, and record both.
+
+    dray image adopt theirs.sif --name theirs
+    """
     root = checkout.root(build=True)
     made = adopting.adopt(root, source, name=name, force=force, say=lambda line: print(line, file=sys.stderr))
     width = max(map(len, (*made.versions, "digest")))

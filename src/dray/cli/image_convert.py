@@ -28,7 +28,10 @@ def convert(
     out: Annotated[Path | None, typer.Option(help="Where it goes; else standard output.")] = None,
     force: Annotated[bool, typer.Option(help="Replace the file that --out names.")] = False,
 ) -> None:
-    """Convert a Dockerfile into a definition of Apptainer, or a definition into a Dockerfile."""
+    """Convert a Dockerfile into a definition of Apptainer, or a definition into a Dockerfile.
+
+    dray image convert Dockerfile --out mine.def
+    """
     if variant and buildkit:
         raise ConfigError(
             "--variant and --buildkit exclude each other", fix=f"dray image convert {file} --variant {variant}"

@@ -28,7 +28,10 @@ def layer(
     ] = None,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Resolve again, to the newest versions that fit.")] = False,
 ) -> None:
-    """Add packages to an image without building it again: dray image layer cuda --pip trl --pip wandb --name rl."""
+    """Add packages to an image without building it again: dray image layer cuda --pip trl --pip wandb --name rl.
+
+    dray image layer cuda --pip trl --pip wandb --name mine
+    """
     asked = [line.strip() for line in packages or []]
     if requirements:
         lines = files.text(requirements, "the requirements").splitlines()

@@ -26,7 +26,10 @@ def lock(
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Take the newest versions that fit.")] = False,
     base: Annotated[str, typer.Option(envvar="DRAY_IMAGE_BASE", help="Whose Debian `debian` asks.")] = "",
 ) -> None:
-    """Resolve requirements.in to requirements.lock, debian.in to debian-*.lock, or .venv's packages to venv.lock."""
+    """Resolve requirements.in to requirements.lock, debian.in to debian-*.lock, or .venv's packages to venv.lock.
+
+    dray image lock cuda --check
+    """
     root = checkout.root(build=True)
     if variant == "debian":
         _debian(root, base, check=check)

@@ -26,7 +26,10 @@ Image = Annotated[str, typer.Argument(metavar="FILE|VARIANT", help="A SIF, or a 
 
 
 def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Show what an image is and what takes its space, without starting it."""
+    """Show what an image is and what takes its space, without starting it.
+
+    dray image inspect cpu --json
+    """
     file = _file(image)
     if adopted := record.read(file) if store.beside(file) else None:
         print(adopted.model_dump_json(indent=1) if as_json else _adopted(file, adopted))
@@ -58,7 +61,10 @@ def verify(
     ] = None,
     signature: Annotated[bool, typer.Option("--signature/--no-signature", help="Check who signed it.")] = True,
 ) -> None:
-    """Refuse an image with another digest, or one that is not signed with a key of the keyring, or with these."""
+    """Refuse an image with another digest, or one that is not signed with a key of the keyring, or with these.
+
+    dray image verify cuda --recipe recipes/mine.toml
+    """
     if key and not signature:
         raise ConfigError("--key is for the signature", found="--no-signature", fix="leave out one of the two")
     sif = sif_format.read(_file(image))
@@ -75,7 +81,10 @@ def sign(
     image: Image,
     key: Annotated[str, typer.Option(help="The key's fingerprint, or its end; needed where there are several.")] = "",
 ) -> None:
-    """Sign an image with a key of Apptainer's keyring. The file's digest changes, and its record with it."""
+    """Sign an image with a key of Apptainer's keyring. The file's digest changes, and its record with it.
+
+    dray image sign cuda
+    """
     sif = sif_format.read(_file(image))
     digest, fingerprint = signatures.sign(sif, key)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
@@ -85,7 +94,10 @@ def sbom(
     image: Image,
     spdx: Annotated[bool, typer.Option("--spdx", help="In SPDX 2.3, in place of CycloneDX 1.6.")] = False,
 ) -> None:
-    """Print the bill of materials as JSON: every package, its licence and its hash."""
+    """Print the bill of materials as JSON: every package, its licence and its hash.
+
+    dray image sbom cpu
+    """
     sif = sif_format.read(_file(image))
     name = f"opt/dray/sbom{'.spdx' if spdx else ''}.json"
     found = contents.file(sif, name)
@@ -99,7 +111,10 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A SIF.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
 ) -> None:
-    """Name what makes two images differ, and why; exit code 1 where anything does."""
+    """Name what makes two images differ, and why; exit code 1 where anything does.
+
+    dray image diff build/dray-cpu.sif other/dray-cpu.sif
+    """
     found = differences.sifs(first, second)
     for line in found or [f"identical: {identity.digest(first)}"]:
         print(line)

@@ -49,7 +49,10 @@ def evaluate(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Evaluate the model of a run on the recipe's datasets, or on others, by this machine's GPU or its CPUs."""
+    """Evaluate the model of a run on the recipe's datasets, or on others, by this machine's GPU or its CPUs.
+
+    dray eval runs/20261120-124439-smoke-cpu-cea81f
+    """
     plan, final = desk.ended(run, trust=trust_run)
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
@@ -106,7 +109,10 @@ def generate(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Print a prompt and what the model of a run makes of it, by this machine's GPU or its CPUs."""
+    """Print a prompt and what the model of a run makes of it, by this machine's GPU or its CPUs.
+
+    dray generate runs/20261120-124439-mine-cea81f 'two: the' --tokens 40
+    """
     plan, final = desk.ended(run, trust=trust_run)
     recipe = plan.recipe
     job = jobs.Generate(
@@ -133,7 +139,10 @@ def export(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU."""
+    """Write a checkpoint's weights as safetensors with configuration and tokenizer, on one CPU.
+
+    dray export runs/20261120-124439-smoke-cpu-cea81f --to weights --dtype bf16
+    """
     plan, paths = desk.trained(run, trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     steps = _steps(folder, plan.run, step)
@@ -187,7 +196,10 @@ def push(
     engine: Engine = "bare",
     trust_run: TrustRun = False,
 ) -> None:
-    """Push the model of a run to the hub, with its card, as the owner of HF_TOKEN."""
+    """Push the model of a run to the hub, with its card, as the owner of HF_TOKEN.
+
+    dray push runs/20261120-124439-smoke-cpu-cea81f me/my-model
+    """
     plan, folder = desk.ended(run, trust=trust_run)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dray import engines, process
+from dray.cli import candidates
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
@@ -24,10 +25,15 @@ Arguments = Annotated[
     typer.Argument(
         metavar="[RECIPE] [KEY=VALUE]... [-- COMMAND...]",
         help="A recipe file and settings that win over its own; or a command that runs on every rank in its place.",
+        autocompletion=candidates.recipe_or_key,
     ),
 ]
 Launcher = Annotated[
-    str, typer.Option(help="torchrun, accelerate, deepspeed, python or ray, in place of the recipe's.")
+    str,
+    typer.Option(
+        help="torchrun, accelerate, deepspeed, python or ray, in place of the recipe's.",
+        autocompletion=candidates.one_of(("torchrun", "accelerate", "deepspeed", "python", "ray")),
+    ),
 ]
 
 
@@ -49,11 +55,17 @@ def found(path: Path) -> Path:
 RecipeFile = Annotated[
     Path,
     typer.Argument(
-        metavar="RECIPE", help="A recipe file, such as recipes/smoke-cpu.toml, or its name.", callback=found
+        metavar="RECIPE",
+        help="A recipe file, such as recipes/smoke-cpu.toml, or its name.",
+        callback=found,
+        autocompletion=candidates.recipes,
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings that win over the recipe's.", autocompletion=candidates.keys
+    ),
 ]
 Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes, in place of the recipe's.")]
 Ranks = Annotated[
@@ -67,7 +79,11 @@ GpuMemory = Annotated[
 ]
 Site = Annotated[
     str,
-    typer.Option(envvar="DRAY_SITE", help="A site's name or file; else the one whose file names this cluster."),
+    typer.Option(
+        envvar="DRAY_SITE",
+        help="A site's name or file; else the one whose file names this cluster.",
+        autocompletion=candidates.sites,
+    ),
 ]
 
 
@@ -126,17 +142,27 @@ def chosen(
 
 def again(*options: str, command: Sequence[str] = ()) -> list[str]:
     """What the user has typed, with more options or settings, which win over the same ones before them."""
-    program, *typed = sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
-    name = Path(program).name
-    dray = [sys.executable, "-m", "dray"] if name.endswith(".py") else [program]
-    behind = ["--", *command] if command else []
-    return [*([name] if process.which(name) == program else dray), *typed, *options, *behind]
+    typed = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
+    return [*program(), *typed, *options, *(["--", *command] if command else [])]
+
+
+def program() -> list[str]:
+    """How the user has called dray."""
+    path = sys.argv[0]
+    name = Path(path).name
+    dray = [sys.executable, "-m", "dray"] if name.endswith(".py") else [path]
+    return [name] if process.which(name) == path else dray
 
 
 Runs = Annotated[Path | None, typer.Option("--runs", envvar="DRAY_RUNS", help="Where run folders go; else ./runs.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document, for scripts.")]
 Run = Annotated[
     str,
-    typer.Argument(metavar="[RUN]", help="A run's folder, name or its beginning, or a job's number; else the newest."),
+    typer.Argument(
+        metavar="[RUN]",
+        help="A run's folder, name or its beginning, or a job's number; else the newest.",
+        autocompletion=candidates.runs,
+    ),
 ]
 _ENGINES = engines.names("local", "hosts")
 
@@ -151,6 +177,7 @@ Engine = Annotated[
     str,
     typer.Option(
         callback=_engine,
+        autocompletion=candidates.one_of(_ENGINES),
         metavar=f"[{'|'.join(_ENGINES)}]",
         help="What starts the image; bare: this Python. Apptainer and Singularity: with --hostfile.",
     ),

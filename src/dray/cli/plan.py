@@ -64,7 +64,11 @@ def plan(
     ] = False,
     run: Annotated[str | None, typer.Option(hidden=True, help="The id of a run that dray submit has begun.")] = None,
 ) -> None:
-    """Print what would run, in ten lines; -v: all of it, and who set what. Starts nothing."""
+    """Print what would run, in ten lines; -v: all of it, and who set what. Starts nothing.
+
+    dray plan recipes/smoke-cpu.toml --nodes 4 batch.global_size=32
+    dray plan recipes/smoke-cpu.toml --site lumi -N4 image=rocm --format bash
+    """
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     recipe = asked.recipe()
     if facts_file and (nodes or gpus_per_node or sbatch):

@@ -19,7 +19,10 @@ def prefetch(
     overrides: Overrides = None,
     engine: Engine = "bare",
 ) -> None:
-    """Fetch a recipe's model, tokenizer and datasets into HF_HOME, where the hub is reachable; runs are offline."""
+    """Fetch a recipe's model, tokenizer and datasets into HF_HOME, where the hub is reachable; runs are offline.
+
+    dray prefetch recipes/gpt2-wikitext-ddp.toml
+    """
     settings = read_recipe(recipe, overrides or [])
     named = [name for name in settings.datasets().values() if name.startswith("hub:")]
     named += [name for name in (settings.model.name, settings.model.tokenizer) if name and name[0] not in "/."]

@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Overrides, RecipeFile
+from dray.cli import candidates
+from dray.cli.options import Json, Overrides, RecipeFile
 from dray.config import checkout, packages
 from dray.config.model import Spec, validate
+from dray.config.new_recipe import New
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
 from dray.contract import files
@@ -24,55 +26,36 @@ from dray.runs import lookup
 from dray.runs.write import read_recipe, recipe_name
 
 app = typer.Typer(no_args_is_help=True, help="Write and check recipes, and list their keys.")
-_NEW = """\
-# A GPT-2 of 1 M parameters learns from scratch; without model.tokenizer each byte is a token.
-name = "{name}"
-ranks_per_node = 2 # on CPUs; with GPUs there is a rank for each
-
-[batch]
-global_size = 16
-
-[data]
-train = {train}
-sequence_length = 128
-
-[model]
-type = "gpt2"
-
-[model.config]
-n_layer = 5
-n_embd = 128
-n_head = 4
-n_positions = 128
-
-[train]
-steps = 200
-lr = 4e-3
-warmup_steps = 20
-precision = "fp32"
-log_every = 10
-
-[checkpoint]
-every = 100
-"""
 
 
 @app.command("list")
-def list_() -> None:
-    """Print the recipes that come with dray. `scale=tiny` after a verb walks one with a small model and text."""
+def list_(as_json: Json = False) -> None:
+    """Print the recipes that come with dray. `scale=tiny` after a verb walks one with a small model and text.
+
+    dray recipe list --json
+    """
     beyond: set[str] = set()
+    listed = []
     for path in sorted((checkout.root() / "recipes").glob("*.toml")):
         recipe = read_recipe(path)
         more = {package.module for package in packages.of(recipe) if not package.demo}
-        print(f"{path.stem + ' *' * bool(more):<30} {recipe.about}")
+        listed.append({"name": path.stem, "about": recipe.about, "file": str(path), "needs": sorted(more)})
         beyond |= more
+    if as_json:
+        print(json.dumps(listed, indent=1))
+        return
+    for one in listed:
+        print(f"{str(one['name']) + ' *' * bool(one['needs']):<30} {one['about']}")
     names = " or ".join(sorted(beyond))
     print(f"\n* needs {names}, which come with an image alone: dray run NAME scale=tiny --engine docker")
 
 
 @app.command()
 def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print all that is wrong with a recipe's keys, values, batch and paths; a run checks what is in those."""
+    """Print all that is wrong with a recipe's keys, values, batch and paths; a run checks what is in those.
+
+    dray recipe check recipes/smoke-cpu.toml train.steps=500
+    """
     settings = overrides or []
     good = read_recipe(recipe, settings)
     for one in (good, read_recipe(recipe, [*settings, "scale=tiny"])) if good.tiny else (good,):
@@ -97,13 +80,22 @@ def new(
         Path | None, typer.Option(metavar="FILE", help="What to train on: a file or a folder; else what is built in.")
     ] = None,
 ) -> None:
-    """Write a recipe that trains a small GPT-2 from scratch in minutes, to begin from."""
+    """Write a recipe that trains a small GPT-2 from scratch in minutes, to begin from.
+
+    dray recipe new mine.toml --text stories.txt
+    """
     if file.suffix != ".toml":
         fix = f"dray recipe new {file}.toml"
         raise ConfigError("a recipe is a TOML file", wanted="a name that ends in .toml", found=file, fix=fix)
     if text and not text.exists():
         raise ConfigError("the text does not exist", where=text.absolute(), fix="--text FILE, a file or a folder")
-    content = _NEW.format(name=recipe_name(file.stem), train=json.dumps(_beside(file, text), ensure_ascii=False))
+    content = New(name=recipe_name(file.stem), train=_beside(file, text)).text()
+    write(file, content)
+    print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
+
+
+def write(file: Path, content: str) -> None:
+    """A new recipe, which is good, and never over an existing file."""
     validate(Recipe, tomllib.loads(content), what="the recipe")
     try:
         files.write_new(file, content)
@@ -112,7 +104,6 @@ def new(
         found = "it exists already" if exists else error.strerror
         fix = "give another name" if exists else "name a file in a folder that you may write, on a disk with room"
         raise ConfigError("cannot write the recipe", where=file, found=found, fix=fix) from error
-    print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
 def _beside(file: Path, text: Path | None) -> str:
@@ -125,13 +116,23 @@ def _beside(file: Path, text: Path | None) -> str:
 
 @app.command()
 def keys(
-    name: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as train. Default: all.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[KEY]", help="A table or a key, such as train. Default: all.", autocompletion=candidates.key_names
+        ),
+    ] = "",
+    as_json: Json = False,
 ) -> None:
-    """Print every key of a recipe, or of one of its tables: its type, its default and what it is for."""
-    show_keys(Recipe, name)
+    """Print every key of a recipe, or of one of its tables: its type, its default and what it is for.
+
+    dray recipe keys train
+    dray recipe keys checkpoint.every
+    """
+    show_keys(Recipe, name, as_json=as_json)
 
 
-def show_keys(model: type[Spec], name: str = "") -> None:
+def show_keys(model: type[Spec], name: str = "", *, as_json: bool = False) -> None:
     """For writing such a file."""
     described = Schema(model).describe()
     chosen = [entry for entry in described if not name or re.match(rf"{re.escape(name)}(\W|$)", entry[0])]
@@ -140,5 +141,9 @@ def show_keys(model: type[Spec], name: str = "") -> None:
         near = difflib.get_close_matches(name, [*tops, *(key for key, *_ in described)], n=1)
         fix = f"did you mean `{near[0]}`?" if near else ""
         raise ConfigError("there is no such key", wanted=", ".join(tops), found=name, fix=fix)
+    if as_json:
+        columns = ("key", "type", "default", "about")
+        print(json.dumps([dict(zip(columns, entry, strict=True)) for entry in chosen], indent=1, ensure_ascii=False))
+        return
     for key, kind, default, doc in chosen:
         print(f"{key}  ({kind}; {default or 'may be left out'})\n    {' '.join(doc.split())}")

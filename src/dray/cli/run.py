@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dray import engines, process
+from dray.cli import candidates
 from dray.cli.options import (
     Arguments,
     Chosen,
@@ -56,6 +57,7 @@ def run(
             "--run",
             metavar="ID",
             callback=run_name,
+            autocompletion=candidates.runs,
             help="A name for this run; of one that is there, its next attempt.",
         ),
     ] = "",
@@ -68,7 +70,10 @@ def run(
 ) -> None:
     """Run a recipe or a command on this machine, or on the machines of a hostfile, and show how it goes.
 
-    Inside an salloc it takes the nodes of the allocation, without a queue. Example: dray run recipes/smoke-cpu.toml
+    Inside an salloc it takes the nodes of the allocation, without a queue.
+
+    dray run recipes/smoke-cpu.toml train.steps=20
+    dray run --ranks 2 -- python train.py --lr 1e-4
     """
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     settings = asked.recipe()

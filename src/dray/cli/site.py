@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,25 +12,40 @@ from typing import Annotated
 
 import typer
 
+from dray.cli import candidates
+from dray.cli.options import Json
 from dray.cli.recipe import show_keys
 from dray.config import model, sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.fitness import host, host_libraries, site_file
+from dray.fitness import host, site_file
 
 app = typer.Typer(no_args_is_help=True, help="Clusters: list, show and check their site files, or write one.")
 
-Name = Annotated[str, typer.Argument(metavar="SITE", help="A site's name or file. Default: this cluster's.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="SITE", help="A site's name or file. Default: this cluster's.", autocompletion=candidates.sites
+    ),
+]
 _ORDER = """
 Before 1.5: Apptainer before 1.5, and SingularityCE. They search the host's libraries before the image's own folders.
 Since 1.5 Apptainer searches the image's own folders first. An LD_LIBRARY_PATH of the image comes first in both."""
 
 
 @app.command("list")
-def list_() -> None:
-    """Print every site, and which one this machine belongs to."""
+def list_(as_json: Json = False) -> None:
+    """Print every site, and which one this machine belongs to.
+
+    dray site list --json
+    """
     this = host.site()
-    for name, path in sorted(sites.files().items()):
+    found = sorted(sites.files().items())
+    if as_json:
+        listed = [{"name": name, "about": sites.find(name).about, "file": str(path)} for name, path in found]
+        print(json.dumps({"this": this.site.name, "reason": this.reason, "sites": listed}, indent=1))
+        return
+    for name, path in found:
         owner = " (your own file)" if path.parent == sites.user_folder() else ""
         print(f"{name:<14} {sites.find(name).about}{owner}")
     print(f"\nthis machine: {this.site.name} ({this.reason})")
@@ -41,11 +57,19 @@ def show(
     image: Annotated[
         str, typer.Option(metavar="FILE|VARIANT", help="Compare the host's libraries with this image instead.")
     ] = "",
+    as_json: Json = False,
 ) -> None:
-    """Print the values of a site, each with its reason and source."""
+    """Print the values of a site, each with its reason and source.
+
+    dray site show lumi
+    dray site show lumi --image rocm
+    """
     chosen = host.site(site).site
     if image:
         _compare(chosen, image)
+        return
+    if as_json:
+        print(chosen.model_dump_json(indent=1))
         return
     print(f"{chosen.name}: {chosen.about}")
     skipped = {"name", "about", "binds", "env", "fabric", "why"}
@@ -69,14 +93,25 @@ def show(
 @app.command()
 def keys(
     name: Annotated[str, typer.Argument(metavar="[KEY]", help="A table or a key, such as fabric. Default: all.")] = "",
+    as_json: Json = False,
 ) -> None:
-    """Print every key of a site file, or of one of its tables: its type, its default and its meaning."""
-    show_keys(Site, name)
+    """Print every key of a site file, or of one of its tables: its type, its default and its meaning.
+
+    dray site keys fabric
+    """
+    show_keys(Site, name, as_json=as_json)
 
 
 @app.command()
-def check(site: Annotated[str, typer.Argument(metavar="[SITE]", help="One site. Default: all.")] = "") -> None:
-    """Validate site files, and print every error."""
+def check(
+    site: Annotated[
+        str, typer.Argument(metavar="[SITE]", help="One site. Default: all.", autocompletion=candidates.sites)
+    ] = "",
+) -> None:
+    """Validate site files, and print every error.
+
+    dray site check lumi
+    """
     names = [site] if site else sorted(sites.files())
     errors = []
     for name in names:
@@ -96,7 +131,10 @@ def new(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Default: what Slurm calls the cluster.")] = "",
     show_only: Annotated[bool, typer.Option("--print", help="Print it and write nothing.")] = False,
 ) -> None:
-    """Write a site file from what this machine shows. Run it on a login node or, better, on a compute node."""
+    """Write a site file from what this machine shows. Run it on a login node or, better, on a compute node.
+
+    dray site new my-cluster --print
+    """
     probed = site_file.probe(os.environ)
     name = name or re.sub("[^a-z0-9._-]", "-", (probed.cluster or socket.gethostname()).lower())
     content = site_file.render(name, probed)
@@ -126,6 +164,8 @@ def _unexplained(site: Site) -> list[str]:
 
 
 def _compare(site: Site, image: str) -> None:
+    from dray.fitness import host_libraries  # noqa: PLC0415  it loads the Docker SDK, for which no TAB should wait
+
     if site.fabric.strategy != "host":
         print(f"{site.name} binds no libraries of the host (fabric.strategy = {site.fabric.strategy})")
         return

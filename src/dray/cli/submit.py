@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from dray.cli.options import (
     Arguments,
     GpuMemory,
     GpusPerNode,
+    Json,
     Launcher,
     Nodes,
     Ranks,
@@ -51,10 +53,12 @@ def submit(
         ),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options.
 
-    Example: dray submit recipes/smoke-cpu.toml --nodes=2 --sbatch=--time=01:00:00
+    dray submit recipes/smoke-cpu.toml --nodes 4 --dry-run batch.global_size=32
+    dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
     """
     queue.check(sbatch or [])
     folder = run_named((runs or default_runs()).absolute(), run)
@@ -92,6 +96,10 @@ def submit(
         return
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
-    which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
     code = Path(recipe.command.folder) if recipe.command else asked.beside
-    print(f"job {queue.submit(argv, folder, recipe.runs.share, code)} is in the queue{which}\nrun folder: {folder}")
+    job = queue.submit(argv, folder, recipe.runs.share, code)
+    if as_json:
+        print(json.dumps({"job": int(job), "run": str(folder), "attempt": attempt.attempt}))
+        return
+    which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
+    print(f"job {job} is in the queue{which}\nrun folder: {folder}")

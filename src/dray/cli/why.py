@@ -26,7 +26,11 @@ def why(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     runs: Runs = None,
 ) -> None:
-    """Show why a run failed: the first failure, its cause and the fix; --bundle packs what a bug report needs."""
+    """Show why a run failed: the first failure, its cause and the fix; --bundle packs what a bug report needs.
+
+    dray why
+    dray why 4711 report.tar.gz --bundle
+    """
     if file and not bundle:
         raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
     paths = last_attempt(find(run, runs))

@@ -7,11 +7,14 @@ RUN/compiled/               compiled code, likewise; only from a run folder, sin
 RUN/trackers/               what TensorBoard and other trackers keep, likewise
 RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, metrics, result, capsule
 RUN/attempt-2/...           the next, after a requeue or by hand
+
+STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
 """
 
 from __future__ import annotations
 
 JOB = "job.json"
+STUDY = "study.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dray import process
 from dray.config import sites
-from dray.contract.findings import UnfitError
+from dray.contract.findings import DrayError, UnfitError
 
 _ANSWER_S = 5.0
 
@@ -96,6 +98,17 @@ def partitions() -> list[Partition]:
         name, nodes, cpus, gres = line.split("|")
         found.append(Partition(name=name, nodes=_number(nodes), cpus=_number(cpus), gres=gres))
     return found
+
+
+def accounts() -> list[str]:
+    """Which accounts of Slurm this user's jobs may name; none where it keeps none, or does not answer in time."""
+    if not process.which("sacctmgr"):
+        return []
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account"]
+    with suppress(DrayError, OSError, KeyError):  # a user id that no passwd knows has no name
+        lines = process.run([*argv, f"user={getpass.getuser()}"], check=False, seconds=_ANSWER_S).out.splitlines()
+        return sorted({line.strip() for line in lines if re.fullmatch(r"[\w.@+-]+", line.strip())})
+    return []
 
 
 def _number(text: str) -> int:

@@ -1,0 +1,86 @@
+"""What a shell may complete: recipes, their keys and values, runs, sites. Where one is wrong, nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import typer
+
+from dray.config import checkout
+from dray.config import sites as site_files
+from dray.config.recipe import Recipe
+from dray.config.schema import Schema
+from dray.contract.findings import DrayError
+from dray.runs import named
+from dray.runs.paths import default_runs
+
+# A name of anything else is typed by hand: no shell is asked to quote it.
+_PLAIN = re.compile(r"[\w.,+@%:/~=-]+")
+Completer = Callable[[typer.Context, list[str], str], list[str]]
+
+
+def _quiet(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
+    def complete(context: typer.Context, args: list[str], incomplete: str) -> list[str]:  # noqa: ARG001
+        try:
+            found = sorted(set(find(context, incomplete)))
+        except (DrayError, OSError):
+            return []
+        return [word for word in found if word.startswith(incomplete) and _PLAIN.fullmatch(word)]
+
+    return complete
+
+
+def _runs(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+    folder = context.params.get("runs") or default_runs()
+    return (run.name for run in named.every(Path(folder)))
+
+
+def _sites(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+    return iter(site_files.files())
+
+
+def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+    """Files that end in .toml and folders, as any shell has them, and the names of those that come with dray."""
+    begun = incomplete.rpartition("/")[0] + "/" * ("/" in incomplete)
+    for path in Path(begun or ".").expanduser().iterdir():
+        hidden = path.name.startswith(".")
+        if not hidden and (path.suffix == ".toml" or path.is_dir()):
+            yield begun + path.name + "/" * path.is_dir()
+    if not begun:
+        yield from (path.stem for path in (checkout.root() / "recipes").glob("*.toml"))
+
+
+def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+    """Each key with its =, or, behind that, the values that it may have, where they are few."""
+    name, equals, _ = incomplete.partition("=")
+    for key, kind, *_ in Schema(Recipe).describe():
+        if "[]" in key or ".NAME" in key:
+            continue
+        if not equals:
+            yield f"{key}=" if not kind.startswith("a table") else f"{key}."
+        elif key == name:
+            choices = ["true", "false"] if kind == "true or false" else re.findall(r'"([^"]*)"', kind)
+            yield from (f"{key}={choice}" for choice in choices)
+
+
+def _key_names(context: typer.Context, incomplete: str) -> Iterator[str]:
+    for key in _keys(context, incomplete):
+        yield key.rstrip("=.")
+        yield key.partition(".")[0].rstrip("=")
+
+
+def _recipe_or_key(context: typer.Context, incomplete: str) -> Iterator[str]:
+    """The recipe comes first, and settings after it."""
+    given = context.params.get("arguments") or ()
+    return _keys(context, incomplete) if given or "=" in incomplete else _recipes(context, incomplete)
+
+
+runs, sites, recipes, keys = _quiet(_runs), _quiet(_sites), _quiet(_recipes), _quiet(_keys)
+recipe_or_key, key_names = _quiet(_recipe_or_key), _quiet(_key_names)
+
+
+def one_of(names: Iterable[str]) -> Completer:
+    """An option whose values are few."""
+    return _quiet(lambda context, incomplete: iter(names))  # noqa: ARG005

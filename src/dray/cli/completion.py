@@ -1,0 +1,119 @@
+"""`dray completion`: what a shell needs to complete dray's words, and the answer when it asks.
+
+The shell runs dray at each TAB, with the line in the environment. Typer answers; only the verb on the line is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer.completion import get_completion_inspect_parameters
+
+ASKED = "_DRAY_COMPLETE"
+_LINE = "_TYPER_COMPLETE_ARGS"
+
+# Like Typer's own, but: no word goes through eval or a pattern, names of folders being others' words; a = in a word
+# stays in it; and nothing follows what ends in = or /.
+_BASH = """\
+_dray_completion() {
+    local line=${COMP_LINE:0:COMP_POINT} argv
+    read -ra argv <<<"$line"
+    [[ $line == *[[:space:]] ]] && argv+=("")
+    mapfile -t COMPREPLY < <(_DRAY_COMPLETE=complete_bash _TYPER_COMPLETE_ARGS=$line COMP_WORDS=$line \\
+        COMP_CWORD=$((${#argv[@]} - 1)) "$1" 2>/dev/null)
+    [[ -n ${COMPREPLY[0]-} ]] || COMPREPLY=()
+    [[ ${COMPREPLY[0]-} == *[=/] ]] && compopt -o nospace
+    local word=${line##*[[:space:]]}
+    # Bash takes a = for the end of a word, so what stands before it is not part of the answer.
+    [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
+}
+complete -o default -F _dray_completion dray
+"""
+_ZSH = """\
+#compdef dray
+_dray_completion() {
+    local -a lines whole open
+    local line value
+    lines=("${(@f)$(_DRAY_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args \\
+        _TYPER_COMPLETE_ARGS=${(j: :)words[1,CURRENT]} $words[1] 2>/dev/null)}")
+    for line in $lines; do
+        value=${line%%$'\\t'*}
+        if [[ $value == *[=/] ]]; then
+            open+=("$value")
+        elif [[ $line == *$'\\t'* ]]; then
+            whole+=("${value//:/\\\\:}:${line#*$'\\t'}")
+        else
+            whole+=("${value//:/\\\\:}")
+        fi
+    done
+    if (( ! $#whole && ! $#open )); then
+        [[ $PREFIX == -*=* ]] && compset -P 1 '*='
+        _files
+        return
+    fi
+    [[ $PREFIX == -*=* ]] && compset -P 1 '*='
+    compadd -S '' -a open
+    _describe dray whole
+}
+if [[ $funcstack[1] == _dray ]]; then _dray_completion "$@"; else compdef _dray_completion dray; fi
+"""
+_FISH = """\
+function __dray_completion
+    set -l found (env _DRAY_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args \\
+        _TYPER_COMPLETE_ARGS=(commandline -cp | string collect) dray 2>/dev/null)
+    if test -n "$found[1]"
+        string replace -r -- '^(?=[^-])' (string match -r -- '^--?[^=]+=' (commandline -ct); or echo '') $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete --command dray --no-files --arguments '(__dray_completion)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Yours: echo $SHELL.", show_default=False)],
+) -> None:
+    """Print the script by which a shell completes verbs, options, runs, recipes, their keys, and sites.
+
+    dray completion bash >>~/.bashrc
+    dray completion fish >~/.config/fish/completions/dray.fish
+    """
+    print(_SCRIPTS[shell], end="")
+
+
+def typed() -> list[str] | None:
+    """The words before the one that the shell asks to complete, without the program; None where no shell asks."""
+    if ASKED not in os.environ:
+        return None
+    before = os.environ.get(_LINE, "").rpartition(" ")[0]
+    try:
+        return shlex.split(before)[1:]
+    except ValueError:  # in the middle of a quoted word
+        return before.split()[1:]
+
+
+def answer(app: typer.Typer) -> None:
+    """Print what may follow, in the words of the shell that asks."""
+    get_completion_inspect_parameters()  # makes Typer know the shells, as its own options for an app's completion do
+    app(prog_name="dray", complete_var=ASKED, standalone_mode=False)
+
+
+def stubs(app: typer.Typer, names: Iterable[str]) -> None:
+    """The names of all verbs, without an import of one: each with the line that its file begins with."""
+    for name in names:
+        about = _about(Path(__file__).with_name(f"{name}.py"))
+        app.command(name, help=about)(lambda: None)
+
+
+def _about(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    with file.open(encoding="utf-8") as source:
+        return source.readline().strip().strip('"').partition(": ")[2].rstrip(".")

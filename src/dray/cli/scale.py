@@ -1,0 +1,107 @@
+"""`dray scale`: one recipe on several numbers of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli import studies
+from dray.cli.candidates import recipes
+from dray.cli.options import Json, Overrides, Runs, Sbatch, Site, found
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
+from dray.fitness import host
+from dray.planning.batch import divide
+from dray.runs import write
+from dray.runs.paths import default_runs, new_id
+from dray.runs.study import Member, Study
+
+
+def scale(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="A recipe file, or its name.", autocompletion=recipes),
+    ] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[str, typer.Option(metavar="1,2,4", help="How many GPUs each run has.")] = "",
+    ranks: Annotated[str, typer.Option(metavar="1,2", help="On CPUs: how many ranks each run has.")] = "",
+    per_node: Annotated[
+        int, typer.Option(min=0, help="GPUs, or ranks, of a whole node; else the site's GPUs, or all on one node.")
+    ] = 0,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Hold the batch of a rank, in place of the global batch.")
+    ] = False,
+    site: Site = "",
+    runs: Runs = None,
+    sbatch: Sbatch = None,
+    table: studies.Table = "",
+    as_json: Json = False,
+) -> None:
+    """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; 1 where losses differ.
+
+    With Slurm each run is a job, and --table shows them later; without, and inside a job, one follows another.
+
+    dray scale recipes/smoke-cpu.toml --ranks 1,2 train.steps=20
+    dray scale recipes/gpt2-wikitext-ddp.toml --gpus 1,2,4,8,16 --weak
+    dray scale --table 20261120-124439-scale-smoke-cpu-cea81f
+    """
+    if table:
+        studies.show(studies.folder_of(table, runs), as_json=as_json)
+    if recipe is None or bool(gpus) == bool(ranks):
+        raise ConfigError(
+            "what to compare is not clear", wanted="a recipe, and --gpus or --ranks with several numbers",
+            fix="dray scale RECIPE --gpus 1,2,4,8; on CPUs --ranks 1,2",
+        )  # fmt: skip
+    path, settings = found(recipe), overrides or []
+    counts = _numbers("--gpus" if gpus else "--ranks", gpus or ranks)
+    read = write.read_recipe(path, settings)
+    per_node = per_node or (host.site(site).site.gpus_per_node if gpus else 0) or max(counts)
+    study = Study(kind="weak" if weak else "strong", recipe=str(path.absolute()))
+    folder = (runs or default_runs()).absolute() / new_id(f"scale-{read.name}")
+    planned = []
+    for count in counts:
+        nodes, each = _nodes(count, per_node)
+        own = [f"batch.global_size={_weak_batch(read, count, counts[0])}"] if weak else []
+        _batch(read, count, own)
+        options = [f"--nodes={nodes}", f"--gpus-per-node={each}" if gpus else f"--ranks={each}"]
+        options += [*([f"--site={site}"] if site else []), *(f"--sbatch={option}" for option in sbatch or [])]
+        planned.append((Member(run=f"{folder.name}-{count}", ranks=count, settings=own), options))
+    studies.start(folder, study, read, planned, [str(path.absolute()), *settings])
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        counts = sorted({int(one) for one in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise ConfigError(f"{option} has a wrong value", wanted="whole numbers, such as 1,2,4", found=text)
+    return counts
+
+
+def _nodes(count: int, per_node: int) -> tuple[int, int]:
+    """Nodes, and the ranks of each: a node is full before there is a second."""
+    if count <= per_node:
+        return 1, count
+    if count % per_node:
+        raise ConfigError(
+            f"{count} ranks do not fill nodes of {per_node}", wanted=f"a multiple of {per_node}",
+            fix="other numbers, or --per-node",
+        )  # fmt: skip
+    return count // per_node, per_node
+
+
+def _weak_batch(recipe: Recipe, count: int, fewest: int) -> int:
+    """The recipe's own is for the fewest ranks."""
+    if not recipe.batch:
+        raise ConfigError("--weak needs a recipe with [batch]", fix="leave out --weak")
+    return recipe.batch.global_size * count // fewest
+
+
+def _batch(recipe: Recipe, count: int, own: list[str]) -> None:
+    """Each must be divisible, before one of them begins."""
+    if recipe.batch:
+        size = int(own[0].partition("=")[2]) if own else recipe.batch.global_size
+        divide(recipe.batch.model_copy(update={"global_size": size}), world_size=count)

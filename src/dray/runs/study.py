@@ -1,0 +1,196 @@
+"""A study: several runs of one recipe, which differ in the number of ranks or in settings, and what they show."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dray.config.model import explained
+from dray.contract import files, run_folder
+from dray.contract.findings import ConfigError, DrayError
+from dray.runs import write
+from dray.runs.metrics import Event, Metrics, number, whole
+from dray.runs.paths import RunPaths, attempts, make_run_folder
+from dray.runs.result import Result
+
+PARITY = 1e-4
+"""The largest relative difference of losses that fp32 makes by adding in another order."""
+_VERSION = 1
+
+
+class Member(BaseModel):
+    """One of its runs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
+    """Its folder's name, beside the study's own."""
+    ranks: Annotated[int, Field(ge=0)] = 0
+    settings: list[str] = []
+    """What it has that the others have not."""
+    job: int | None = None
+
+
+class Study(BaseModel):
+    """study.json."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: int = _VERSION
+    kind: Literal["strong", "weak", "sweep"]
+    """strong: one global batch on any number of ranks; weak: one batch of a rank; sweep: other settings."""
+    recipe: str
+    members: list[Member] = []
+
+
+class Row(BaseModel):
+    """What one run shows so far."""
+
+    run: str
+    ranks: int
+    settings: list[str]
+    state: str
+    """queued, running, or the status of its result."""
+    seconds: float | None = None
+    """Of the training."""
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    """Of all ranks; medians of the log's lines but the first, which has the warm-up."""
+    speedup: float | None = None
+    efficiency: float | None = None
+    """Of a rank, beside the run with the fewest ranks."""
+    loss: float | None = None
+    eval_loss: float | None = None
+
+
+class Parity(BaseModel):
+    """How far the losses of a strong study's runs are apart, step by step."""
+
+    checked: bool
+    """Only fp32 has to agree."""
+    largest: float = 0.0
+    broken: list[str] = []
+
+
+def save(folder: Path, study: Study) -> None:
+    """Write it; the first time with its folder."""
+    if not folder.is_dir():
+        make_run_folder(folder)
+    files.write_atomic(folder / run_folder.STUDY, study.model_dump_json(indent=1) + "\n")
+
+
+def remove(folder: Path) -> None:
+    """A study without a run."""
+    (folder / run_folder.STUDY).unlink()
+    folder.rmdir()
+
+
+def load(folder: Path) -> Study:
+    """Of a folder that has one."""
+    path = folder / run_folder.STUDY
+    text = files.text(path, "the study", fix="name a folder with study.json in it: dray scale --table STUDY")
+    found = files.parse_json(text, "the study", path)
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != _VERSION:
+        raise ConfigError(
+            "this study was made by another version of dray", where=path, wanted=f"version {_VERSION}",
+            found=f"version {version!r:.40}",
+        )  # fmt: skip
+    try:
+        return Study.model_validate(found)
+    except ValidationError as wrong:
+        raise ConfigError("the study is damaged", where=path, found=explained(wrong)) from wrong
+
+
+def find(named: str, runs: Path) -> Path:
+    """A study by its folder, its name or the beginning of it."""
+    folder = Path(named).absolute()
+    if "/" in named or os.path.lexists(folder / run_folder.STUDY):
+        return folder
+    names = sorted(path.parent.name for path in runs.glob(f"*/{run_folder.STUDY}"))
+    fitting = [name for name in names if name == named] or [name for name in names if name.startswith(named)]
+    if len(fitting) != 1:
+        raise ConfigError(
+            "several studies begin like this" if fitting else "there is no such study",
+            where=runs, found=ascii(named), wanted=", ".join((fitting or names)[-6:]),
+            fix="--runs names another folder",
+        )  # fmt: skip
+    return runs / fitting[0]
+
+
+def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
+    """Its runs as they are now, in the order of their ranks, and whether their losses agree."""
+    members = study.members if study.kind == "sweep" else sorted(study.members, key=lambda one: one.ranks)
+    rows, losses = [], {}
+    for member in members:
+        row, losses[member.run] = _row(folder.parent / member.run, member)
+        rows.append(row)
+    if study.kind != "sweep":
+        _compare(rows)
+    fp32 = study.kind == "strong" and all(_fp32(folder.parent / row.run) for row in rows if losses[row.run])
+    return rows, _parity(rows, losses, checked=fp32) if study.kind == "strong" else Parity(checked=False)
+
+
+def _row(run: Path, member: Member) -> tuple[Row, dict[int, float]]:
+    """One run, and its loss by the step."""
+    row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="queued" if member.job else "no run")
+    losses: dict[int, float] = {}
+    lines: list[Event] = []
+    for attempt in attempts(run):
+        paths = RunPaths(run, attempt)
+        row.state, lines = "running", []
+        with suppress(OSError):
+            for event in Metrics(paths.metrics):
+                kind = event.get("event")
+                if kind == "step" and (step := whole(event, "step")) and (loss := number(event, "loss")) is not None:
+                    losses[step] = row.loss = loss
+                    lines.append(event)
+                elif kind == "eval":
+                    row.eval_loss = number(event, "loss")
+                elif kind == "end":
+                    row.seconds = number(event, "train_seconds")
+        with suppress(OSError, ValueError):
+            row.state = Result.model_validate_json(files.read(paths.result)).status
+    row.step_s, row.tokens_per_s = (_median(lines, name) for name in ("step_s", "tokens_per_s"))
+    return row, losses
+
+
+def _median(lines: list[Event], name: str) -> float | None:
+    found = [value for line in lines[1:] or lines if (value := number(line, name)) is not None]
+    return statistics.median(found) if found else None
+
+
+def _compare(rows: list[Row]) -> None:
+    """Speed beside the run with the fewest ranks."""
+    first = next((row for row in rows if row.tokens_per_s and row.ranks), None)
+    for row in rows:
+        if first and first.tokens_per_s and row.tokens_per_s and row.ranks:
+            row.speedup = row.tokens_per_s / first.tokens_per_s
+            row.efficiency = row.speedup * first.ranks / row.ranks
+
+
+def _parity(rows: list[Row], losses: dict[str, dict[int, float]], *, checked: bool) -> Parity:
+    found = Parity(checked=checked)
+    with_losses = [row for row in rows if losses[row.run]]
+    for first, row in ((with_losses[0], other) for other in with_losses[1:]):
+        common = sorted(losses[first.run].keys() & losses[row.run].keys())
+        apart = [(step, abs(losses[row.run][step] / (losses[first.run][step] or 1e-30) - 1)) for step in common]
+        found.largest = max([found.largest, *(difference for _, difference in apart)])
+        wrong = next(((step, difference) for step, difference in apart if difference > PARITY), None)
+        if wrong and checked:
+            step, difference = wrong
+            pair = f"{losses[first.run][step]:.6g} on {first.ranks}, {losses[row.run][step]:.6g} on {row.ranks}"
+            found.broken.append(f"step {step}: {pair}, {difference:.1e} apart")
+    return found
+
+
+def _fp32(run: Path) -> bool:
+    with suppress(DrayError, OSError):
+        train = write.read(RunPaths(run, attempts(run)[-1])).recipe.train
+        return bool(train and train.precision == "fp32")
+    return False

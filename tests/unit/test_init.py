@@ -1,0 +1,162 @@
+"""`dray init`: what it finds out, what it asks, and that the commands that it prints are right."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from dray.cli import init as verb
+from dray.config.model import load
+from dray.config.recipe import Recipe
+from dray.contract.findings import ConfigError
+from helpers import PYTHON, ROOT
+
+GPUS = "cpu|4|32|(null)\ngpu|8|64|gpu:a100:4(S:0-1)\ndebug|1|64|gpu:a100:2\n"
+Slurm = Callable[..., None]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Programs of Slurm that say what they are told to; and an empty folder to be in."""
+
+    def make(cluster: str = "harbour", sinfo: str = GPUS, accounts: str = "") -> None:
+        outputs = {"scontrol": f"ClusterName = {cluster}\n", "sinfo": sinfo, "sacctmgr": accounts, "sbatch": ""}
+        for name, output in outputs.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ncat <<'END'\n{output}END\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("SLURM_CLUSTER_NAME", "DRAY_SITE", "DRAY_IMAGE", "SBATCH_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DRAY_SITES", str(tmp_path / "sites"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "argv", ["/opt/dray"])
+    return make
+
+
+def next_(out: str) -> list[str]:
+    return [line.strip() for line in out.partition("Next:\n")[2].splitlines()]
+
+
+def test_without_slurm_it_runs_here_and_the_folder_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(sys, "argv", ["venv/dray"])
+    monkeypatch.setattr(verb, "find_spec", lambda name: name)
+    monkeypatch.setattr(verb.node, "has_gpu", lambda accelerator: False)
+    verb.init(Path("my runs"))
+    out = capsys.readouterr().out
+    assert next_(out) == [
+        "cd 'my runs'",
+        f"{tmp_path}/venv/dray plan recipes/mine.toml",
+        f"{tmp_path}/venv/dray run recipes/mine.toml",
+    ]
+    assert (tmp_path / "my runs/slurm/multinode.sh").is_file()
+    assert (tmp_path / "my runs/recipes/mine.toml").read_text() in out
+    with pytest.raises(ConfigError, match="cannot write the recipe"):  # and over no file
+        verb.init(Path("my runs"))
+    verb.init(Path("my runs"), name="second", gpu="cuda")
+    assert next_(capsys.readouterr().out)[1:] == [
+        f"{tmp_path}/venv/dray image build cuda --format docker",
+        f"{tmp_path}/venv/dray plan recipes/second.toml",
+        f"{tmp_path}/venv/dray run recipes/second.toml --engine docker",
+    ]
+
+
+def test_on_a_cluster_the_commands_have_what_slurm_told(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm()
+    verb.init(Path("runs"), model="gpt2", data="hub:Salesforce/wikitext/wikitext-2-raw-v1")
+    line = "/opt/dray submit recipes/mine.toml --nodes 1 --gpus-per-node 4 --sbatch=--partition=gpu"
+    assert next_(capsys.readouterr().out) == [
+        "cd runs",
+        "/opt/dray prefetch recipes/mine.toml",
+        "/opt/dray image build cuda",
+        f"{line} --dry-run",
+        line,
+        "No site file knows this cluster: `dray site new` writes one, for its binds and its network.",
+    ]
+    recipe = load(Recipe, Path("runs/recipes/mine.toml"))
+    assert (recipe.image, recipe.batch and recipe.batch.global_size, recipe.model.name) == ("cuda", 16, "gpt2")
+
+
+def test_the_dry_run_that_it_prints_works_word_for_word(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm(cluster="lumi", accounts="project_7\n")
+    verb.init(Path())
+    *_, dry, real = next_(capsys.readouterr().out)
+    assert dry == f"{real} --dry-run"
+    assert real == "/opt/dray submit recipes/mine.toml --nodes 1 --gpus-per-node 8 --sbatch=--account=project_7"
+    argv = [sys.executable, "-m", "dray", *shlex.split(dry)[1:]]
+    ended = subprocess.run(argv, env={**PYTHON, "DRAY_HOME": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("sbatch --parsable ")
+    assert "--account=project_7" in ended.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "accounts", "answers", "asked", "line"),
+    [
+        (GPUS, "a\nb\na\n", ["debug", "b", "small", "builtin"], ["partition", "account"],
+         "--gpus-per-node 2 --sbatch=--partition=debug --sbatch=--account=b"),
+        ("gpu|8|64|gpu:4\n", "a\n", ["rocm", "small", "builtin"], ["GPUs"],
+         "--gpus-per-node 4 --sbatch=--partition=gpu"),
+        ("gpu|8|64|gpu:mi250:8\n", "", ["small", "builtin"], [], "--gpus-per-node 8 --sbatch=--partition=gpu"),
+        ("one|8|64|(null)\n", "", ["small", "builtin"], [], "--sbatch=--partition=one"),
+    ],
+)  # fmt: skip
+def test_it_asks_only_what_nobody_tells(
+    sinfo: str, accounts: str, answers: list[str], asked: list[str], line: str,
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    slurm(sinfo=sinfo, accounts=accounts)
+    questions = []
+
+    def prompt(question: str, default: str | None) -> str:
+        questions.append(question)
+        return answers[len(questions) - 1]
+
+    monkeypatch.setattr(typer, "prompt", prompt)
+    monkeypatch.setattr(sys, "stdin", type("", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    verb.init(Path("x"))
+    about = [re.split(r"[ :,]", question)[0] for question in questions]
+    assert about == [*asked, "model", "dataset"]
+    assert next_(capsys.readouterr().out)[-2] == f"/opt/dray submit recipes/mine.toml --nodes 1 {line}"
+
+
+def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm(cluster="lumi")
+    monkeypatch.setattr(sys, "stdin", type("", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    verb.init(Path("x"), yes=True)
+    *_, line, note = next_(capsys.readouterr().out)
+    assert line.endswith("--sbatch=--account=project_465000000")
+    assert note == "project_465000000 is an example: put your own project there."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"partition": "nope"}, "Slurm has no such partition"),
+        ({"gpu": "h100"}, "there is no image for such a GPU"),
+        ({"data": "gone.txt"}, "the dataset does not exist"),
+        ({"model": "/gone"}, "the model's folder does not exist"),
+        ({"site": "nope"}, "there is no site 'nope'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(wrong: dict[str, str], problem: str, slurm: Slurm) -> None:
+    slurm()
+    with pytest.raises(ConfigError, match=problem):
+        verb.init(Path("x"), **wrong)
+    assert list(Path().iterdir()) == []

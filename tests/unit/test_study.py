@@ -1,0 +1,287 @@
+"""`dray scale` and `dray sweep`: which runs they start, and what they make of what those have left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from dray import process
+from dray.cli import scale as scaling
+from dray.cli import studies
+from dray.cli import sweep as sweeping
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
+from dray.runs import study
+from dray.runs.study import Member, Study
+from dray.runs.write import read_recipe, write
+from helpers import ROOT
+
+RECIPE = ROOT / "recipes" / "smoke-cpu.toml"
+FACTS = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable)
+
+
+def ran(runs: Path, name: str, losses: list[float], speed: float = 100.0, *words: str) -> None:
+    """A run that has trained and ended."""
+    _, paths = write(read_recipe(RECIPE, ["nodes=1", *words]), FACTS, runs=runs, run=name)
+    events: list[dict[str, Any]] = [
+        {"event": "step", "step": step, "loss": loss, "tokens_per_s": 1.0 if step == 1 else speed, "step_s": 10 / speed}
+        for step, loss in enumerate(losses, 1)
+    ]
+    events += [{"event": "eval", "step": len(losses), "loss": 2.5}, {"event": "end", "train_seconds": 400 / speed}]
+    paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+    result = {"run": name, "status": "done", "exit_code": 0, "finished": "", "world_size": 1, "hosts": []}
+    paths.result.write_text(json.dumps(result))
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str]:
+    capsys.readouterr()
+    with pytest.raises(typer.Exit) as ended:
+        studies.show(folder, **options)
+    return ended.value.exit_code, capsys.readouterr().out
+
+
+def made(runs: Path, kind: str, *counts: int) -> Path:
+    members = [Member(run=f"r{count}", ranks=count) for count in counts]
+    study.save(runs / "s", Study(kind=kind, recipe=str(RECIPE), members=members))  # type: ignore[arg-type]
+    return runs / "s"
+
+
+class TestTable:
+    def test_speed_efficiency_and_losses_that_agree(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 4, 1, 2)
+        ran(tmp_path, "r1", [5.0, 4.0, 3.0], 100)
+        ran(tmp_path, "r2", [5.0, 4.0, 3.00001], 180)
+        ran(tmp_path, "r4", [5.0, 4.0, 3.0], 200)
+        assert shown(folder, capsys) == (
+            0,
+            f"""\
+ranks  state  tokens/s  speedup  efficiency  step s  train s     loss  eval loss  run
+    1  done        100     1.00        100%   0.100      4.0  3.00000    2.50000  r1
+    2  done        180     1.80         90%   0.056      2.2  3.00001    2.50000  r2
+    4  done        200     2.00         50%   0.050      2.0  3.00000    2.50000  r4
+
+efficiency
+1 ####################| 100%
+2 ##################  | 90%
+4 ##########          | 50%
+
+losses: 3.3e-06 apart at most, step by step; they agree
+
+again: dray scale --table {folder}
+""",
+        )
+
+    def test_losses_that_differ_end_with_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 1, 2)
+        ran(tmp_path, "r1", [5.0, 4.0, 3.0])
+        ran(tmp_path, "r2", [5.0, 4.001, 3.1])
+        code, out = shown(folder, capsys)
+        assert code == 1
+        assert "LOSS PARITY IS BROKEN\n  step 2: 4 on 1, 4.001 on 2, 2.5e-04 apart\n  wanted: at most 1e-04" in out
+        code, out = shown(folder, capsys, as_json=True)
+        found = json.loads(out)
+        assert (code, found["kind"], [run["ranks"] for run in found["runs"]]) == (1, "strong", [1, 2])
+        assert found["parity"]["broken"] == ["step 2: 4 on 1, 4.001 on 2, 2.5e-04 apart"]
+
+    @pytest.mark.parametrize(
+        ("kind", "words", "line"),
+        [("strong", ("train.precision=bf16",), "not checked: not fp32"), ("weak", (), "again: ")],
+    )
+    def test_what_need_not_agree(
+        self, kind: str, words: tuple[str, ...], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = made(tmp_path, kind, 1, 2)
+        ran(tmp_path, "r1", [5.0, 4.0], 100.0, *words)
+        ran(tmp_path, "r2", [5.0, 4.1], 100.0, *words)
+        code, out = shown(folder, capsys)
+        assert (code, line in out) == (0, True)
+
+    def test_runs_that_wait_fail_or_are_damaged(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 1, 2, 4, 8)
+        queued = Member(run="r16", ranks=16, job=7)
+        study.save(folder, study.load(folder).model_copy(update={"members": [*study.load(folder).members, queued]}))
+        ran(tmp_path, "r1", [5.0])
+        (tmp_path / "r2" / "attempt-1").mkdir(parents=True)
+        (tmp_path / "r4" / "attempt-1").mkdir(parents=True)
+        (tmp_path / "r4/attempt-1/metrics.jsonl").write_bytes(b'\0\n{"event": "step", "step": "x", "loss": NaN}\n[')
+        (tmp_path / "r4/attempt-1/result.json").write_text("{")
+        (tmp_path / "r4/attempt-1/plan.json").mkdir()
+        code, out = shown(folder, capsys)
+        states = [line.split()[:2] for line in out.splitlines()[1:6]]
+        assert (code, states) == (
+            0, [["1", "done"], ["2", "running"], ["4", "running"], ["8", "no"], ["16", "queued"]]
+        )  # fmt: skip
+        assert f"\n4 runs of 5 not ended; again: dray scale --table {folder}\n" in out
+        result = json.loads((tmp_path / "r1/attempt-1/result.json").read_text()) | {"status": "failed"}
+        (tmp_path / "r1/attempt-1/result.json").write_text(json.dumps(result))
+        assert shown(folder, capsys)[0] == 1
+
+    @pytest.mark.parametrize(
+        ("content", "problem"),
+        [
+            ("", "the study"),
+            ("[]", "the study was made by another version|this study was made by another version"),
+            ('{"version": 2}', "this study was made by another version"),
+            ('{"version": 1, "kind": "x"}', "the study is damaged"),
+            ('{"version": 1, "kind": "weak", "recipe": "", "members": [{"run": "../x"}]}', "the study is damaged"),
+        ],
+    )
+    def test_a_damaged_study(self, content: str, problem: str, tmp_path: Path) -> None:
+        (tmp_path / "study.json").write_text(content)
+        with pytest.raises(ConfigError, match=problem):
+            study.load(tmp_path)
+
+    def test_a_study_by_the_beginning_of_its_name(self, tmp_path: Path) -> None:
+        for name in ("20-a", "20-b"):
+            study.save(tmp_path / name, Study(kind="sweep", recipe="x"))
+        (tmp_path / "20-run").mkdir()
+        assert study.find("20-a", tmp_path) == tmp_path / "20-a"
+        for named in ("20", "30"):
+            with pytest.raises(ConfigError, match="stud"):
+                study.find(named, tmp_path)
+
+
+class TestStart:
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+        """The command lines of all that would be started."""
+        found: list[list[str]] = []
+
+        def run(argv: list[str]) -> int:
+            found.append(argv)
+            ran(tmp_path, argv[0].partition("=")[2], [5.0])
+            return 0
+
+        monkeypatch.setattr(studies, "_run", run)
+        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.setattr(scaling, "new_id", lambda name: f"20-{name}")
+        monkeypatch.setattr(sweeping, "new_id", lambda name: f"20-{name}")
+        return found
+
+    def test_strong_and_weak(self, asked: list[list[str]], tmp_path: Path) -> None:
+        with pytest.raises(typer.Exit):
+            scaling.scale(RECIPE, ["train.steps=40"], ranks="2,1", runs=tmp_path)
+        where = [f"--runs={tmp_path}", str(RECIPE), "train.steps=40"]
+        assert asked == [
+            ["--run=20-scale-smoke-cpu-1", "--nodes=1", "--ranks=1", *where],
+            ["--run=20-scale-smoke-cpu-2", "--nodes=1", "--ranks=2", *where],
+        ]
+        asked.clear()
+        with pytest.raises(typer.Exit):
+            scaling.scale(RECIPE, gpus="2,8", per_node=4, weak=True, runs=tmp_path / "weak")
+        assert [argv[1:3] + argv[-1:] for argv in asked] == [
+            ["--nodes=1", "--gpus-per-node=2", "batch.global_size=16"],
+            ["--nodes=2", "--gpus-per-node=4", "batch.global_size=64"],
+        ]
+
+    def test_with_slurm_each_is_a_job_that_is_noted_at_once(
+        self,
+        asked: list[list[str]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        submitted: list[list[str]] = []
+
+        def run(argv: list[str], **_: object) -> process.Done:
+            submitted.append(list(argv))
+            if len(submitted) == 3:
+                return process.Done(argv=(), code=78, out="", err="dray: no\n")
+            queued = {"job": 10 + len(submitted), "run": str(tmp_path / f"job{len(submitted)}")}
+            return process.Done(argv=(), code=0, out=json.dumps(queued), err="")
+
+        monkeypatch.setattr(process, "which", lambda name: f"/bin/{name}")
+        monkeypatch.setattr(process, "run", run)
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        monkeypatch.setattr(sys, "argv", ["/bin/dray"])
+        with pytest.raises(typer.Exit) as ended:
+            scaling.scale(RECIPE, ranks="1,2,4", runs=tmp_path, sbatch=["--time=1"])
+        assert submitted[0] == [
+            "dray", "submit", "--json", "--nodes=1", "--ranks=1", "--sbatch=--time=1", f"--runs={tmp_path}", str(RECIPE)
+        ]  # fmt: skip
+        members = study.load(tmp_path / "20-scale-smoke-cpu").members
+        assert [(one.run, one.job) for one in members] == [("job1", 11), ("job2", 12)]
+        out, err = capsys.readouterr()
+        assert (ended.value.exit_code, asked, err) == (78, [], "dray: no\n")
+        assert "job 11: 1 rank\njob 12: 2 ranks\n" in out
+
+    @pytest.mark.parametrize(("code", "begun", "ended_with"), [(137, 2, 0), (130, 1, 130), (75, 1, 75), (1, 2, 0)])
+    def test_a_run_that_fails_leaves_the_others_and_one_that_is_stopped_ends_them(
+        self, code: int, begun: int, ended_with: int, asked: list[list[str]], tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(studies, "_run", lambda argv: asked.append(argv) or code)
+        with pytest.raises(typer.Exit) as ended:
+            scaling.scale(RECIPE, ranks="1,2", runs=tmp_path)
+        assert (len(asked), ended.value.exit_code) == (begun, ended_with)
+
+    def test_what_is_refused_leaves_no_study(
+        self, asked: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(argv: list[str]) -> int:
+            raise ConfigError("no")
+
+        monkeypatch.setattr(studies, "_run", refused)
+        with pytest.raises(ConfigError, match="no"):
+            scaling.scale(RECIPE, ranks="1,2", runs=tmp_path / "runs")
+        assert (asked, list((tmp_path / "runs").iterdir())) == ([], [])
+
+    def test_no_run_goes_on_from_another(self, asked: list[list[str]], tmp_path: Path) -> None:
+        with pytest.raises(typer.Exit):
+            scaling.scale(RECIPE, ["checkpoint.folder=/c/"], ranks="1,2", runs=tmp_path)
+        assert [argv[-1] for argv in asked] == [f"checkpoint.folder=/c/20-scale-smoke-cpu-{ranks}" for ranks in (1, 2)]
+
+    def test_a_sweep_is_all_combinations(self, asked: list[list[str]], tmp_path: Path) -> None:
+        with pytest.raises(typer.Exit):
+            sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3", "train.steps=40", "train.betas=[0.9,0.95]"], runs=tmp_path)
+        assert [argv[-3:] for argv in asked] == [
+            ["train.steps=40", "train.betas=[0.9,0.95]", "train.lr=1e-3"],
+            ["train.steps=40", "train.betas=[0.9,0.95]", "train.lr=4e-3"],
+        ]
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            ({}, "what to compare is not clear"),
+            ({"gpus": "1", "ranks": "1"}, "what to compare is not clear"),
+            ({"ranks": "1,x"}, "--ranks has a wrong value"),
+            ({"ranks": "0,1"}, "--ranks has a wrong value"),
+            ({"ranks": "1,3"}, "global batch 16 is not divisible by 3 ranks"),
+            ({"gpus": "4,6", "per_node": 4}, "6 ranks do not fill nodes of 4"),
+        ],
+    )
+    def test_what_is_wrong_is_said_before_one_begins(
+        self, options: dict[str, Any], problem: str, asked: list[list[str]], tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigError, match=problem):
+            scaling.scale(RECIPE, runs=tmp_path / "runs", **options)
+        assert (asked, (tmp_path / "runs").exists()) == ([], False)
+
+    @pytest.mark.parametrize("settings", [[], ["train.lr=1e-3"], ["train.lr=1e-3,x"]])
+    def test_a_sweep_of_nothing(self, settings: list[str], asked: list[list[str]], tmp_path: Path) -> None:
+        with pytest.raises(ConfigError):
+            sweeping.sweep(RECIPE, settings, runs=tmp_path / "runs")
+        assert (asked, (tmp_path / "runs").exists()) == ([], False)
+
+
+def test_runs_of_a_command_one_after_another_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For real: without a cluster, `dray run` in this process."""
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('name = "mine"\nlauncher = "python"\n[preflight]\nwhen = "never"\n[command]\nargv = ["true"]\n')
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(typer.Exit) as ended:
+        scaling.scale(recipe, ["image=cpu"], ranks="1,2", runs=tmp_path / "runs")
+    out = capsys.readouterr().out
+    assert (ended.value.exit_code, out.count("done: exit code 0")) == (0, 2)
+    (folder,) = (path.parent for path in (tmp_path / "runs").glob("*/study.json"))
+    rows, parity = study.look(folder, study.load(folder))
+    assert [(row.ranks, row.state) for row in rows] == [(1, "done"), (2, "done")]
+    assert not parity.broken
