@@ -23,7 +23,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON.")]
 
 @app.command()
 def show(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
-    """Show a run's capsule, or a packed one: image, code, nodes, data. Example: dray capsule show my.tar.gz."""
+    """Show a run's capsule, or a packed one: image, code, nodes, data.
+
+    dray capsule show my.tar.gz
+    """
     with pack.opened(run, runs) as folder:
         paths, plan = last_attempt(folder), None
         with suppress(DrayError):
@@ -34,7 +37,10 @@ def show(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
 
 @app.command("verify")
 def check(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
-    """Say of each file whether it is what was recorded; 1 where one is not. Example: dray capsule verify gpt2-4711."""
+    """Say of each file whether it is what was recorded; 1 where one is not.
+
+    dray capsule verify 4711
+    """
     with pack.opened(run, runs) as folder:
         last = last_attempt(folder)
         # An attempt from before a later version of dray may have none.
@@ -56,7 +62,10 @@ def hand_on(
     as_json: AsJson = False,
     runs: Runs = None,
 ) -> None:
-    """Pack a run's capsule, without secrets and checkpoints, to hand on. Example: dray capsule pack gpt2-4711."""
+    """Pack a run's capsule, without secrets and checkpoints, to hand on.
+
+    dray capsule pack 4711
+    """
     with pack.opened(run, runs) as folder:
         whole = last_attempt(folder).run
         made = pack.make(whole, file or Path(f"dray-capsule-{whole.name}.tar.gz"))

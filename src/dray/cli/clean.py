@@ -45,7 +45,8 @@ def clean(
     """Show old runs, caches, staged images and what builds left, with size and age, and remove them once you agree.
 
     A run with checkpoints or a model keeps all but compiled code; layers go only if you name them.
-    Example: dray clean runs --older-than 60d --dry-run
+
+    dray clean runs --older-than 60d --dry-run
     """
     for kind in kinds or ():
         if kind not in old.KINDS:

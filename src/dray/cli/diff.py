@@ -22,7 +22,7 @@ def diff(
 ) -> None:
     """Show what differs between two runs, the likeliest to matter first, and losses and times side by side.
 
-    Example: dray diff 4711 4712
+    dray diff 4711 4712
     """
     with pack.opened(a, runs) as ours, pack.opened(b, runs) as theirs:
         found = compared.compare(ours, theirs)

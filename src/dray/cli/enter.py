@@ -19,9 +19,12 @@ Node = Annotated[str, typer.Option(metavar="N", help="A node's number from 0, or
 
 
 def enter(context: typer.Context, run: Run = "", node: Node = "", runs: Runs = None) -> None:
-    """Open a shell in the container of a run that goes on, or run a COMMAND there: dray enter RUN -- COMMAND.
+    """Open a shell in the container of a run that goes on, or run a COMMAND there.
 
-    It has the mounts and environment of the run, which goes on when you leave. Example: dray enter 4711 --node 1
+    It has the mounts and environment of the run, which goes on when you leave.
+
+    dray enter 4711 --node 1
+    dray enter 4711 -- nvidia-smi
     """
     command = list(context.obj or [])
     terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -27,7 +27,8 @@ def jupyter(
 ) -> None:
     """Start JupyterLab in the container of a run that goes on, or here in an image, and print how to reach it.
 
-    Example: dray jupyter 4711 --node 1
+    dray jupyter 4711 --node 1
+    dray jupyter --image cuda
     """
     if image and (run or node):
         raise ConfigError("--image is for this machine", found=run or f"--node {node}", fix="leave one of them out")

@@ -40,7 +40,8 @@ def replay(
     """Run again what a capsule has, and compare the losses step by step. RUN may be a packed one.
 
     It lists what cannot be the same, and ends with 0 if all losses are equal to the last bit, else with 1.
-    Example: dray replay 20261120-124439
+
+    dray replay 20261120-124439
     """
     with pack.opened(run, runs) as folder:
         before = newest_attempt(folder)

@@ -38,7 +38,7 @@ def report(
 ) -> None:
     """Write a report of a run, or of several beside one another: one HTML page that needs no network, or Markdown.
 
-    Example: dray report 4711 4712 --out compared.html
+    dray report 4711 4712 --out compared.html
     """
     folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))
     if len(folders) > _MOST:

@@ -21,7 +21,9 @@ def stop(
 ) -> None:
     """Ask a run to save a checkpoint and end, wait for it, and show its last words. It is not put back into the queue.
 
-    A job that waits in the queue is cancelled. Example: dray stop 4711
+    A job that waits in the queue is cancelled.
+
+    dray stop 4711
     """
     try:
         halt.stop(live.own(find(run, runs)), now=now, wait=wait, say=lambda line: print(line, flush=True))

@@ -27,7 +27,7 @@ def sync(
 ) -> None:
     """Send a run's metrics to W&B, MLflow, Trackio and others, from a login node; what was sent is not sent again.
 
-    Example: MLFLOW_TRACKING_URI=https://mlflow.example.org dray sync RUN --to mlflow
+    dray sync 4711 --to mlflow
     """
     plan, paths = desk.trained(find(run, runs))
     if unknown := {*(to or ())} - {*get_args(Tracker)}:
