@@ -113,6 +113,14 @@ class TestAttempts:
         new = read_recipe(root / "recipes" / "smoke-cpu.toml", ["train.steps=40"])
         assert write(new, again, runs=tmp_path)[0].attempt == 1
 
+    def test_a_number_that_slurm_gives_again(self, root: Path, tmp_path: Path, monkeypatch) -> None:
+        """As after it was installed anew: the job's own run is the newest, and the other is nobody's."""
+        for seconds in (0, 10**8):
+            monkeypatch.setattr(paths_module.time, "time", lambda now=seconds: now)
+            newest = write(recipe(root), FACTS, runs=tmp_path)[0].run
+        plan = write(recipe(root), FACTS.model_copy(update={"restarts": 1}), runs=tmp_path)[0]
+        assert (plan.run, plan.attempt) == (newest, 2)
+
     def test_each_has_a_secret_of_its_own_that_nobody_else_reads(self, root: Path, tmp_path: Path) -> None:
         paths = [write(recipe(root), FACTS, runs=tmp_path, run="mine")[1] for _ in range(2)]
         secrets = [bytes.fromhex(one.secret.read_text()) for one in paths]
