@@ -31,7 +31,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-_VERBS = ("init", "plan", "prefetch", "run", "submit", "finish", "why", "doctor")
+_VERBS = ("init", "plan", "prefetch", "run", "submit", "runs", "status", "logs", "top", "finish", "why", "doctor")
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "env")

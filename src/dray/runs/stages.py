@@ -111,8 +111,8 @@ def _stage(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> str:
 def _stages(paths: RunPaths, began: float) -> list[Stage]:
     """Those that leave a time."""
     at = {
-        "image": written(paths.folder / run_folder.RENDEZVOUS),
-        "preflight": written(paths.preflight_report),
+        "image started": written(paths.folder / run_folder.RENDEZVOUS),
+        "preflight passed": written(paths.preflight_report),
     }
     for event in map(metrics.parsed, _head(paths.metrics).split(b"\n")):
         kind = (event or {}).get("event")
@@ -121,7 +121,7 @@ def _stages(paths: RunPaths, began: float) -> list[Stage]:
     return [Stage(name=name, s=round(max(0.0, when - began), 1)) for name, when in at.items() if when]
 
 
-_BY_EVENT = {"start": "model", "step": "first step"}
+_BY_EVENT = {"start": "model built", "step": "first step"}
 
 
 def _told(paths: RunPaths) -> list[tuple[str, str]]:

@@ -29,6 +29,7 @@ FRESH_S = 120.0
 """What was written to since then is alive: the trainer touches its lease every 10 s, and NFS keeps what it knows of a
 file for up to a minute."""
 _JUST_S = 10.0  # from sbatch's answer to the job in squeue
+_ASK_S, _NEXT_S = 15.0, 45.0
 _LIMIT = 4 << 20
 _WIDE = 400
 Table = dict[str, Any]
@@ -78,6 +79,8 @@ class State(BaseModel):
     exit_code: int | None = None
     why: str | None = None
     """What failed, or what stopped it."""
+    goes_on: bool = False
+    """Whether its last attempt ended with another one to follow."""
     waiting: Waiting | None = None
     live: Live | None = None
     """Of one that runs, where it was looked at closely."""
@@ -98,6 +101,29 @@ def look(run: Path, queue: Queue, *, closely: bool = False) -> State:
 
 def _made(fields: Table) -> State:
     return State.model_validate(printable(fields))
+
+
+class Watched:
+    """A run that is looked at again and again, over its attempts."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self._queue = run, Queue()
+        self._asked = time.monotonic()
+        self._ended: float | None = None
+
+    def look(self, *, closely: bool = False) -> State:
+        """Slurm is asked four times a minute at most."""
+        if time.monotonic() > self._asked + _ASK_S:
+            self._queue, self._asked = Queue(), time.monotonic()
+        return look(self.run, self._queue, closely=closely)
+
+    def over(self, seen: State) -> bool:
+        """Whether no more will come: the next attempt may be in the queue only some seconds after the one before."""
+        if seen.state in (QUEUED, RUNNING, NO_RESULT):
+            self._ended = None
+            return False
+        self._ended = self._ended or time.monotonic()
+        return not seen.goes_on or self._queue.jobs is None or time.monotonic() > self._ended + _NEXT_S
 
 
 def newest_first(runs: list[Path]) -> list[Path]:
@@ -170,8 +196,10 @@ class _Attempt:
             "warnings": self.warnings,
         }
         if result:
+            found["goes_on"] = bool(dig(result, "next", "requeue") or dig(result, "next", "spare"))
+            found["live"] = Live(stage="the job plans the next attempt") if state == RUNNING else None
             return found | _ended(result, closely=closely)
-        return found | self._reached(closely=closely and state in (RUNNING, NO_RESULT))
+        return found | self._reached(state, closely=closely)
 
     def _status(self) -> str | None:
         """By the result, once there is one."""
@@ -223,7 +251,7 @@ class _Attempt:
         newest = max(filter(None, map(written, (*places, self.paths.plan))), default=0.0)
         return RUNNING if newest > time.time() - FRESH_S else NO_RESULT
 
-    def _reached(self, *, closely: bool) -> Table:
+    def _reached(self, state: str, *, closely: bool) -> Table:
         """By the metrics of one without a result."""
         try:
             tail = metrics.tail(self.paths.metrics)
@@ -234,12 +262,12 @@ class _Attempt:
         found: Table = {"step": metrics.whole(step, "step")}
         found |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
         at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
-        if at is not None and left is not None:
+        if at is not None and left is not None and state == RUNNING:
             found["left_s"] = round(max(0.0, left - max(0.0, time.time() - at)), 1)
         for event in tail:
             if event.get("event") == "start" and (steps := metrics.whole(event, "steps")):
                 found["steps"] = steps
-        return found | ({"live": stages.live(self.paths, self.plan, tail)} if closely else {})
+        return found | ({"live": stages.live(self.paths, self.plan, tail)} if closely and state != QUEUED else {})
 
 
 def _ended(result: Table, *, closely: bool) -> Table:
