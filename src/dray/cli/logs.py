@@ -19,9 +19,11 @@ from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.runs import logs as files
 from dray.runs.logs import Log
+from dray.runs.look import Watched, table
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
-from dray.runs.state import RUNNING, State, Watched, dig, table
+from dray.runs.stages import dig
+from dray.runs.state import RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)

@@ -16,6 +16,7 @@ from dray.cli import times
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError, counted
 from dray.runs import state
+from dray.runs.look import look, newest_first
 from dray.runs.named import every
 from dray.runs.paths import default_runs
 from dray.runs.squeue import Queue
@@ -51,8 +52,8 @@ def runs(
     if wrong:
         raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(state.STATES)}", found=wrong[0])
     queue = Queue()
-    newest = state.newest_first(list(every(folder)))
-    found = (state.look(run, queue) for run in newest)
+    newest = newest_first(list(every(folder)))
+    found = (look(run, queue) for run in newest)
     fitting = _fitting(found, states or (), recipe, times.since(since))
     limit = ((0 if as_json else _LAST) if last is None else last) or None
     shown = list(islice(fitting, limit))

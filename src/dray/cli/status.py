@@ -16,6 +16,7 @@ from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.contract.values import printable
 from dray.runs import state
+from dray.runs.look import look
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
 from dray.runs.result import Result, summary
@@ -40,7 +41,7 @@ def status(
 
     Example: dray status 4711
     """
-    seen = state.look(find(run, runs), Queue(), closely=True)
+    seen = look(find(run, runs), Queue(), closely=True)
     print(seen.model_dump_json(indent=1) if as_json else "\n".join(text(seen)))
 
 

@@ -23,6 +23,7 @@ from dray.cli.options import (
     report,
 )
 from dray.cli.plan import Verbose, show
+from dray.cli.top import watch
 from dray.config import checkout
 from dray.images import store
 from dray.runs import login, write
@@ -43,6 +44,7 @@ def submit(
     sbatch: Sbatch = None,
     verbose: Verbose = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Then watch the run, as dray top does.")] = False,
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options."""
     queue.check(sbatch or [])
@@ -79,3 +81,5 @@ def submit(
     if "memory" in plan.reasons:
         print(f"memory: {plan.reasons['memory']}", file=sys.stderr)
     print(f"job {queue.submit(argv, run, recipe.runs.share)} is in the queue\nrun folder: {run}")
+    if follow:
+        watch(run)

@@ -9,8 +9,8 @@ from pathlib import Path
 class Growing:
     """A file that grows, and may not be there yet."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._position = path, 0
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self._path, self._position = path, position
 
     def read(self) -> bytes:
         """What has come since the last time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import calendar
 import heapq
-import os
 import re
 import resource
 import time
@@ -57,13 +56,13 @@ def of(paths: RunPaths, *, node: int | None = None, rank: int | None = None, eac
     """Those of an attempt, nodes first; of one rank, or of one node with its ranks. `each` ranks are on a node."""
     found = []
     with suppress(FileNotFoundError, NotADirectoryError):
-        for name in os.listdir(paths.logs):
-            if not (match := _NAME.fullmatch(name)):
+        for path in paths.logs.iterdir():
+            if not (match := _NAME.fullmatch(path.name)):
                 continue
             kind, number = match[1], int(match[2])
             on = number // each if kind == "rank" else number
             if (rank is None or (kind, number) == ("rank", rank)) and node in (None, on):
-                found.append(Log(f"{kind} {number}", paths.logs / name, kind, number))
+                found.append(Log(f"{kind} {number}", path, kind, number))
     return sorted(found, key=lambda log: (log.kind == "rank", log.number, log.kind))
 
 
@@ -100,7 +99,7 @@ def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
     for log in logs:
         with suppress(OSError):
             # A stat first: opening all of a thousand logs five times a second is a load for a shared disk.
-            if os.stat(log.path).st_size > log.position:
+            if log.path.stat().st_size > log.position:
                 for line in log.lines(whole=False):
                     yield log, line
 

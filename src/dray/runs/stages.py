@@ -94,18 +94,23 @@ def _stage(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> str:
         if kind == "end" or (kind == "step" and last.get("step") == _steps(plan, tail)):
             return done
         return "compiling, up to the first step" if kind == "start" else "training"
-    if restarted:
-        return "all ranks are started again"
+    return "all ranks are started again" if restarted else _started(paths, plan)
+
+
+def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
+    """Before the trainer's first line of metrics, and of a command, which has none."""
     log = _head(paths.node_log(0))
-    if paths.rank_log(0).exists():
-        return "the command runs" if dig(plan, "recipe", "command") else "ranks load the data and build the model"
-    if _JOINED in log:
-        return "preflight" if plan.get("preflight") and _PROVED not in log else "the launcher starts the ranks"
-    if (paths.folder / run_folder.RENDEZVOUS).exists():
-        return "rendezvous: the first node waits for the others"
-    if paths.node_log(0).exists():
-        return "nodes copy the image and start it" if plan.get("stage") else "nodes start the image"
-    return "Slurm starts the nodes" if plan.get("job") else "nodes start"
+    proved = not plan.get("preflight") or _PROVED in log
+    stages = {
+        "the command runs" if dig(plan, "recipe", "command") else "ranks load the data and build the model":
+            paths.rank_log(0).exists(),
+        "the launcher starts the ranks" if proved else "preflight": _JOINED in log,
+        "rendezvous: the first node waits for the others": (paths.folder / run_folder.RENDEZVOUS).exists(),
+        "nodes copy the image and start it" if plan.get("stage") else "nodes start the image":
+            paths.node_log(0).exists(),
+        "Slurm starts the nodes" if plan.get("job") else "the nodes start": True,
+    }  # fmt: skip
+    return next(stage for stage, reached in stages.items() if reached)
 
 
 def _stages(paths: RunPaths, began: float) -> list[Stage]:
