@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dray.contract import files
+
 
 class Growing:
     """A file that grows, and may not be there yet."""
@@ -14,11 +16,12 @@ class Growing:
 
     def read(self) -> bytes:
         """What has come since the last time."""
-        if not self._path.exists():
+        try:
+            with files.open_regular(self._path) as file:
+                file.seek(self._position)
+                new = file.read()
+        except FileNotFoundError:
             return b""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            new = file.read()
         self._position += len(new)
         return new
 

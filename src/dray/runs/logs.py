@@ -90,8 +90,11 @@ def joined(logs: list[Log], paths: RunPaths, *, since: float = 0.0, whole: bool 
 
 def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[Joined]:
     clock = _Clock(began, written(log.path) or time.time(), steps)
-    for line in log.lines(whole=whole):
-        yield clock.of(line), log, line
+    try:
+        for line in log.lines(whole=whole):
+            yield clock.of(line), log, line
+    except OSError as error:  # the others are shown all the same
+        yield began, log, f"dray: this log cannot be read: {error.strerror}".encode()
 
 
 def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
