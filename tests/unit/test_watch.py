@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +27,11 @@ from dray.runs.logs import joined, new, of
 from dray.runs.look import look
 from dray.runs.metrics import rare, tail
 from dray.runs.paths import RunPaths
-from dray.runs.squeue import Queue, words
+from dray.runs.squeue import Queue, meaning
 from dray.runs.state import State
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
-from helpers import ROOT
+from helpers import PYTHON, ROOT
 
 NOW = 1795570000.0
 STEP = (
@@ -378,7 +381,7 @@ def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_reasons_in_plain_words(reason: str, text: str) -> None:
-    assert words(reason) == text
+    assert meaning(reason) == text
 
 
 def read(paths: RunPaths, **options: float) -> list[str]:
@@ -524,10 +527,10 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(paths: RunPaths, width: int = 72) -> list[str]:
-    console = Console(file=StringIO(), width=width, height=40, force_terminal=True, no_color=True, legacy_windows=False)
+    console = Console(file=StringIO(), width=width)
     with console.capture() as capture:
         console.print(top.screen(look(paths.run, Queue(), closely=True), paths, console))
-    return Console(file=StringIO()).render_str(capture.get(), markup=False).plain.splitlines()
+    return capture.get().splitlines()
 
 
 def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +543,7 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
     assert lines[2].endswith(" 5%")
     assert lines[3:] == [
         "  step 3 of 60  loss 5.7000  1,000 tokens/s  1 min 27 s left",
-        "  loss █▅▁  5.900 to 5.700",
+        "  loss █▄▁  5.900 to 5.700",
         "  n2  rank 1  logs written 3 s ago, failed: rank-1",
         "  n1  rank 0  logs written 3 s ago",
         "  | loads",
@@ -548,6 +551,20 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
         "  | step 2/60  loss 4",
         "  | saved",
     ]
+
+
+def test_the_commands_of_its_page(talks: RunPaths) -> None:
+    """As a user types them, in a pipe."""
+    stopped(talks)
+    text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 6
+    script = "\n".join(line.replace("dray", f"{shlex.quote(sys.executable)} -m dray", 1) for line in lines)
+    env = {**PYTHON, "HOME": str(talks.run), "DRAY_RUNS": str(talks.run.parent), "RUN": "min"}
+    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    assert done.stdout.count("mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)") == 2
 
 
 def test_a_sparkline() -> None:
@@ -576,9 +593,9 @@ def test_in_a_pipe_it_is_lines(
         "step 1  loss 5.900  1,000 tokens/s  90 s left",
         "step 2  loss 5.800  1,000 tokens/s  90 s left",
         "step 3  loss 5.700  1,000 tokens/s  90 s left",
-        "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "step 4  loss not finite  1,000 tokens/s  90 s left",
     ]
-    assert lines[6] == "step 4  loss not finite  1,000 tokens/s  90 s left"
+    assert lines[6] == "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)"
     assert lines[-1] == f"run folder: {talks.run}"
 
 

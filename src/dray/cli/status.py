@@ -52,8 +52,8 @@ def text(seen: State) -> list[str]:
 
 def _text(seen: State) -> list[str]:
     lines = [head(seen), *waiting(seen)]
-    if seen.attempt and seen.state != state.RUNNING and (words := _last_words(seen)):
-        return [*lines, *words]
+    if seen.attempt and seen.state != state.RUNNING and (ended := _last_words(seen)):
+        return [*lines, *ended]
     lines += running(seen) if seen.live else []
     lines += [f"  {seen.why}"] if seen.why and not seen.live else []
     if seen.attempt and seen.state in _UNTOLD:
@@ -79,7 +79,7 @@ def waiting(seen: State) -> list[str]:
         if seen.state != state.QUEUED:
             return []
         return [f"  job {seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"]
-    why = f": {told.words}" if told.words else ""
+    why = f": {told.meaning}" if told.meaning else ""
     lines = [f"  Slurm: job {told.job} {told.state}, {told.reason}{why}"]
     if told.start:
         at, when = times.seconds(told.start), times.local(told.start)

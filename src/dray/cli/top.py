@@ -87,7 +87,7 @@ class _View:
         over = self._watched.over(self.seen)
         if over:
             self.seen = self._seen(closely=True)
-        self.show()
+        self.show(over=over)
         return over
 
     def _seen(self, *, closely: bool) -> State:
@@ -95,7 +95,7 @@ class _View:
             self._closely = time.monotonic()
         return self._watched.look(closely=closely)
 
-    def show(self) -> None:
+    def show(self, *, over: bool) -> None:
         """What is new."""
 
 
@@ -104,19 +104,21 @@ class _Plain(_View):
 
     def __init__(self, run: Path) -> None:
         super().__init__(run)
-        self._said: list[str] = []
+        self._printed: list[str] = []
         self._steps: Steps | None = None
         self._of: Path | None = None
 
-    def show(self) -> None:
+    def show(self, *, over: bool) -> None:
+        """The state, unless it has ended, which is told last; then steps."""
         seen = self.seen
-        head = [status.head(seen), *status.waiting(seen)[:1]]
-        stage = [f"stage: {seen.live.stage}"] if seen.live and seen.state == RUNNING else []
-        for line in map(printable, [*head, *stage]):
-            if line not in self._said:
+        lines = [] if over else [status.head(seen), *status.waiting(seen)[:1]]
+        lines += [f"stage: {seen.live.stage}"] if seen.live and seen.state == RUNNING else []
+        lines = [str(printable(line)) for line in lines]
+        for line in lines:
+            if line not in self._printed:
                 print(line, flush=True)
-        self._said = [*map(printable, [*head, *stage])]
-        if seen.attempt and self._of != self.paths.metrics:
+        self._printed = lines
+        if seen.attempt and self._of != self.paths.metrics and not over:
             self._of, position = self.paths.metrics, 0
             with suppress(OSError):
                 position = max(0, self._of.stat().st_size - _TAIL)
@@ -140,8 +142,10 @@ class _Terminal(_View):
     def __exit__(self, *_error: object) -> None:
         self._screen.stop()
 
-    def show(self) -> None:
-        self._screen.update(screen(self.seen, self.paths, self._console), refresh=True)
+    def show(self, *, over: bool) -> None:
+        """All of it, but for a run that has ended, of which the last words follow."""
+        if not over:
+            self._screen.update(screen(self.seen, self.paths, self._console), refresh=True)
 
 
 def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:

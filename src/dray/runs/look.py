@@ -16,7 +16,7 @@ from dray.contract.values import printable
 from dray.runs import metrics, records, stages
 from dray.runs.named import changed, jobs
 from dray.runs.paths import RunPaths, attempts, last_attempt
-from dray.runs.squeue import Job, Queue, words
+from dray.runs.squeue import Job, Queue, meaning
 from dray.runs.stages import Live, dig, written
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
 from dray.runs.stop import utc
@@ -267,7 +267,9 @@ def _held(scratch: object) -> bool | None:
 
 
 def _waiting(job: Job) -> Waiting:
-    return Waiting(job=job.number, state=job.state, reason=job.reason, words=words(job.reason), start=_utc(job.start))
+    return Waiting(
+        job=job.number, state=job.state, reason=job.reason, meaning=meaning(job.reason), start=_utc(job.start)
+    )
 
 
 def _utc(seconds: float | None) -> str | None:

@@ -15,7 +15,7 @@ from dray.fitness import host
 
 _ASK_S = 10.0
 _FIELDS = ("%A", "%T", "%r", "%S", "%o")  # number, state, reason, start, command; the last may have any character
-_WORDS = {
+_MEANINGS = {
     "Priority": "jobs with a higher priority are before it",
     "Resources": "it waits for nodes that are free",
     "BeginTime": "its time to begin has not come; Slurm starts a requeued job after two minutes",
@@ -40,8 +40,8 @@ _BEGINNINGS = {
     "QOS": "a limit of its quality of service (QOS) is reached",
     "Assoc": "a limit of its account or user is reached",
     "MaxCpuPerAccount": "a limit of its account is reached",
-    "ReqNodeNotAvail": _WORDS["ReqNodeNotAvail"],
-    "Nodes required": _WORDS["ReqNodeNotAvail"],
+    "ReqNodeNotAvail": _MEANINGS["ReqNodeNotAvail"],
+    "Nodes required": _MEANINGS["ReqNodeNotAvail"],
     "Job": "the job's own limits or its state keep it waiting",
 }
 
@@ -94,15 +94,15 @@ class Queue:
         jobs = self.jobs or {}
         if job in jobs:
             return jobs[job]
-        words = [f" --run={folder} " for folder in folders]
-        return next((one for one in jobs.values() if any(word in f"{one.command} " for word in words)), None)
+        options = [f" --run={folder} " for folder in folders]
+        return next((one for one in jobs.values() if any(option in f"{one.command} " for option in options)), None)
 
 
-def words(reason: str) -> str:
+def meaning(reason: str) -> str:
     """A reason of Slurm's in plain words; empty where the reason is none, or unknown here."""
     reason = reason.partition(",")[0].strip("()")
-    if reason in _WORDS:
-        return _WORDS[reason]
+    if reason in _MEANINGS:
+        return _MEANINGS[reason]
     return next((text for begins, text in _BEGINNINGS.items() if reason.startswith(begins)), "")
 
 

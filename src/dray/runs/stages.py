@@ -120,9 +120,9 @@ def _stages(paths: RunPaths, began: float) -> list[Stage]:
         "preflight passed": written(paths.preflight_report),
     }
     for event in map(metrics.parsed, _head(paths.metrics).split(b"\n")):
-        kind = (event or {}).get("event")
+        kind = str((event or {}).get("event"))
         if event and kind in _BY_EVENT:
-            at.setdefault(_BY_EVENT[str(kind)], metrics.number(event, "time"))
+            at.setdefault(_BY_EVENT[kind], metrics.number(event, "time"))
     return [Stage(name=name, s=round(max(0.0, when - began), 1)) for name, when in at.items() if when]
 
 

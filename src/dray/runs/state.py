@@ -19,7 +19,7 @@ class Waiting(BaseModel):
     job: int
     state: str
     reason: str
-    words: str = ""
+    meaning: str = ""
     """The reason in plain words; empty where it is unknown here."""
     start: str | None = None
     """When Slurm expects to start it, or may at the earliest."""
