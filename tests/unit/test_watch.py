@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shlex
 import subprocess
@@ -140,7 +141,7 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
         "begun-15": "no result",
     }
     assert asked.read_text().splitlines() == [
-        "standard", "--noheader", f"--user={os.environ.get('LOGNAME') or 'root'}", "--format=%A|%T|%r|%S|%o",
+        "standard", "--noheader", f"--user={pwd.getpwuid(os.geteuid()).pw_name}", "--format=%A|%T|%r|%S|%o",
     ]  # fmt: skip
     assert found["begun-13"].waiting
     assert found["begun-13"].waiting.start == "2030-01-01T00:00:00Z"
@@ -515,6 +516,21 @@ def test_nothing_moves_a_cursor() -> None:
     line = b"\x1b[31mred\x1b[0m\t\x1b[2J\x1b]0;title\x07 \xff"
     assert logs.shown(line) == "red     \ufffd[2J\ufffd]0;title\ufffd \ufffd"
     assert logs.shown(b"\r 10%|#\r 90%|####\r") == " 90%|####"
+
+
+def test_a_rank_has_its_colour(
+    talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    node, _, _, rank = every = of(talks)
+    for coloured in (True, False):
+        monkeypatch.setenv("NO_COLOR", "" if coloured else "1")
+        printer = logs.Printer()
+        printer.widen(every)
+        printer.line(node, b"a\x1b[2J")
+        printer.line(rank, b"b")
+        shown = ("\x1b[2mnode 0 | \x1b[0m", "\x1b[33mrank 1 | \x1b[0m") if coloured else ("node 0 | ", "rank 1 | ")
+        assert capsys.readouterr().out == f"{shown[0]}a\ufffd[2J\n{shown[1]}b\n"
 
 
 def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from dray.runs.stages import dig
 from dray.runs.state import RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
+_STATS = 2000  # a second, of which a shared disk takes no harm
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 _STYLE = re.compile(r"\x1b\[[0-9;:]*m")
 
@@ -133,7 +134,7 @@ class _Shown:
                 return
             for _ in range(_LOOK_EVERY):
                 sys.stdout.flush()
-                wait(_POLL_S)
+                wait(max(_POLL_S, len(self._logs) / _STATS))
                 self._new(self._logs.values())
             seen = self._watched.look()
             if seen.attempt != self._attempt:

@@ -30,7 +30,7 @@ from dray.runs.stages import Node, duration
 from dray.runs.state import RUNNING, State
 
 _LOOK_S = 1.0
-_SMALL, _CLOSELY_S = 4 << 20, 15.0  # of large metrics, events beside steps are looked for less often
+_SMALL, _FEW, _CLOSELY_S = 4 << 20, 64, 15.0  # large metrics and many logs are looked at less often
 _NODES, _LINES, _TAIL = 8, 6, 1 << 14
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.,-~=+*"
 
@@ -79,7 +79,8 @@ class _View:
         """Show how it is now; whether it has ended."""
         closely = time.monotonic() > self._closely + _CLOSELY_S
         with suppress(OSError):
-            closely = closely or self.paths.metrics.stat().st_size < _SMALL
+            small = len(self.seen.nodes) <= _FEW and self.paths.metrics.stat().st_size < _SMALL
+            closely = closely or small
         live = self.seen.live
         self.seen = self._seen(closely=closely or not live)
         if self.seen.live is None and self.seen.state == RUNNING:

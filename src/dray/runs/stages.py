@@ -69,6 +69,8 @@ def live(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> Live:
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
     ages += [time.time() - at for at in [written(paths.metrics)] if at]
     quiet = round(max(0.0, min(ages)), 1) if ages else None
+    if quiet is not None and quiet < _QUIET_S and not dig(plan, "recipe", "command"):  # each rank logs each step
+        nodes = [_silent(node) for node in nodes]
     notes = [text for _, text in told[-_MOST:]]
     with suppress(OSError):
         if asked := files.read(paths.folder / run_folder.STOP, limit=_HEAD).decode(errors="replace").split():
@@ -166,6 +168,12 @@ def _nodes(paths: RunPaths, plan: dict[str, Any], told: list[tuple[str, str]]) -
         quiet = None if at is None else round(max(0.0, time.time() - at), 1)
         found.append(Node(name=name, ranks=list(ranks), quiet_s=quiet, notes=notes))
     return found
+
+
+def _silent(node: Node) -> Node:
+    if node.quiet_s is None or node.quiet_s <= _QUIET_S:
+        return node
+    return node.model_copy(update={"notes": [*node.notes, f"silent for {duration(node.quiet_s)}, unlike others"]})
 
 
 def _listed(folder: Path) -> dict[str, float]:
