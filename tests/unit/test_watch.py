@@ -435,6 +435,30 @@ def test_a_run_that_goes_back_has_its_steps_twice(talks: RunPaths) -> None:
     assert [line for _, line in joined([log], talks, since=NOW + 90)] == [b"step 1/60", b"step 2/60"]
 
 
+def test_a_time_never_goes_back_within_a_log(talks: RunPaths) -> None:
+    """As where a program prints an older date: such a line stays behind the one before it."""
+    talks.rank_log(1).write_text("step 3/60  loss 3\n2026-11-25 01:27:01 older\n")
+    assert read(talks, since=NOW + 45) == ["rank 1: step 3/60  loss 3", "rank 1: 2026-11-25 01:27:01 older"]
+
+
+def test_a_run_that_goes_on_is_waited_for(
+    tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some seconds lie between its result and its place in the queue."""
+    slurm("51|RUNNING|None|2026-11-25T01:26:00|x")
+    paths, now = begun(tmp_path), [100.0]
+    stopped(paths)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watched = looking.Watched(paths.run)
+    assert watched.over(watched.look())
+    result = json.loads(paths.result.read_text())
+    paths.result.write_text(json.dumps(result | {"next": {"requeue": True, "why": "1 of 3"}}))
+    watched = looking.Watched(paths.run)
+    assert not watched.over(watched.look())
+    now[0] += 50
+    assert watched.over(watched.look())
+
+
 def test_one_node_or_one_rank(talks: RunPaths) -> None:
     assert [log.label for log in of(talks)] == ["node 0", "node 1", "rank 0", "rank 1"]
     assert [log.label for log in of(talks, node=1)] == ["node 1", "rank 1"]
