@@ -37,7 +37,7 @@ class Slurm:
 
     def has(self, number: int, state: str, *, submitted: str = "2026-11-24T05:00:00", command: str = "run.sh") -> None:
         """One job."""
-        (self.folder / "squeue").write_text(f"{number}|{number}|{state}|{submitted}|{command}\n")
+        (self.folder / "squeue").write_text(f"{number}|{number}|{state}|{submitted}|None|N/A|{command}\n")
 
     @property
     def calls(self) -> list[str]:

@@ -35,7 +35,7 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
 # In the order of their use.
 _VERBS = (
     *("init", "plan", "prefetch", "run", "submit"),
-    *("stop", "enter", "jupyter"),
+    *("runs", "status", "logs", "top", "stop", "enter", "jupyter"),
     *("finish", "why", "report", "diff", "replay", "sync", "scale", "sweep"),
     *("clean", "doctor", "completion"),
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from dray.contract.findings import counted
+from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
+from dray.runs.metrics import Event, number, parsed, whole
 from dray.runs.paths import RunPaths
 
 
@@ -26,9 +26,9 @@ class Progress:
         rank = (only or 0) * world.ranks_per_node
         where = f"{counted(world.size, 'rank')} on {counted(len(world.nodes), 'node')} ({plan.engine})"
         self.rank: int | None = None  # whose output is shown
-        self._view: Output | _Steps
+        self._view: Output | Steps
         if train and rank == 0:
-            self._view = _Steps(paths.metrics, train.steps)
+            self._view = Steps(paths.metrics, train.steps)
         else:
             self.rank, self._view = rank, Output(paths.rank_log(rank))
             if world.size > 1:
@@ -54,11 +54,11 @@ class Progress:
         print("stopping: ranks get a few seconds to end by themselves; Ctrl-C again ends them at once", flush=True)
 
 
-class _Steps:
+class Steps:
     """Steps and evaluations: a bar on a terminal, a line for each elsewhere. An evaluation is a line on both."""
 
-    def __init__(self, metrics: Path, steps: int | None) -> None:
-        self._file, self._rest = Growing(metrics), b""
+    def __init__(self, metrics: Path, steps: int | None, *, position: int = 0) -> None:
+        self._file, self._rest = Growing(metrics, position), b""
         self._steps, self._figures = steps or 0, ""
         console = Console()
         self._bar: Bar | None = None
@@ -78,8 +78,8 @@ class _Steps:
         if self._bar:
             self._bar.start()
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for line in lines:
-            self._show(json.loads(line))
+        for event in filter(None, map(parsed, lines)):
+            self._show(event)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -87,24 +87,21 @@ class _Steps:
             self._bar.stop()
             self._bar = None
 
-    def _show(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
+    def _show(self, event: Event) -> None:
+        kind, step, text = event.get("event"), whole(event, "step") or 0, described(event)
         if kind == "start":
-            self._steps, first = event["steps"], event["first_step"]
-            if first:
+            self._steps = whole(event, "steps") or self._steps
+            if first := whole(event, "first_step"):
                 self._say(f"resumed at step {first} of {self._steps}")
-            self._draw(first, "training", "evaluating")
+            self._draw(first or 0, "training", "evaluating")
         elif kind == "step":
-            loss, speed, left = (event[name] for name in ("loss", "tokens_per_s", "seconds_left"))
-            self._figures = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+            self._figures = text
             if self._plain:
-                self._say(f"step {event['step']}  {self._figures}")
-            self._draw(event["step"], "training", "evaluating")
-        elif "perplexity" in event:
-            what = kind.replace("eval", "evaluation", 1).replace("-", " ", 1)
-            figures = "  ".join(_figure(event, name, form) for name, form in _EVALUATED.items())
-            self._say(f"{what} at step {event['step']}  {figures}")
-            self._draw(event["step"], "training", "saving")
+                self._say(f"step {step}  {text}")
+            self._draw(step, "training", "evaluating")
+        elif text:
+            self._say(text)
+            self._draw(step, "training", "saving")
 
     def _draw(self, step: int, before: str, after: str) -> None:
         """What the bar says before the last step, and after it."""
@@ -123,5 +120,22 @@ class _Steps:
 _EVALUATED = {"loss": ".3f", "perplexity": ".2f", "accuracy": ".3f"}
 
 
-def _figure(event: dict[str, Any], name: str, form: str) -> str:
-    return f"{name} {event[name]:{form}}" if event[name] is not None else f"{name} not finite"
+def described(event: Event) -> str:
+    """The figures of a step, or an evaluation in words; empty for any other."""
+    kind = str(printable(event.get("event")))[:80]
+    if kind == "step":
+        speed, left = number(event, "tokens_per_s"), number(event, "seconds_left")
+        parts = [_figure(event, "loss", ".3f")]
+        parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
+        parts += [f"{left:.0f} s left"] if left is not None else []
+        return "  ".join(parts)
+    if "perplexity" not in event:
+        return ""
+    what = kind.replace("eval", "evaluation", 1).replace("-", " ", 1)
+    figures = "  ".join(_figure(event, name, form) for name, form in _EVALUATED.items())
+    return f"{what} at step {whole(event, 'step')}  {figures}"
+
+
+def _figure(event: Event, name: str, form: str) -> str:
+    value = number(event, name)
+    return f"{name} not finite" if value is None else f"{name} {value:{form}}"

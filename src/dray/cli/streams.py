@@ -60,6 +60,12 @@ class Streams:
         return UnfitError("the output could not be written", where="standard output", found=refused.strerror)
 
 
+def is_gone() -> bool:
+    """Whether nobody takes what is printed any more: a verb that only prints has nothing left to do."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return isinstance(raw, _Output) and raw.refused is not None
+
+
 def settle() -> None:
     """Give up what no stream takes: Python would try once more at its end, and make 120 of the exit code."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):

@@ -25,6 +25,7 @@ from dray.cli.options import (
     report,
 )
 from dray.cli.plan import Verbose, show
+from dray.cli.top import watch
 from dray.config import checkout
 from dray.images import store
 from dray.runs import login, write
@@ -54,6 +55,7 @@ def submit(
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
     as_json: Json = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Then watch the run, as dray top does.")] = False,
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options.
 
@@ -103,3 +105,5 @@ def submit(
         return
     which = f", for attempt {attempt.attempt}" if attempt.attempt > 1 else ""
     print(f"job {job} is in the queue{which}\nrun folder: {folder}")
+    if follow:
+        watch(folder)

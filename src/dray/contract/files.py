@@ -16,7 +16,7 @@ from dray.contract.findings import ConfigError
 
 DEPTH = 64
 """Tables and lists within one another; Python itself gives up at some hundreds."""
-_LIMIT = 16 << 20
+_LIMIT, _USUAL = 16 << 20, 1 << 16
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO, not a file",
@@ -48,7 +48,9 @@ def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> Buffered
 def read(path: str | os.PathLike[str], *, limit: int = _LIMIT) -> bytes:
     """The content of a file of at most so many bytes; OSError says what is wrong with it."""
     with open_regular(path) as file:
-        content = file.read(limit + 1)
+        content = file.read(min(limit + 1, _USUAL))  # for as much as may come the memory is mapped and unmapped
+        if len(content) == _USUAL:
+            content += file.read(limit + 1 - len(content))
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", os.fspath(path))
     return content

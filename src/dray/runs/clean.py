@@ -44,7 +44,7 @@ class Options(NamedTuple):
 
 def look(options: Options) -> list[Item]:
     """All there is of these kinds, the largest first."""
-    jobs = squeue.asked_once()
+    jobs = squeue.Queue().jobs
     own = [run for run in named.every(options.runs) if _own(run)]
     states = [live.look(run, jobs) for run in own]
     going = [state for state in states if _goes_on(state)]

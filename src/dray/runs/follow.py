@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dray.contract import files
+
 
 class Growing:
     """A file that grows, and may not be there yet."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._position = path, 0
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self._path, self._position = path, position
 
     def read(self) -> bytes:
         """What has come since the last time."""
-        if not self._path.exists():
+        try:
+            with files.open_regular(self._path) as file:
+                file.seek(self._position)
+                new = file.read()
+        except FileNotFoundError:
             return b""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            new = file.read()
         self._position += len(new)
         return new
 

@@ -13,6 +13,7 @@ from dray.contract.findings import counted
 from dray.runs.records import RECORD
 
 Event = dict[str, Any]
+_STEP = b'{"event": "step", '
 
 
 class Metrics:
@@ -30,7 +31,7 @@ class Metrics:
             return
         with file:
             while line := file.readline(RECORD):
-                if event := _event(line):
+                if event := parsed(line):
                     yield event
                 else:
                     self._damaged += line.endswith(b"\n") or len(line) == RECORD
@@ -42,17 +43,33 @@ class Metrics:
 
 def last(path: Path, *kinds: str, most: int = 1 << 16) -> Event | None:
     """The newest event of one of these kinds, looked for in the end of the file alone: there may be a million lines."""
+    return next((event for event in reversed(tail(path, most=most)) if event.get("event") in kinds), None)
+
+
+def tail(path: Path, *, most: int = 1 << 16) -> list[Event]:
+    """The events in the end of the file."""
     try:
         with files.open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            lines = file.read(most).split(b"\n")
+            return list(filter(None, map(parsed, file.read(most).split(b"\n"))))
     except FileNotFoundError:
-        return None
-    found = (event for line in reversed(lines) if (event := _event(line)))
-    return next((event for event in found if event.get("event") in kinds), None)
+        return []
 
 
-def _event(line: bytes) -> Event | None:
+def rare(path: Path) -> Iterator[Event]:
+    """All events that are no steps, of which there may be a million: their lines are not parsed."""
+    try:
+        file = files.open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        while line := file.readline(RECORD):
+            if not line.startswith(_STEP) and (event := parsed(line)):
+                yield event
+
+
+def parsed(line: bytes) -> Event | None:
+    """One line; None where it is damaged."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

@@ -72,7 +72,7 @@ def job_of(attempt: RunPaths) -> int:
 def changed(run: Path) -> float:
     """When its last attempt began or ended, or its job was submitted."""
     numbers = attempts(run)
-    newest = RunPaths(run, numbers[-1]).folder if numbers else run
+    newest = run / run_folder.attempt(numbers[-1]) if numbers else run
     with suppress(OSError):
         return newest.lstat().st_mtime
     return 0.0

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property
 from typing import NamedTuple
 
 from dray import process
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
+from dray.fitness import host
 
 # Jobs that have ended are not among them.
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
-_COLUMNS = "%A|%i|%T|%V|%o"
+_COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last may have any character
 _ANSWER_S = 30.0
 
 
@@ -26,6 +28,10 @@ class Job(NamedTuple):
     """As scancel takes it: of an array's last task the number alone would be the whole array."""
     state: str
     submitted: float
+    reason: str
+    """Why it waits."""
+    start: float | None
+    """When it started; while it waits, when Slurm expects to start it, or may at the earliest."""
     command: str
     """The script and its arguments, with a blank between."""
 
@@ -38,34 +44,53 @@ class Job(NamedTuple):
 def jobs(cluster: str = "") -> list[Job]:
     """All of this user's. DrayError: Slurm is not here, or does not answer."""
     of = [f"--clusters={cluster}"] if cluster else []
-    argv = ["squeue", "--noheader", f"--user={os.geteuid()}", *of, f"--format={_COLUMNS}"]
+    # The user's own SQUEUE_PARTITION and its like would hide jobs.
+    hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
+    format_ = f"--format={'|'.join(_COLUMNS)}"
+    argv = [*(["env", *hidden] if hidden else []), "squeue", "--noheader", f"--user={os.geteuid()}", *of, format_]
     done = process.run(argv, env={"SLURM_TIME_FORMAT": "standard"}, check=False, seconds=_ANSWER_S)
     if done.code:
         raise UnfitError("Slurm does not tell which jobs there are", where="squeue", found=done.err.strip()[-300:])
-    lines = [line.split("|", 4) for line in done.out.splitlines()]
-    return [
-        Job(int(number), id_, state, _seconds(submitted), str(printable(command)))
-        for number, id_, state, submitted, command in (line for line in lines if len(line) == 5)
-        if number.isdecimal()
-    ]
+    return [job for job in map(_job, done.out.splitlines()) if job]
 
 
-def asked_once() -> Callable[[str], list[Job]]:
+class Queue:
     """The same for many runs: each cluster is asked once, also where it does not answer."""
-    known: dict[str, list[Job] | DrayError] = {}
 
-    def asked(cluster: str) -> list[Job]:
-        if cluster not in known:
+    def __init__(self) -> None:
+        self._known: dict[str, list[Job] | DrayError] = {}
+
+    def jobs(self, cluster: str = "") -> list[Job]:
+        """All of this user's there. DrayError: Slurm is not here, or does not answer."""
+        if cluster not in self._known:
             try:
-                known[cluster] = jobs(cluster)
+                self._known[cluster] = jobs(cluster)
             except DrayError as silent:
-                known[cluster] = silent
-        found = known[cluster]
+                self._known[cluster] = silent
+        found = self._known[cluster]
         if isinstance(found, DrayError):
             raise found
         return found
 
-    return asked
+    @property
+    def answers(self) -> bool:
+        """Whether this machine's Slurm does."""
+        with suppress(DrayError):
+            self.jobs()
+            return True
+        return False
+
+    @cached_property
+    def cluster(self) -> str:
+        """What Slurm calls the cluster that was asked."""
+        return host.cluster_name() if self.answers else ""
+
+    def of(self, job: int | None, folders: Iterable[str] = ()) -> Job | None:
+        """The job with this number, one that runs before one that waits; or one for such a run folder (`--run=`)."""
+        known = sorted(self.jobs(), key=lambda one: one.waits) if self.answers else []
+        options = [f" --run={folder} " for folder in folders]
+        named = (one for one in known if any(option in f" {one.command} " for option in options))
+        return next((one for one in known if one.number == job), next(named, None))
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
@@ -84,6 +109,17 @@ def of_batch(job: Job) -> bool:
 
     argv = ["scontrol", "show", "job", "--oneliner", str(job.number)]
     return of_a_batch_job(process.run(argv, check=False, seconds=_ANSWER_S).out)
+
+
+def _job(line: str) -> Job | None:
+    fields = line.split("|", len(_COLUMNS) - 1)
+    if len(fields) < len(_COLUMNS) or not fields[0].isdecimal():
+        return None
+    number, id_, state, submitted, reason, start, command = fields
+    return Job(
+        int(number), id_, state, _seconds(submitted), str(printable(reason)), _seconds(start) or None,
+        str(printable(command.strip())),
+    )  # fmt: skip
 
 
 def _seconds(stamp: str) -> float:

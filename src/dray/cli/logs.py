@@ -1,0 +1,181 @@
+"""`dray logs`: what the nodes and ranks of a run have written, and write."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dray.cli import times
+from dray.cli.options import Run, Runs
+from dray.cli.streams import is_gone
+from dray.contract.findings import ConfigError
+from dray.contract.values import printable
+from dray.runs import logs as files
+from dray.runs.logs import Log
+from dray.runs.look import Watched, table
+from dray.runs.named import find
+from dray.runs.paths import RunPaths
+from dray.runs.stages import dig
+from dray.runs.state import RUNNING, State
+
+_POLL_S, _LOOK_EVERY = 0.2, 5
+_STATS = 2000  # a second, of which a shared disk takes no harm
+_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+_STYLE = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+def logs(
+    run: Run = "",
+    node: Annotated[str, typer.Option(metavar="N", help="Only of this node and its ranks: its name, or 0, 1 ...")] = "",
+    rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only of this rank.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run ends, over its next attempts too.")
+    ] = False,
+    since: Annotated[
+        str, typer.Option(metavar="WHEN", help="Only lines from then on: 90m, 12h, 3d, or 2026-11-24T18:00.")
+    ] = "",
+    runs: Runs = None,
+) -> None:
+    """Show the logs of all nodes and ranks, in the order of time as far as their lines tell it.
+
+    dray logs 4711 --rank 3 -f
+    """
+    folder, begin = find(run, runs), times.since(since)
+    watched = Watched(folder)
+    seen = watched.look()
+    printer = Printer()
+    show = _Shown(watched, printer, node, rank)
+    if not show.begin(seen, begin, whole=not follow) and not follow:
+        raise ConfigError(
+            "there is no such log",
+            where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
+            wanted=f"the log of rank {rank}" if rank is not None else f"a log of node {node}" if node else "a log",
+            found=f"the run is {seen.state}",
+            fix="dray status says what it waits for; dray logs -f waits too" if not seen.attempt else "another --rank",
+        )
+    if follow:
+        try:
+            show.follow(seen)
+        except KeyboardInterrupt:
+            print("\nthe run goes on", file=sys.stderr)
+
+
+class Printer:
+    """Lines with whose they are before them; on a terminal coloured by rank, and harmless."""
+
+    def __init__(self) -> None:
+        self.terminal = sys.stdout.isatty()
+        self._coloured = self.terminal and not os.environ.get("NO_COLOR")
+        self._width = 0
+
+    def widen(self, logs: Sequence[Log]) -> None:
+        """To these; the lines of a single log need no name."""
+        self._width = max((len(log.label) for log in logs), default=0) if len(logs) > 1 else 0
+
+    def line(self, log: Log, line: bytes) -> None:
+        """One line of a log. What is piped has the log's own bytes."""
+        name = f"{log.label:<{self._width}} | " if self._width else ""
+        if not self.terminal:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(name.encode() + line + b"\n")
+            return
+        if self._coloured and name:
+            colour = _COLOURS[log.number % len(_COLOURS)] if log.kind == "rank" else 2
+            name = f"\x1b[{colour}m{name}\x1b[0m"
+        print(name + shown(line))
+
+    def say(self, text: str) -> None:
+        """What is no line of a log."""
+        sys.stdout.flush()
+        print(f"dray: {text}", file=sys.stderr, flush=True)
+
+
+def shown(line: bytes) -> str:
+    """As a terminal may be sent it: of a bar that draws over itself the last state, and nothing that moves a cursor."""
+    text = _STYLE.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
+    return str(printable(text)).expandtabs()
+
+
+class _Shown:
+    """The logs of a run, from one attempt to the next."""
+
+    def __init__(self, watched: Watched, printer: Printer, node: str, rank: int | None) -> None:
+        self._watched, self._printer, self._node, self._rank = watched, printer, node, rank
+        self._logs: dict[Path, Log] = {}
+        self._attempt: int | None = None
+
+    def begin(self, seen: State, since: float, *, whole: bool) -> bool:
+        """Show what is there, in the order of time; whether there is any."""
+        self._attempt = seen.attempt
+        self._add(seen)
+        paths = RunPaths(Path(seen.folder), seen.attempt or 1)
+        for log, line in files.joined([*self._logs.values()], paths, since=since, whole=whole):
+            self._printer.line(log, line)
+            if is_gone():
+                break
+        return bool(self._logs)
+
+    def follow(self, seen: State, wait: Callable[[float], None] = time.sleep) -> None:
+        """Show what comes, until the run has ended."""
+        state = ""
+        while not is_gone():
+            over = self._watched.over(seen)
+            self._new(self._logs.values())
+            if (word := _about(seen)) != state:
+                self._printer.say(state := word)
+            if over:
+                return
+            for _ in range(_LOOK_EVERY):
+                sys.stdout.flush()
+                wait(max(_POLL_S, len(self._logs) / _STATS))
+                self._new(self._logs.values())
+            seen = self._watched.look()
+            if seen.attempt != self._attempt:
+                self._attempt = seen.attempt
+                self._logs.clear()
+            self._add(seen)
+
+    def _new(self, logs: Iterable[Log]) -> None:
+        for log, line in files.new(logs):
+            self._printer.line(log, line)
+
+    def _add(self, seen: State) -> None:
+        if seen.attempt is None:
+            found = files.of_job(Path(seen.folder))
+        else:
+            paths = RunPaths(Path(seen.folder), seen.attempt)
+            each = dig(table(paths.plan, []), "world", "ranks_per_node")
+            found = files.of(
+                paths, node=self._number(seen), rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1
+            )
+        for log in found:
+            self._logs.setdefault(log.path, log)
+        self._printer.widen([*self._logs.values()])
+
+    def _number(self, seen: State) -> int | None:
+        if not self._node:
+            return None
+        if self._node in seen.nodes:
+            return seen.nodes.index(self._node)
+        if self._node.isdecimal() and int(self._node) < max(1, len(seen.nodes)):
+            return int(self._node)
+        raise ConfigError(
+            "--node names no node of the run",
+            wanted=f"one of {' '.join(seen.nodes[:20])}, or its number, from 0",
+            found=ascii(self._node),
+        )
+
+
+def _about(seen: State) -> str:
+    attempt = f"attempt {seen.attempt}: " if seen.attempt else ""
+    why = f" ({seen.waiting.reason})" if seen.waiting else f", {seen.why}" if seen.why else ""
+    if seen.state == RUNNING and not seen.live:
+        return f"{attempt}running"
+    return f"{attempt}{seen.state}{why}"

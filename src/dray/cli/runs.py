@@ -1,0 +1,107 @@
+"""`dray runs`: the runs that there are, the newest first."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from dray.cli import times
+from dray.cli.options import Runs
+from dray.contract.findings import ConfigError, counted
+from dray.runs import state
+from dray.runs.look import look, newest_first
+from dray.runs.named import every
+from dray.runs.paths import default_runs
+from dray.runs.squeue import Queue
+from dray.runs.state import State
+
+_HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS")
+_LAST = 30
+_RIGHT = {"NODES", "STEP", "LOSS", "ATTEMPTS"}
+_COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red", "stopped": "yellow"}
+
+
+def runs(
+    states: Annotated[
+        list[str] | None,
+        typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(state.STATES)}; may be repeated."),
+    ] = None,
+    recipe: Annotated[str, typer.Option(metavar="NAME", help="Only of this recipe; gpt2* is several.")] = "",
+    since: times.Since = "",
+    last: Annotated[
+        int | None, typer.Option("--last", "-n", min=0, help="How many, 0 for all; else 30, and all with --json.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
+    runs: Runs = None,
+) -> None:
+    """List runs, the newest first: state, recipe, nodes, step, loss, start and attempts.
+
+    A state is what the run's files tell, and Slurm's queue where this machine has one.
+
+    dray runs --state failed --state lost --since 3d
+    """
+    folder = (runs or default_runs()).absolute()
+    wrong = sorted({*(states or ())} - {*state.STATES})
+    if wrong:
+        raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(state.STATES)}", found=wrong[0])
+    queue = Queue()
+    newest = newest_first(list(every(folder)))
+    found = (look(run, queue) for run in newest)
+    fitting = _fitting(found, states or (), recipe, times.since(since))
+    limit = ((0 if as_json else _LAST) if last is None else last) or None
+    shown = list(islice(fitting, limit))
+    if as_json:
+        print(json.dumps([one.model_dump() for one in shown], indent=1))
+        return
+    if not shown:
+        print(f"no runs in {folder}" if not newest else f"none of the {counted(len(newest), 'run')} in {folder} fits")
+        return
+    table(shown)
+    if len(shown) == limit and next(fitting, None):
+        print(f"the newest {limit} are shown; -n 0 shows all")
+
+
+def _fitting(found: Iterator[State], states: Sequence[str], recipe: str, since: float) -> Iterator[State]:
+    for one in found:
+        began = times.seconds(one.started) or 0.0
+        named = not recipe or fnmatchcase(one.recipe or "", recipe)
+        if named and began >= since and (not states or one.state in states):
+            yield one
+
+
+def table(shown: Sequence[State]) -> None:
+    """In columns that no line is broken for: a reader may be awk."""
+    rows = [_row(one) for one in shown]
+    widths = [max(len(row[place]) for row in (_HEADS, *rows)) for place in range(len(_HEADS))]
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for row in (_HEADS, *rows):
+        cells = [
+            cell.rjust(width) if head in _RIGHT else cell.ljust(width)
+            for cell, width, head in zip(row, widths, _HEADS, strict=True)
+        ]
+        if colours and row[1] in _COLOURS:
+            cells[1] = typer.style(cells[1], fg=_COLOURS[row[1]])
+        print("  ".join(cells).rstrip())
+
+
+def _row(one: State) -> tuple[str, ...]:
+    step = "" if one.step is None else f"{one.step:,}"
+    if one.steps is not None:
+        step = f"{step or '0'}/{one.steps:,}"
+    return (
+        one.run,
+        one.state,
+        one.recipe or "",
+        f"{len(one.nodes) or ''}",
+        step,
+        "" if one.loss is None else f"{one.loss:.3f}",
+        times.local(one.started),
+        str(one.attempts),
+    )

@@ -1,0 +1,49 @@
+"""Times as users type and read them: of this machine's zone, as squeue shows them."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from dray.contract.findings import ConfigError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+Since = Annotated[
+    str, typer.Option(metavar="WHEN", help="What began before is left out: 90m, 12h, 3d, or 2026-11-24T18:00.")
+]
+
+
+def since(text: str) -> float:
+    """Seconds since 1970; 0 for no text."""
+    if not text:
+        return 0.0
+    if found := re.fullmatch(r"([0-9]{1,6}) ?([smhdw])", text):
+        return time.time() - int(found[1]) * _SECONDS[found[2]]
+    try:
+        if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", text):
+            text = f"{datetime.now().astimezone().date()}T{text:0>5}"
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            "--since has a wrong value",
+            wanted="a time before now (30s, 90m, 12h, 3d, 2w), or a date, as 2026-11-24 or 2026-11-24T18:00, or 18:00",
+            found=ascii(text),
+        ) from None
+
+
+def seconds(utc: str | None) -> float | None:
+    """Of a time as result.json has it."""
+    try:
+        return datetime.fromisoformat(utc).timestamp() if utc else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def local(utc: str | None) -> str:
+    """The same in this machine's zone, to the minute; empty where there is none."""
+    at = seconds(utc)
+    return "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

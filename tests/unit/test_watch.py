@@ -1,0 +1,705 @@
+"""`dray runs`, `status`, `logs` and `top`, on runs in any state, with a Slurm and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from damage import HOSTILE, replace
+from dray.cli import logs, progress, runs, status, times, top
+from dray.contract.findings import ConfigError
+from dray.facts import Facts
+from dray.runs import look as looking
+from dray.runs.finish import finish
+from dray.runs.logs import joined, new, of
+from dray.runs.look import look
+from dray.runs.metrics import rare, tail
+from dray.runs.paths import RunPaths
+from dray.runs.reasons import meaning
+from dray.runs.squeue import Queue
+from dray.runs.state import State
+from dray.runs.stop import Stop
+from dray.runs.write import read_recipe, write
+from helpers import PYTHON, ROOT
+
+NOW = 1795570000.0
+STEP = (
+    '{{"event": "step", "time": {time}, "step": {step}, "loss": {loss}, "tokens_per_s": 1000.0, "seconds_left": 90}}\n'
+)
+
+
+def facts(job: int) -> Facts:
+    return Facts(
+        scheduler="slurm", job=job, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", cluster="local"
+    )
+
+
+def begun(folder: Path, job: int = 51, run: str = "mine") -> RunPaths:
+    """An attempt whose files are old."""
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["train.steps=60", "ranks_per_node=1"])
+    paths = write(recipe, facts(job), runs=folder, run=run)[1]
+    settle(paths, NOW)
+    return paths
+
+
+def settle(paths: RunPaths, at: float) -> None:
+    for path in paths.folder.rglob("*"):
+        os.utime(path, (at, at))
+
+
+def steps(paths: RunPaths, *numbers: int, time: float = NOW) -> None:
+    """Metrics of a start and these steps, ten seconds from one to the next."""
+    start = {"event": "start", "time": time + 20, "world_size": 2, "steps": 60, "first_step": 0}
+    lines = [STEP.format(time=time + 20 + 10 * number, step=number, loss=6 - number / 10) for number in numbers]
+    paths.metrics.write_text(json.dumps(start) + "\n" + "".join(lines))
+
+
+def queued(folder: Path, job: int, run: str = "waits", since: float = NOW) -> Path:
+    (folder / run).mkdir()
+    about = {"job": job, "cluster": "", "time": since, "argv": ["sbatch", "--job-name=gpt2", "multinode.sh"]}
+    (folder / run / "job.json").write_text(json.dumps(about))
+    return folder / run
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """A squeue that prints these lines, and writes down how it was called; the cluster is called `local`."""
+    folder = tmp_path / "bin"
+
+    def fake(*lines: str) -> Path:
+        folder.mkdir(exist_ok=True)
+        (folder / "lines").write_text("".join(f"{line}\n" for line in lines))
+        (folder / "squeue").write_text(
+            f"#!/bin/sh\nprintf '%s\\n' \"$SLURM_TIME_FORMAT\" \"$@\" >>'{folder}/asked'\ncat '{folder}/lines'\n"
+        )
+        (folder / "scontrol").write_text("#!/bin/sh\necho 'ClusterName             = local'\n")
+        for name in ("squeue", "scontrol"):
+            (folder / name).chmod(0o755)
+        return folder / "asked"
+
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    monkeypatch.setenv("USER", "nobody-else")
+    return fake
+
+
+def stopped(paths: RunPaths, *, reason: str = "the time limit") -> None:
+    finish(paths, code=75, stopped=Stop(reason, "2026-11-25T01:38:48Z"))
+
+
+def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path]) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    waits, plans, gone = (queued(folder, job, f"queued-{job}") for job in (1, 2, 3))
+    new_one = queued(folder, 4, "queued-4", since=time.time())
+    running, lost, again, follow, other = (begun(folder, job, f"begun-{job}") for job in (11, 12, 13, 14, 15))
+    stopped(again)
+    stopped(follow)
+    facts_of = other.facts.read_text().replace("cluster=local", "cluster=elsewhere")
+    other.facts.write_text(facts_of)
+    asked = slurm(
+        "1|1|PENDING|2026-11-24T05:00:00|Priority|N/A|/c/slurm/multinode.sh x",
+        "2|2|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:00:00|/c/slurm/multinode.sh",
+        "11|11|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:00:00|(null)",
+        "13|13|PENDING|2026-11-24T05:00:00|BeginTime|2030-01-01T00:00:00|/c/slurm/multinode.sh a|b",
+        f"99|99|PENDING|2026-11-24T05:00:00|Dependency|N/A|/c/slurm/multinode.sh --run={follow.run} recipe.toml",
+        "a line that is none",
+    )
+    queue = Queue()
+    every = (waits, plans, gone, new_one, *(paths.run for paths in (running, lost, again, follow, other)))
+    found = {path.name: look(path, queue) for path in every}
+    assert {name: one.state for name, one in found.items()} == {
+        "queued-1": "queued",
+        "queued-2": "running",
+        "queued-3": "lost",
+        "queued-4": "queued",
+        "begun-11": "running",
+        "begun-12": "lost",
+        "begun-13": "queued",
+        "begun-14": "queued",
+        "begun-15": "no result",
+    }
+    assert asked.read_text().splitlines() == [
+        "standard", "--noheader", f"--user={os.geteuid()}", "--format=%A|%i|%T|%V|%r|%S|%o",
+    ]  # fmt: skip
+    assert found["begun-13"].waiting
+    assert found["begun-13"].waiting.start == "2030-01-01T00:00:00Z"
+    assert found["begun-14"].job == 99
+    assert found["queued-3"].why == "job 3 is gone and began no attempt: its output, job-3.log, may tell"
+
+
+def test_a_result_that_came_meanwhile_is_no_loss(tmp_path: Path, slurm: Callable[..., Path]) -> None:
+    slurm()
+    paths = begun(tmp_path)
+
+    class Late(Queue):
+        @property
+        def cluster(self) -> str:  # type: ignore[override]  # asked after squeue
+            stopped(paths)
+            return "local"
+
+    assert look(paths.run, Late()).state == "stopped"
+
+
+def test_an_earlier_attempt_is_not_what_slurm_runs_now(tmp_path: Path, slurm: Callable[..., Path]) -> None:
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|N/A|x")
+    first = begun(tmp_path)
+    begun(tmp_path)
+    assert look(first.folder, Queue()).state == "lost"
+    assert look(first.run, Queue()).state == "running"
+
+
+@pytest.mark.parametrize("answer", ["none", "fails", "hangs"])
+def test_without_slurm_the_files_decide(
+    tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    if answer != "none":
+        squeue = slurm().with_name("squeue")
+        squeue.write_text("#!/bin/sh\nexec sleep 60\n" if answer == "hangs" else "#!/bin/sh\nexit 1\n")
+    monkeypatch.setattr("dray.runs.squeue._ANSWER_S", 0.2)
+    paths, waits, queue = begun(tmp_path), queued(tmp_path, 1), Queue()
+    assert (look(paths.run, queue).state, look(waits, queue).state) == ("no result", "queued")
+    paths.checkpoints.joinpath("lease.json").write_text("{}")  # which is touched while it trains
+    assert look(paths.run, queue).state == "running"
+    stopped(paths)
+    assert look(paths.run, queue).state == "stopped"
+
+
+def test_a_runner_of_this_machine_holds_its_folder(tmp_path: Path) -> None:
+    from dray.contract import scratch
+
+    paths = begun(tmp_path, job=0)
+    own = json.loads(paths.plan.read_text())["scratch"]
+    lock = scratch.take(own)
+    try:
+        assert look(paths.run, Queue()).state == "running"
+    finally:
+        os.close(lock)
+    assert look(paths.run, Queue()).state == "lost"
+    Path(own, "lock").unlink()
+    Path(own).rmdir()
+    assert look(paths.run, Queue()).state == "no result"
+
+
+def dray_runs(folder: Path, capsys: pytest.CaptureFixture[str], **options: object) -> str:
+    runs.runs(**({"runs": folder} | options))  # type: ignore[arg-type]
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", "/nowhere")
+    folder = tmp_path / "my runs"
+    first = begun(folder, 7, "first")
+    steps(first, *range(1, 19))
+    stopped(first)
+    steps(begun(folder, 7, "first"), 20)
+    stopped(RunPaths(folder / "first", 2))
+    second = begun(folder, 8, "second")
+    steps(second, 1, 59)
+    settle(second, NOW)
+    queued(folder, 9)
+    for number, name in enumerate(("first/attempt-1", "first/attempt-2", "second/attempt-1", "waits")):
+        os.utime(folder / name, (NOW + number, NOW + number))
+    return folder
+
+
+TABLE = """\
+RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS
+waits   queued     gpt2                            2026-11-25 01:26         0
+second  no result  smoke-cpu      2  59/60  0.100  2026-11-25 01:26         1
+first   stopped    smoke-cpu      2  20/60  4.000  2026-11-25 01:26         2
+"""
+
+
+def test_the_list(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dray_runs(several, capsys) == TABLE
+    heads, waits, second, first = TABLE.splitlines(keepends=True)
+    more = "the newest 1 are shown; -n 0 shows all\n"
+    assert [line.split()[0] for line in dray_runs(several, capsys, last=1).splitlines()] == ["RUN", "waits", "the"]
+    assert dray_runs(several, capsys, last=1).endswith(more)
+    assert dray_runs(several, capsys, states=["stopped"]).splitlines()[1].split()[0] == "first"
+    assert dray_runs(several, capsys, recipe="gpt*").splitlines()[1].split()[:2] == ["waits", "queued"]
+    assert dray_runs(several, capsys, since="2026-11-26") == f"none of the 3 runs in {several} fits\n"
+    assert dray_runs(several / "none", capsys) == f"no runs in {several / 'none'}\n"
+    told = json.loads(dray_runs(several, capsys, as_json=True))
+    assert [State.model_validate(one).run for one in told] == ["waits", "second", "first"]
+    with pytest.raises(ConfigError, match="--state has a wrong value"):
+        dray_runs(several, capsys, states=["ended"])
+    assert heads + waits + second + first == TABLE
+
+
+def test_few_files_are_opened_for_a_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that has ended two, of another one more: a list of 5,000 takes under a second of a quiet machine."""
+    paths = begun(tmp_path)
+    steps(paths, *range(1, 2001))  # 230 kB
+    monkeypatch.setenv("PATH", "/nowhere")
+    for number in range(40):
+        folder = tmp_path / f"run-{number}" / "attempt-1"
+        folder.mkdir(parents=True)
+        for file in (paths.plan, paths.metrics):
+            os.link(file, folder / file.name)
+    stopped(paths)
+    for number in range(30):
+        os.link(paths.result, tmp_path / f"run-{number}" / "attempt-1" / "result.json")
+    opened: list[str] = []
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and noting and str(tmp_path) in str(arguments[0]):
+            opened.append(str(arguments[0]))
+
+    noting = True
+    sys.addaudithook(note)
+    try:
+        assert len(dray_runs(tmp_path, capsys, last=0).splitlines()) == 42
+    finally:
+        noting = False
+    assert len(opened) == 41 * 2 + 10  # a result, a plan, and of those without a result the metrics' end
+    assert sum(name.endswith("metrics.jsonl") for name in opened) == 10
+
+
+@pytest.mark.parametrize(
+    ("make", "stage"),
+    [
+        (lambda paths: None, "Slurm starts the nodes"),
+        (lambda paths: paths.node_log(0).write_text(""), "nodes start the image"),
+        (lambda paths: (paths.folder / "rendezvous.json").write_text("{}"),
+         "rendezvous: the first node waits for the others"),
+        (lambda paths: paths.node_log(0).write_text("dray: cores of each rank: not bound\n"), "preflight"),
+        (lambda paths: paths.node_log(0).write_text("dray: cores of each rank: x\ndray: preflight took 3.0 s\n"),
+         "the launcher starts the ranks"),
+        (lambda paths: paths.rank_log(0).write_text(""), "ranks load the data and build the model"),
+        (steps, "compiling, up to the first step"),
+        (lambda paths: steps(paths, 1), "training"),
+        (lambda paths: steps(paths, 1, 60), "the steps are done: it evaluates, saves and writes the result"),
+        (lambda paths: (paths.failures / "restart-1").mkdir(), "all ranks are started again"),
+    ],
+)  # fmt: skip
+def test_the_stages(tmp_path: Path, make: Callable[[RunPaths], object], stage: str) -> None:
+    paths = begun(tmp_path)
+    make(paths)
+    live = look(paths.run, Queue(), closely=True).live
+    assert live
+    assert live.stage == stage
+
+
+def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = queued(tmp_path, 1)
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    slurm("1|1|PENDING|2026-11-24T05:00:00|Priority|2026-11-25T03:00:00|x")
+    assert status.text(look(waits, Queue(), closely=True)) == [
+        "waits: queued (gpt2, job 1)",
+        "  Slurm: job 1 PENDING, Priority: jobs with a higher priority are before it",
+        "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's guess, which changes with the queue",
+        f"run folder: {waits}",
+    ]
+    paths = begun(tmp_path)
+    stopped(paths)
+    slurm("51|51|PENDING|2026-11-24T05:00:00|BeginTime|2026-11-25T01:28:40|x")
+    assert status.text(look(paths.run, Queue(), closely=True))[:4] == [
+        "mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "  Slurm: job 51 PENDING, BeginTime: its time to begin has not come; Slurm starts a requeued job after two "
+        "minutes",
+        "  not before: 2026-11-25 01:28 (in 2 min)",
+        "  attempts before it: 1",
+    ]
+
+
+def test_a_run_that_trains(tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:26:00|x")
+    paths = begun(tmp_path)
+    steps(paths, 1, 2)
+    with paths.metrics.open("a") as file:
+        for fields in (
+            {"event": "slow", "step": 2, "rank": 1, "node": "n2", "times": 1.314},
+            {"event": "checkpoint", "checkpoint": 2, "saved": False, "why": "No space left\x1b[2J"},
+        ):
+            file.write(json.dumps({"time": NOW + 41, **fields}) + "\n")
+    for path in (paths.rank_log(0), paths.rank_log(1)):
+        path.write_text("x\n")
+        os.utime(path, (NOW + 42, NOW + 42))
+    (paths.folder / "stop").write_text("USR1\n")
+    monkeypatch.setattr(time, "time", lambda: NOW + 45)
+    os.utime(paths.metrics, (NOW + 41, NOW + 41))
+    assert status.text(look(paths.run, Queue(), closely=True)) == [
+        "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "  stage: training",
+        "  step 2 of 60  loss 5.8000  1,000 tokens/s  1 min 25 s left",
+        "  began 2026-11-25 01:26; model built after 20 s, first step after 30 s",
+        "  last sign of life: 3 s ago",
+        "  n2: slow: rank 1 on n2, 1.31 times the median rank",
+        "  the checkpoint of step 2 is not saved: No space left\ufffd[2J",
+        "  it was asked to save and end (USR1)",
+        f"run folder: {paths.run}",
+    ]
+
+
+def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    paths = begun(tmp_path)
+    steps(paths, 1, 18)
+    stopped(paths)
+    assert status.text(look(paths.run, Queue(), closely=True)) == [
+        "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "stopped by the time limit at 2026-11-25T01:38:48Z, after step 18",
+        "  safe:   nothing yet; checkpoint.every=N saves every N steps",
+        f"  again:  the same command with --run={paths.run}",
+        f"run folder: {paths.run}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("QOSMaxJobsPerUserLimit", "a limit of its quality of service (QOS) is reached"),
+        ("AssocGrpCpuLimit", "a limit of its account or user is reached"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1",
+         "nodes that it needs are down, drained or reserved, often for a maintenance"),
+        ("Whatever", ""),
+    ],
+)  # fmt: skip
+def test_reasons_in_plain_words(reason: str, text: str) -> None:
+    assert meaning(reason) == text
+
+
+def read(paths: RunPaths, **options: float) -> list[str]:
+    return [f"{log.label}: {line.decode()}" for log, line in joined(of(paths), paths, **options)]
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> RunPaths:
+    """An attempt of two nodes, whose steps were logged from 01:27:00 on."""
+    paths = begun(tmp_path)
+    steps(paths, 1, 2, 3)
+    paths.rank_log(0).write_text("loads\nstep 1/60  loss 5\nstep 2/60  loss 4\nsaved\n")
+    paths.rank_log(1).write_text("[W1125 01:26:55.5 x.cpp:1] listens\nstep 1/60  loss 5\nstep 3/60  loss 3\n")
+    paths.node_log(0).write_text("dray: cores\nE1125 01:27:15.25 7 api.py] failed\nTraceback\n")
+    paths.node_log(1).write_text("slurmstepd: error: *** STEP 1 CANCELLED AT 2026-11-25T01:27:05 ***\n")
+    return paths
+
+
+def test_logs_are_joined_in_the_order_of_time(talks: RunPaths) -> None:
+    assert read(talks) == [
+        "node 0: dray: cores",
+        "rank 0: loads",
+        "rank 1: [W1125 01:26:55.5 x.cpp:1] listens",
+        "node 1: slurmstepd: error: *** STEP 1 CANCELLED AT 2026-11-25T01:27:05 ***",
+        "rank 0: step 1/60  loss 5",
+        "rank 1: step 1/60  loss 5",
+        "node 0: E1125 01:27:15.25 7 api.py] failed",
+        "node 0: Traceback",
+        "rank 0: step 2/60  loss 4",
+        "rank 0: saved",
+        "rank 1: step 3/60  loss 3",
+    ]
+    assert read(talks, since=NOW + 40) == ["rank 0: step 2/60  loss 4", "rank 0: saved", "rank 1: step 3/60  loss 3"]
+
+
+def test_a_zone_that_is_not_this_machine_s(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image has UTC, the login node may have another."""
+    before = read(talks)
+    monkeypatch.setenv("TZ", "Asia/Taipei")
+    time.tzset()
+    assert read(talks) == before
+
+
+def test_a_run_that_goes_back_has_its_steps_twice(talks: RunPaths) -> None:
+    steps(talks, 1, 2)
+    with talks.metrics.open("a") as file:
+        file.write(STEP.format(time=NOW + 90, step=1, loss=5) + STEP.format(time=NOW + 99, step=2, loss=4))
+    talks.rank_log(0).write_text("step 1/60\nstep 2/60\nback\nstep 1/60\nstep 2/60\n")
+    (log,) = of(talks, rank=0)
+    assert [line for _, line in joined([log], talks, since=NOW + 90)] == [b"step 1/60", b"step 2/60"]
+
+
+def test_a_time_never_goes_back_within_a_log(talks: RunPaths) -> None:
+    """As where a program prints an older date: such a line stays behind the one before it."""
+    talks.rank_log(1).write_text("step 3/60  loss 3\n2026-11-25 01:27:01 older\n")
+    assert read(talks, since=NOW + 45) == ["rank 1: step 3/60  loss 3", "rank 1: 2026-11-25 01:27:01 older"]
+
+
+def test_a_run_that_goes_on_is_waited_for(
+    tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some seconds lie between its result and its place in the queue."""
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:26:00|x")
+    paths, now = begun(tmp_path), [100.0]
+    stopped(paths)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watched = looking.Watched(paths.run)
+    assert watched.over(watched.look())
+    result = json.loads(paths.result.read_text())
+    paths.result.write_text(json.dumps(result | {"next": {"requeue": True, "why": "1 of 3"}}))
+    watched = looking.Watched(paths.run)
+    assert not watched.over(watched.look())
+    now[0] += 50
+    assert watched.over(watched.look())
+
+
+def test_one_node_or_one_rank(talks: RunPaths) -> None:
+    assert [log.label for log in of(talks)] == ["node 0", "node 1", "rank 0", "rank 1"]
+    assert [log.label for log in of(talks, node=1)] == ["node 1", "rank 1"]
+    assert [log.label for log in of(talks, rank=1)] == ["rank 1"]
+
+
+def test_what_is_new_is_whole_lines(talks: RunPaths) -> None:
+    (log,) = of(talks, rank=0)
+    assert len(list(joined([log], talks, whole=False))) == 4
+    with talks.rank_log(0).open("a") as file:
+        file.write("one\nhal")
+        file.flush()
+        assert [line for _, line in new([log])] == [b"one"]
+        file.write("f\n")
+    assert [line for _, line in new([log])] == [b"half"]
+    assert list(new([log])) == []
+
+
+def test_logs_follow_into_the_next_attempt(
+    talks: RunPaths, slurm: Callable[..., Path], capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """And end with the run."""
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:26:00|x")
+
+    def end() -> None:
+        with talks.rank_log(0).open("a") as file:
+            file.write("asked to end\n")
+        slurm("51|51|PENDING|2026-11-24T05:00:00|BeginTime|N/A|x")
+        stopped(talks)
+
+    def next_one() -> None:
+        slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:40:00|x")
+        begun(talks.run.parent).rank_log(0).write_text("resumed\n")
+
+    def done() -> None:
+        slurm()
+        paths = RunPaths(talks.run, 2)
+        paths.final_model.mkdir(exist_ok=True)
+        stopped(paths, reason="scancel")
+
+    events, waits = [end, next_one, done], 0
+
+    def wait(_seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits % 5 == 3 and events:
+            events.pop(0)()
+        assert waits < 60
+
+    watched = looking.Watched(talks.run)
+    watched._asked = -1e9  # each time, as after a while
+    seen = watched.look()
+    show = logs._Shown(watched, logs.Printer(), "", 0)
+    looking_again(watched)
+    assert show.begin(seen, 0.0, whole=False)
+    show.follow(seen, wait)
+    out, err = capsysbinary.readouterr()
+    assert out == b"loads\nstep 1/60  loss 5\nstep 2/60  loss 4\nsaved\nasked to end\nresumed\n"
+    assert err.decode().splitlines() == [
+        "dray: attempt 1: running",
+        "dray: attempt 1: queued (BeginTime)",
+        "dray: attempt 2: running",
+        "dray: attempt 2: stopped, scancel",
+    ]
+
+
+def looking_again(watched: looking.Watched) -> None:
+    """Ask Slurm each time."""
+    plain = watched.look
+
+    def fresh(*, closely: bool = False) -> State:
+        watched._asked = -1e9
+        return plain(closely=closely)
+
+    watched.look = fresh  # type: ignore[method-assign]
+
+
+def test_nothing_moves_a_cursor() -> None:
+    line = b"\x1b[31mred\x1b[0m\t\x1b[2J\x1b]0;title\x07 \xff"
+    assert logs.shown(line) == "red     \ufffd[2J\ufffd]0;title\ufffd \ufffd"
+    assert logs.shown(b"\r 10%|#\r 90%|####\r") == " 90%|####"
+
+
+def test_a_rank_has_its_colour(
+    talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    node, _, _, rank = every = of(talks)
+    for coloured in (True, False):
+        monkeypatch.setenv("NO_COLOR", "" if coloured else "1")
+        printer = logs.Printer()
+        printer.widen(every)
+        printer.line(node, b"a\x1b[2J")
+        printer.line(rank, b"b")
+        shown = ("\x1b[2mnode 0 | \x1b[0m", "\x1b[33mrank 1 | \x1b[0m") if coloured else ("node 0 | ", "rank 1 | ")
+        assert capsys.readouterr().out == f"{shown[0]}a\ufffd[2J\n{shown[1]}b\n"
+
+
+def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError) as refused:
+        logs.logs(str(talks.run), rank=7)
+    assert refused.value.finding.wanted == "the log of rank 7"
+    with pytest.raises(ConfigError, match="--node names no node of the run"):
+        logs.logs(str(talks.run), node="n9")
+
+
+def drawn(paths: RunPaths, width: int = 72) -> list[str]:
+    console = Console(file=StringIO(), width=width)
+    with console.capture() as capture:
+        console.print(top.screen(look(paths.run, Queue(), closely=True), paths, console))
+    return capture.get().splitlines()
+
+
+def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:26:00|x")
+    settle(talks, NOW + 50)
+    monkeypatch.setattr(time, "time", lambda: NOW + 53)
+    (talks.failures / "rank-1.json").write_text("{}")
+    lines = [line.rstrip() for line in drawn(talks)]
+    assert lines[:2] == ["mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)", "  stage: training"]
+    assert lines[2].endswith(" 5%")
+    assert lines[3:] == [
+        "  step 3 of 60  loss 5.7000  1,000 tokens/s  1 min 27 s left",
+        "  loss █▄▁  5.900 to 5.700",
+        "  n2  rank 1  logs written 3 s ago, failed: rank-1",
+        "  n1  rank 0  logs written 3 s ago",
+        "  | loads",
+        "  | step 1/60  loss 5",
+        "  | step 2/60  loss 4",
+        "  | saved",
+    ]
+
+
+def test_the_commands_of_its_page(talks: RunPaths) -> None:
+    """As a user types them, in a pipe."""
+    stopped(talks)
+    text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 6
+    script = "\n".join(line.replace("dray", f"{shlex.quote(sys.executable)} -m dray", 1) for line in lines)
+    env = {**PYTHON, "HOME": str(talks.run), "DRAY_RUNS": str(talks.run.parent), "RUN": "min"}
+    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    assert done.stdout.count("mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)") == 2
+
+
+def test_a_sparkline() -> None:
+    assert top.sparkline([8.0, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁  8.000 to 1.000"
+    assert top.sparkline([4.0, 2, 1, 1], 2, utf=False) == "*_  4.000 to 1.000"
+    assert top.sparkline([1.0, 1.0], 8) == "▁▁  1.000 to 1.000"
+    assert top.sparkline([1.0], 8) == ""
+
+
+def test_in_a_pipe_it_is_lines(
+    talks: RunPaths, slurm: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:26:00|x")
+
+    def wait(_seconds: float) -> None:
+        if not talks.result.exists():
+            with talks.metrics.open("a") as file:
+                file.write(STEP.format(time=NOW + 60, step=4, loss="null"))
+            stopped(talks, reason="scancel")
+
+    top.watch(talks.run, wait)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:6] == [
+        "mine: running (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
+        "stage: training",
+        "step 1  loss 5.900  1,000 tokens/s  90 s left",
+        "step 2  loss 5.800  1,000 tokens/s  90 s left",
+        "step 3  loss 5.700  1,000 tokens/s  90 s left",
+        "step 4  loss not finite  1,000 tokens/s  90 s left",
+    ]
+    assert lines[6] == "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)"
+    assert lines[-1] == f"run folder: {talks.run}"
+
+
+def test_ctrl_c_leaves_the_run_alone(
+    talks: RunPaths, slurm: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm("51|51|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:26:00|x")
+
+    def wait(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    before = sorted(talks.run.rglob("*"))
+    top.watch(talks.run, wait)
+    assert capsys.readouterr().out.splitlines()[-1] == "the run goes on; dray top shows it again"
+    assert sorted(talks.run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["plan.json", "result.json", "metrics.jsonl", "logs/rank-0.log", "stop"])
+def test_a_hostile_folder_ends_in_a_clear_line(
+    talks: RunPaths, name: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    for kind, content in HOSTILE.items():
+        replace(talks.folder / name, content)
+        seen = look(talks.run, Queue(), closely=True)
+        assert seen.state in ("no result", "running"), kind
+        assert status.text(seen)
+        runs.runs(runs=talks.run.parent)
+        drawn(talks)
+        with suppress(ConfigError):  # no log, where a plan or a link is none
+            logs.logs(str(talks.run))
+        if kind in ("a FIFO", "a device") and name == "logs/rank-0.log":
+            wrong = f"rank 0 | dray: this log cannot be read: {kind}, not a file\n".encode()
+            assert wrong in capsysbinary.readouterr().out
+        with suppress(OSError):  # of which `dray` makes a line, with the file's name
+            progress.Steps(talks.metrics, 60).look()
+
+
+def test_a_job_s_record_that_is_damaged(tmp_path: Path) -> None:
+    for kind, content in HOSTILE.items():
+        run = tmp_path / "x"
+        run.mkdir(exist_ok=True)
+        replace(run / "job.json", content)
+        if os.path.lexists(run / "job.json") and kind != "a loop":
+            assert look(run, Queue()).state == "no result", kind
+
+
+def test_events_beside_a_million_steps(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(STEP.format(time=1, step=1, loss=1).encode() * 2000 + b'{"event": "slow", "step": 3}\n')
+    assert [event["event"] for event in rare(file)] == ["slow"]
+    assert len(tail(file)) < 700
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90m", NOW - 5400), ("2 d", NOW - 172800), ("2026-11-25", 1795564800.0), ("2026-11-25T01:00Z", 1795568400.0),
+     ("1:00", 1795568400.0), ("", 0.0)],
+)  # fmt: skip
+def test_since(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    assert times.since(text) == pytest.approx(seconds) if text != "1:00" else times.since(text) % 86400 == 3600
+
+
+def test_since_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="--since has a wrong value"):
+        times.since("yesterday")
