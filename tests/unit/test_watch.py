@@ -67,7 +67,7 @@ def steps(paths: RunPaths, *numbers: int, time: float = NOW) -> None:
 
 
 def queued(folder: Path, job: int, run: str = "waits", since: float = NOW) -> Path:
-    (folder / run).mkdir()
+    (folder / run).mkdir(exist_ok=True)
     about = {"job": job, "cluster": "", "time": since, "argv": ["sbatch", "--job-name=gpt2", "multinode.sh"]}
     (folder / run / "job.json").write_text(json.dumps(about))
     return folder / run
@@ -113,7 +113,7 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
     folder.mkdir()
     waits, plans, gone = (queued(folder, job, f"queued-{job}") for job in (1, 2, 3))
     new_one = queued(folder, 4, "queued-4", since=time.time())
-    running, lost, again, follow, other = (begun(folder, job, f"begun-{job}") for job in (11, 12, 13, 14, 15))
+    running, lost, again, follow, other, salloc = (begun(folder, job, f"begun-{job}") for job in range(11, 17))
     stopped(again)
     stopped(follow)
     facts_of = other.facts.read_text().replace("cluster=local", "cluster=elsewhere")
@@ -121,13 +121,14 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
     asked = slurm(
         "1|1|PENDING|2026-11-24T05:00:00|Priority|N/A|/c/slurm/multinode.sh x",
         "2|2|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:00:00|/c/slurm/multinode.sh",
-        "11|11|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:00:00|(null)",
+        "11|11|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:00:00|/c/slurm/multinode.sh",
+        "16|16|RUNNING|2026-11-24T05:00:00|None|2026-11-25T01:00:00|(null)",
         "13|13|PENDING|2026-11-24T05:00:00|BeginTime|2030-01-01T00:00:00|/c/slurm/multinode.sh a|b",
         f"99|99|PENDING|2026-11-24T05:00:00|Dependency|N/A|/c/slurm/multinode.sh --run={follow.run} recipe.toml",
         "a line that is none",
     )
     queue = Queue()
-    every = (waits, plans, gone, new_one, *(paths.run for paths in (running, lost, again, follow, other)))
+    every = (waits, plans, gone, new_one, *(paths.run for paths in (running, lost, again, follow, other, salloc)))
     found = {path.name: look(path, queue) for path in every}
     assert {name: one.state for name, one in found.items()} == {
         "queued-1": "queued",
@@ -139,6 +140,7 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
         "begun-13": "queued",
         "begun-14": "queued",
         "begun-15": "no result",
+        "begun-16": "no result",
     }
     assert asked.read_text().splitlines() == [
         "standard", "--noheader", f"--user={os.geteuid()}", "--format=%A|%i|%T|%V|%r|%S|%o",
@@ -160,6 +162,29 @@ def test_a_result_that_came_meanwhile_is_no_loss(tmp_path: Path, slurm: Callable
             return "local"
 
     assert look(paths.run, Late()).state == "stopped"
+
+
+def test_a_number_that_slurm_gives_again(tmp_path: Path, slurm: Callable[..., Path]) -> None:
+    """A requeued job has the time of its requeue as that of its submission, and is the same."""
+    paths = begun(tmp_path)
+    scontrol = slurm("51|51|RUNNING|2026-11-25T05:00:00|None|2026-11-25T05:00:01|x").with_name("scontrol")
+    assert look(paths.run, Queue()).state == "lost"
+    scontrol.write_text("#!/bin/sh\necho ClusterName = local; echo JobId=51 Requeue=1 Restarts=1 BatchFlag=1\n")
+    assert look(paths.run, Queue()).state == "running"
+
+
+def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path]) -> None:
+    paths = begun(tmp_path)
+    finish(paths, code=1)
+    os.utime(paths.result, (NOW, NOW))
+    queued(tmp_path, 60, "mine")
+    submitted = "2026-11-25T01:30:00"
+    slurm(f"60|60|PENDING|{submitted}|Priority|N/A|/c/multinode.sh --run={paths.run} x")
+    assert look(paths.run, Queue()).state == "queued"
+    slurm(f"60|60|RUNNING|{submitted}|None|2026-11-25T02:00:00|/c/multinode.sh --run={paths.run} x")
+    assert look(paths.run, Queue()).state == "running"
+    slurm()
+    assert look(paths.run, Queue()).state == "failed"
 
 
 def test_an_earlier_attempt_is_not_what_slurm_runs_now(tmp_path: Path, slurm: Callable[..., Path]) -> None:

@@ -28,6 +28,7 @@ file for up to a minute."""
 _JUST_S = 10.0  # from sbatch's answer to the job in squeue
 _ASK_S, _NEXT_S = 15.0, 45.0
 _LIMIT = 4 << 20
+_ALLOCATION = ("", "(null)")
 _WIDE = 400
 Table = dict[str, Any]
 
@@ -87,7 +88,7 @@ def _queued(run: Path, queue: Queue) -> Table:
     fields["recipe"] = str(named[0])[:_WIDE] if named else None
     if number is None:
         return fields | {"state": NO_RESULT}
-    job = queue.of(number, [str(run)])
+    job = queue.of(number, since or 0.0, [str(run)])
     if job is None:
         asked = queue.answers and not queued.get("cluster") and run.lstat().st_uid == os.geteuid()
         if not asked or (since or 0) > time.time() - _JUST_S:
@@ -164,6 +165,8 @@ class _Attempt:
         number = metrics.whole(self.plan, "job") or next(iter(jobs(self.run)), None)
         if number and self.queue.answers:
             if job := self._job(number):
+                if job.command in _ALLOCATION:  # by salloc, which outlives a run in it
+                    return self._by_files(), job
                 return (QUEUED if job.waits else RUNNING), job
             if self._is_gone():
                 self.result = table(self.paths.result, [])  # it may have come since
@@ -173,17 +176,20 @@ class _Attempt:
     def _after(self) -> tuple[str, Job | None]:
         """Of an attempt with a result, after which the run may go on."""
         result, ended = self.result, self._ended()
-        job = (
-            self._job() if ended == STOPPED or dig(result, "next", "requeue") or dig(result, "next", "spare") else None
-        )
+        ended_at = written(f"{self.folder}/{run_folder.RESULT}") or 0.0
+        again = (written(f"{self.run}/{run_folder.JOB}") or 0.0) > ended_at  # another job was submitted since
+        goes_on = ended == STOPPED or again or dig(result, "next", "requeue") or dig(result, "next", "spare")
+        job = self._job(at=ended_at) if goes_on else None
         if job and job.waits:
             return QUEUED, job
-        again = job and (dig(result, "next", "spare") or (job.start or 0) > (written(self.paths.result) or 0))
-        return (RUNNING if again else ended), job
+        if job and (dig(result, "next", "spare") or (job.start or 0.0) > ended_at):
+            return RUNNING, job
+        return (QUEUED if again and not self.queue.answers else ended), job
 
-    def _job(self, number: int | None = None) -> Job | None:
+    def _job(self, number: int | None = None, *, at: float | None = None) -> Job | None:
         folders = {str(self.run), str(self.plan.get("run_folder"))}
-        return self.queue.of(number or metrics.whole(self.plan, "job") or None, folders)
+        number = number or metrics.whole(self.plan, "job")
+        return self.queue.of(number, at or written(f"{self.folder}/{run_folder.PLAN}") or 0.0, folders)
 
     def _is_gone(self) -> bool:
         """Whether that Slurm does not know the job means that there is none: it knows one user's, on one cluster."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from dray.fitness import host
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last may have any character
 _ANSWER_S = 30.0
+_LATE_S = 120.0  # clocks differ, and a job may be in the queue a moment before its number is written down
 
 
 class Job(NamedTuple):
@@ -59,6 +61,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._known: dict[str, list[Job] | DrayError] = {}
+        self._restarts: dict[int, bool] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All of this user's there. DrayError: Slurm is not here, or does not answer."""
@@ -85,12 +88,24 @@ class Queue:
         """What Slurm calls the cluster that was asked."""
         return host.cluster_name() if self.answers else ""
 
-    def of(self, job: int | None, folders: Iterable[str] = ()) -> Job | None:
-        """The job with this number, one that runs before one that waits; or one for such a run folder (`--run=`)."""
+    def of(self, job: int | None, at: float, folders: Iterable[str] = ()) -> Job | None:
+        """The job with this number that was there at that time, one that runs before one that waits; or one for such a
+        run folder (`--run=`)."""
         known = sorted(self.jobs(), key=lambda one: one.waits) if self.answers else []
+        found = next((one for one in known if one.number == job), None)
+        if found and (found.submitted <= at + _LATE_S or self._requeued(found.number)):
+            return found
         options = [f" --run={folder} " for folder in folders]
-        named = (one for one in known if any(option in f" {one.command} " for option in options))
-        return next((one for one in known if one.number == job), next(named, None))
+        return next((one for one in known if any(option in f" {one.command} " for option in options)), None)
+
+    def _requeued(self, number: int) -> bool:
+        """Whether its time of submission is that of a requeue; else an old number was given again."""
+        if number not in self._restarts:
+            with suppress(DrayError):
+                argv = ["scontrol", "show", "job", "--oneliner", str(number)]
+                shown = process.run(argv, check=False, seconds=_ANSWER_S).out
+                self._restarts[number] = re.search(r"\bRestarts=[1-9]", shown) is not None
+        return self._restarts.get(number, False)
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
