@@ -145,6 +145,13 @@ def test_another_job_that_has_the_number_now_is_left_alone(slurm: Slurm, paths: 
     assert slurm.calls == []
 
 
+def test_a_job_that_slurm_itself_has_put_back_is_the_same_one(slurm: Slurm, paths: RunPaths) -> None:
+    """As after a node that failed: without a result, and with a new time of submission."""
+    slurm.has(17, "PENDING", submitted=stamp(paths.plan.stat().st_mtime + 3600))
+    (slurm.folder / "scontrol").write_text("JobId=17 Requeue=1 Restarts=1 BatchFlag=1 ExitCode=0:0\n")
+    assert live.look(paths.run).kind == "queued"
+
+
 def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=0 ExitCode=0:0\n")

@@ -44,9 +44,9 @@ class Options(NamedTuple):
 
 def look(options: Options) -> list[Item]:
     """All there is of these kinds, the largest first."""
-    jobs = squeue.Queue().jobs
+    queue = squeue.Queue()
     own = [run for run in named.every(options.runs) if _own(run)]
-    states = [live.look(run, jobs) for run in own]
+    states = [live.look(run, queue) for run in own]
     going = [state for state in states if _goes_on(state)]
     waiting = any(state.paths is None for state in going)
     makers: dict[str, Callable[[], Iterator[Item]]] = {

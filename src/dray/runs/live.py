@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,16 +12,14 @@ from pydantic import ValidationError
 
 from dray.contract import files, processes, run_folder
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import squeue
 from dray.runs.named import is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
 from dray.runs.result import Result
-from dray.runs.squeue import Job
+from dray.runs.squeue import Job, Queue
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
 _MOST = 1 << 20  # bytes of a file of a run
-_LATE_S = 120.0  # clocks differ, and a job may be in the queue a moment before its number is written down
 
 
 class State(NamedTuple):
@@ -70,8 +67,9 @@ def result(paths: RunPaths) -> Result | None:
     return None
 
 
-def look(run: Path, jobs: Callable[[str], Sequence[Job]] | None = None) -> State:
-    """As it is now. `jobs` tells those of a cluster; for many runs, one that asks Slurm once."""
+def look(run: Path, queue: Queue | None = None) -> State:
+    """As it is now; for many runs with one queue, which is asked once."""
+    queue = queue or Queue()
     numbers = attempts(run)
     paths = RunPaths(run, numbers[-1]) if numbers else None
     queued = _queued(run)
@@ -81,12 +79,12 @@ def look(run: Path, jobs: Callable[[str], Sequence[Job]] | None = None) -> State
     cluster = (queued.cluster if queued else "") or ""
     ended = paths is not None and paths.result.exists()
     try:
-        known = (jobs or squeue.jobs)(cluster)
+        known = queue.jobs(cluster)
     except DrayError as silent:
         kind: Kind = "ended" if ended and not _goes_on(paths) else "unknown"
         return State(kind, run, paths, cluster=cluster, why=silent.finding.problem)
     named = _named(run, paths, queued, job, ended=ended)
-    found = next((one for one in known if _is(one, run, named)), None)
+    found = next((one for one in known if _is(one, run, named, queue)), None)
     if found is None:
         return State("ended", run, paths, cluster=cluster)
     if found.waits:
@@ -111,11 +109,11 @@ def _named(run: Path, paths: RunPaths | None, queued: Queued | None, job: int, *
     return named
 
 
-def _is(job: Job, run: Path, named: dict[int, float]) -> bool:
+def _is(job: Job, run: Path, named: dict[int, float], queue: Queue) -> bool:
     """By its number, unless another job has got that since; or by its own command line, as of a follow-on job."""
     if f" --run={run} " in f" {job.command} ":
         return True
-    return job.number in named and job.submitted <= named[job.number] + _LATE_S
+    return job.number in named and queue.was_there(job, named[job.number])
 
 
 def _goes_on(paths: RunPaths | None) -> bool:

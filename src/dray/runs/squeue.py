@@ -93,10 +93,14 @@ class Queue:
         run folder (`--run=`)."""
         known = sorted(self.jobs(), key=lambda one: one.waits) if self.answers else []
         found = next((one for one in known if one.number == job), None)
-        if found and (found.submitted <= at + _LATE_S or self._requeued(found.number)):
+        if found and self.was_there(found, at):
             return found
         options = [f" --run={folder} " for folder in folders]
         return next((one for one in known if any(option in f" {one.command} " for option in options)), None)
+
+    def was_there(self, job: Job, at: float) -> bool:
+        """Whether it is the job that had its number then; else Slurm has given that number again."""
+        return job.submitted <= at + _LATE_S or self._requeued(job.number)
 
     def _requeued(self, number: int) -> bool:
         """Whether its time of submission is that of a requeue; else an old number was given again."""
