@@ -59,7 +59,7 @@ def cases() -> list[Case]:
     chosen = [(fault, PLAIN) for fault in OF_PLAIN] + [(fault, "300 steps") for fault in LONG]
     chosen += [(fault, "ddp") for fault in WITH_SPARE if NODES > 2]
     for fault in FAULTS:
-        times = 6 if "save" in fault.name else 3
+        times = 1 if fault.name in ALONE else 6 if "save" in fault.name else 3
         chosen += [(fault, list(STRATEGIES)[number % 3]) for number in range(times)]
     return [Case(fault, strategy, SEED + number) for number, (fault, strategy) in enumerate(chosen)]
 
