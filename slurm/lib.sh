@@ -216,11 +216,12 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # terminal's Ctrl-C comes too.
   set -m
   srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null &
+    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
-  tail --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log 2>/dev/null &
+  # Of what srun itself tells some says why a node was lost, and is evidence.
+  tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log logs/srun.log 2>/dev/null &
   tail_pid=$!
   if [[ " ${options[*]} " == *" --no-kill "* ]]; then
     lib::lost &

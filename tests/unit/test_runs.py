@@ -452,3 +452,17 @@ def test_the_probe_reads_the_image_s_record_and_the_gpus_of_an_salloc(root: Path
     said = probe(root, str(tmp_path / "i.sif"), SLURM_GPUS_PER_NODE="a100:4")
     assert (said["image_sha256"], said["gpus_per_node"]) == ("2" * 64, "4")
     assert probe(root, HF_HOME=str(tmp_path / "not yet"))["hf_home"] == probe(root, HF_HOME="relative")["hf_home"] == ""
+
+
+def test_a_node_that_srun_alone_has_seen_to_be_lost(root: Path, tmp_path: Path) -> None:
+    """It kills the tasks of the other nodes before one of them notices. The same again may go well."""
+    paths = begun(root, tmp_path)
+    (paths.logs / "srun.log").write_text(
+        "srun: error: _server_write write failed: Bad file descriptor\n"
+        "srun: error: Aborting, io error and missing step on node 1\n"
+        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+    )
+    cause = finish(paths, code=137).cause
+    assert cause
+    assert (cause.name, cause.code) == ("node failure", 75)
+    assert cause.evidence == ["Slurm: srun: error: Aborting, io error and missing step on node 1"]

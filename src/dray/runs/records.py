@@ -21,7 +21,10 @@ RECORD = 1 << 20
 _MOST = 65_536
 _UNNOTICED_S = 5.0
 """Seconds in which ranks may die of a node that is lost before its loss is noticed."""
-_SLURM = re.compile(r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |[Nn]ode failure)")
+SRUN_LOG = "srun.log"
+_SLURM = re.compile(
+    r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |[Nn]ode failure|missing step on node )"
+)
 
 
 class Record(NamedTuple):
@@ -76,8 +79,8 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
 
 
 def by_slurm(logs: Path) -> list[str]:
-    """What Slurm itself wrote into the nodes' logs of why it ended them."""
-    lines = [line for log in sorted(logs.glob("node-*.log"))[:256] for line in files.tail(log)]
+    """What Slurm itself wrote of why it ended the nodes, into their logs and as srun's own messages."""
+    lines = [line for log in [*sorted(logs.glob("node-*.log"))[:256], logs / SRUN_LOG] for line in files.tail(log)]
     return list(dict.fromkeys(f"Slurm: {line[:300]}" for line in lines if _SLURM.match(line[:1000])))[:4]
 
 
