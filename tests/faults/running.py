@@ -147,7 +147,8 @@ class Running:
                 # In its first seconds a node takes the job for the one that has just ended.
                 self.cluster.exec(["scontrol", "update", f"job={self.jobs[-1]}", "StartTime=now+3"])
                 hurried.add(restarts)
-            ended = state in ENDED
+            # It may be PREEMPTED or CANCELLED for a moment before it is back in the queue.
+            ended = state in ENDED and "\nrequeued: " not in self.output()[-400:]
             if ended and "not requeued" in self.output() and not follow:
                 return
             if ended and (not follow or follow[-1] == self.jobs[-1]):

@@ -37,7 +37,8 @@ CI = ("kill -9 of a rank", "kill -9 of the launcher", "kill -9 of a rank's super
 ALONE = ("a node is switched off, with a spare node", "the controller is restarted",
          "a node stands still for 10 s", "a node is switched off",
          "a node's network is cut and healed", "preemption by a partition of higher priority",
-         "a node's network is slow", "a node's /tmp is full", "the disk of the checkpoints is full")  # fmt: skip
+         "a node's network is slow", "a node's /tmp is full",
+         "the image's file is replaced", "the disk of the checkpoints is full")  # fmt: skip
 
 
 @dataclass(frozen=True)

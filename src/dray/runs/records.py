@@ -23,7 +23,7 @@ _UNNOTICED_S = 5.0
 """Seconds in which ranks may die of a node that is lost before its loss is noticed."""
 SRUN_LOG = "srun.log"
 _SLURM = re.compile(
-    r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |[Nn]ode failure|missing step on node )"
+    r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |ode failure|missing step on )"
 )
 
 
