@@ -135,13 +135,16 @@ def joined() -> None:
 
 def without_tensorboard() -> None:
     """A Python of somebody else's may lack it, and nobody reads it here."""
-    from dray.train import trackers  # noqa: PLC0415  not before the environment is set
+    from dray.train import metrics  # noqa: PLC0415  not before the environment is set
 
-    trackers.TRACKERS["tensorboard"] = lambda *_: Nothing()
+    metrics.Trackers = Nothing
 
 
 class Nothing:
-    """A tracker."""
+    """Trackers."""
+
+    def __init__(self, *_: object) -> None:
+        """None."""
 
     def log(self, *_: object) -> None:
         """No."""

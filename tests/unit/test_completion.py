@@ -33,7 +33,7 @@ def answered(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("dray ru", ["run"]),
+        ("dray ru", ["run", "runs"]),
         ("dray run recipes/smo", ["recipes/smoke-cpu.toml"]),
         ("dray run smo", ["smoke-cpu"]),
         ("dray run smoke-cpu train.strateg", ["train.strategy="]),

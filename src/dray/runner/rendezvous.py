@@ -100,7 +100,7 @@ def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int],
 
 def _write(plan: Mapping[str, Any], **told: object) -> None:
     told |= {"attempt": plan["attempt"]}
-    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told), mode=0o600)
+    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told))
 
 
 def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:

@@ -95,7 +95,7 @@ def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, en
     """What is not the same in the replay; of one that has not begun, as far as this machine can tell."""
     made = capsule.of(paths, plan)
     if not ended:
-        own = plan.engine == "bare"
+        own = engines.get(plan.engine).image == "python"
         seen = hardware.look(ACCELERATORS[plan.variant], {}, packages=own)
         packages = seen.pop("packages", {})
         if not own:  # the image's, which its nodes will tell
