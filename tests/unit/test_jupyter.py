@@ -49,7 +49,11 @@ def here(runs: Path) -> RunPaths:
 def dray(*words: str | Path, **env: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "dray", "jupyter", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(argv, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    try:
+        return subprocess.Popen(argv, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_it_runs_until_ctrl_c(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import files, heartbeat, run_folder
+from dray.contract import files, heartbeat, processes, run_folder
 from dray.runner import record
 
 _KILLED = 137
-_WAIT_S = 0.5  # for a supervisor that is alive to write down how its rank ended
+_WAIT_S = 0.5  # for a program to end with its supervisor, or for one that is alive to write down how its rank ended
 
 
 def record_ranks(plan: Mapping[str, Any], me: int) -> None:
@@ -20,7 +20,7 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
     each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
     deadline = time.monotonic() + _WAIT_S
     for rank in range(me * each, (me + 1) * each):
-        while (silent := _silent(plan, rank)) and time.monotonic() < deadline:
+        while (silent := _silent(plan, rank)) is not False and time.monotonic() < deadline:
             time.sleep(0.02)
         if silent:
             log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
@@ -31,8 +31,8 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
             )  # fmt: skip
 
 
-def _silent(plan: Mapping[str, Any], rank: int) -> bool:
-    """Whether its program is gone, and neither its end nor a record of that was written."""
+def _silent(plan: Mapping[str, Any], rank: int) -> bool | None:
+    """Whether its program is gone, and neither its end nor a record of that was written; None while it is there."""
     if os.path.exists(f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
         return False
     try:
@@ -40,4 +40,6 @@ def _silent(plan: Mapping[str, Any], rank: int) -> bool:
             program = heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0]
     except (OSError, ValueError, struct.error):
         return False
-    return program > 0 and not os.path.exists(f"/proc/{program}")
+    if program <= 0:
+        return False
+    return None if processes.began(program) else True
