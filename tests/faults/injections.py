@@ -318,7 +318,7 @@ def on(cluster: Any, node: str, command: str) -> None:
 
 DISK = "64m"
 KILLED = r"killed by SIGKILL"
-GONE = r"is gone"
+GONE = r"is gone|node failure"
 STOPPED = r"stopped by (SIGUSR1|the time limit)"
 HANGS = ("hang_timeout_s=10",)
 FAULTS = (
