@@ -152,6 +152,20 @@ def test_a_job_that_slurm_itself_has_put_back_is_the_same_one(slurm: Slurm, path
     assert live.look(paths.run).kind == "queued"
 
 
+@pytest.mark.parametrize(("there", "kind"), [("elsewhere", "unknown"), ("local", "ended")])
+def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path, there: str, kind: str) -> None:
+    """Slurm here knows nothing of it: it may be alive, and is neither stopped, cleaned nor begun again."""
+    facts = FACTS.model_copy(update={"cluster": there})
+    paths = write(read_recipe(None, (), ["sleep", "9"]), facts, runs=tmp_path / "runs", run="there")[1]
+    (slurm.folder / "scontrol").write_text("ClusterName             = local\n")
+    seen = live.look(paths.run)
+    assert seen.kind == kind
+    if kind == "unknown":
+        assert seen.where == "its job is one of the cluster elsewhere's, and Slurm here is local"
+    finish(paths, code=78)
+    assert live.look(paths.run).kind == "ended"
+
+
 def test_an_allocation_outlives_its_run(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     (slurm.folder / "scontrol").write_text("JobId=17 BatchFlag=0 ExitCode=0:0\n")

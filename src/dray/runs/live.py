@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from dray.contract import files, processes, run_folder
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs.named import is_run, job_of
+from dray.runs.named import cluster_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
 from dray.runs.result import Result
@@ -86,13 +86,22 @@ def look(run: Path, queue: Queue | None = None) -> State:
     named = _named(run, paths, queued, job, ended=ended)
     found = next((one for one in known if _is(one, run, named, queue)), None)
     if found is None:
-        return State("ended", run, paths, cluster=cluster)
+        why = "" if cluster or (ended and not _goes_on(paths)) else _elsewhere(paths, queue)
+        return State("unknown" if why else "ended", run, paths, cluster=cluster, why=why)
     if found.waits:
         return State("queued", run, paths, found, cluster)
     begun = paths is not None and found.number == job and not (ended and _goes_on(paths))
     if begun and ended:  # its last words are written, and Slurm is cleaning up
         return State("ended", run, paths, cluster=cluster)
     return State("running" if begun else "starting", run, paths, found, cluster)
+
+
+def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
+    """Why Slurm here does not know of its job: another cluster has the same disk."""
+    there = cluster_of(paths) if paths else ""
+    if not there or there == queue.cluster:
+        return ""
+    return f"its job is one of the cluster {there}'s, and Slurm here is {queue.cluster or 'of no name'}"
 
 
 def _named(run: Path, paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from dray.contract import files, node, run_folder
 from dray.contract.values import printable
 from dray.runs import metrics, records, stages
-from dray.runs.named import changed, jobs
+from dray.runs.named import changed, cluster_of, jobs
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
@@ -193,11 +193,8 @@ class _Attempt:
 
     def _is_gone(self) -> bool:
         """Whether that Slurm does not know the job means that there is none: it knows one user's, on one cluster."""
-        with suppress(OSError):
-            facts = files.read(self.paths.facts, limit=_LIMIT).decode(errors="replace").splitlines()
-            cluster = next((line[8:] for line in facts if line.startswith("cluster=")), "")
-            return self.run.lstat().st_uid == os.geteuid() and bool(cluster) and cluster == self.queue.cluster
-        return False
+        cluster = cluster_of(self.paths)
+        return bool(cluster) and cluster == self.queue.cluster and self.run.lstat().st_uid == os.geteuid()
 
     def _by_files(self) -> str:
         held = _held(self.plan.get("scratch"))

@@ -16,6 +16,7 @@ from dray.runs.paths import RunPaths, attempts, default_runs
 
 _SHOWN = 6
 _JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
+_CLUSTER = re.compile(rb"^cluster=(.+)$", re.MULTILINE)
 _MOST = 1 << 20  # bytes of a file that is read for a job's number
 
 
@@ -67,6 +68,14 @@ def job_of(attempt: RunPaths) -> int:
     with suppress(OSError):
         return next(map(int, _JOB.findall(files.read(attempt.facts, limit=_MOST))), 0)
     return 0
+
+
+def cluster_of(attempt: RunPaths) -> str:
+    """What Slurm calls the cluster of its job; empty where its folder does not tell."""
+    with suppress(OSError):
+        found = _CLUSTER.search(files.read(attempt.facts, limit=_MOST))
+        return found[1].decode(errors="replace") if found else ""
+    return ""
 
 
 def changed(run: Path) -> float:
