@@ -32,28 +32,32 @@ def _version(show: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-# In the order of their use.
-_VERBS = (
-    *("init", "plan", "prefetch", "run", "submit"),
-    *("runs", "status", "logs", "top", "stop", "enter", "jupyter"),
-    *("finish", "why", "report", "diff", "replay", "sync", "scale", "sweep"),
-    *("clean", "doctor", "completion"),
-)
+# In the order of their use, as `dray --help` shows them.
+_PANELS = {
+    "Start a run": ("init", "plan", "prefetch", "run", "submit", "scale", "sweep"),
+    "Watch it, and act on it": ("runs", "status", "logs", "top", "stop", "enter", "jupyter", "finish"),
+    "What came of it": ("why", "report", "diff", "replay", "capsule", "sync"),
+    "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
+    "What a run is made of": ("recipe", "image", "data", "site", "env"),
+    "This machine": ("doctor", "cluster", "cache", "clean", "completion"),
+}
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "enter", "env")
 _GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
-_EVERYTHING = (*_VERBS, *_OF_MODEL, *_GROUPS)
+_EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
 
 
 def _register(named: str | None) -> None:
     """Only the verb that was named is imported: a job plans in every start, and need not load the Docker SDK for it."""
-    for name in (named,) if named in _EVERYTHING else _EVERYTHING:
-        module = importlib.import_module(f"dray.cli.{'model' if name in _OF_MODEL else name}")
-        if name in _GROUPS:
-            app.add_typer(module.app, name=name)
-        else:
-            app.command(name, hidden=name == "finish")(getattr(module, _OF_MODEL.get(name, name)))
+    for panel, names in _PANELS.items():
+        for name in {named} & {*names} if named in _EVERYTHING else names:
+            module = importlib.import_module(f"dray.cli.{'model' if name in _OF_MODEL else name}")
+            if name in _GROUPS:
+                app.add_typer(module.app, name=name, rich_help_panel=panel)
+            else:
+                verb = getattr(module, _OF_MODEL.get(name, name))
+                app.command(name, hidden=name == "finish", rich_help_panel=panel)(verb)
     examples.show(app)
 
 
