@@ -96,10 +96,11 @@ def test_what_the_model_has_no_positions_for(generate, prompt: str, tokens: int,
         ("masked", ("one",), 78, "this model does not generate text"),
         ("unfinished", ("one",), 78, "the run has no final model"),
         ("none", ("one",), 78, "this is not a run folder"),
+        ("empty", ("one",), 78, "no run is named"),
     ],
 )
 def test_what_cannot_be(runs, tmp_path: Path, run: str, words: tuple[str, ...], code: int, said: str) -> None:
-    ended = dray(runs.get(run, tmp_path / "none"), *words)
+    ended = dray(runs.get(run, "" if run == "empty" else tmp_path / "none"), *words)
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert said in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr

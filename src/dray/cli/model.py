@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from dray.cli import candidates
 from dray.cli.options import Engine
 from dray.config.recipe import Recipe
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub, write
+from dray.runs.named import find
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the model of a run, and let it generate text.")
 TrustRun = Annotated[
@@ -33,7 +35,16 @@ OffloadFolder = Annotated[
 ]
 _SIZE = re.compile(r"(cpu|\d{1,3})=(\d{1,6}(?:\.\d{1,3})?[KMG]i?B)")
 _EVALUATED = ("data", "evaluate", "train", "env", "pass_env", "image")
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; its checkpoints/final is the model.")]
+# Of the runs in DRAY_RUNS or ./runs; its checkpoints/final is the model.
+_HELP = "A run's folder, name or its beginning, or a job's number."
+Run = Annotated[str, typer.Argument(metavar="RUN", help=_HELP, autocompletion=candidates.runs)]
+
+
+def _folder(run: str) -> Path:
+    """The newest is not meant where a script's variable is empty: its model would be pushed."""
+    if not run:
+        raise ConfigError("no run is named", wanted="a run's folder, name, or job's number", found="an empty word")
+    return find(run)
 
 
 @app.command("eval")
@@ -53,7 +64,7 @@ def evaluate(
 
     dray eval runs/20261120-124439-smoke-cpu-cea81f
     """
-    plan, final = desk.ended(run, trust=trust_run)
+    plan, final = desk.ended(_folder(run), trust=trust_run)
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
             raise ConfigError(
@@ -113,7 +124,7 @@ def generate(
 
     dray generate runs/20261120-124439-mine-cea81f 'two: the' --tokens 40
     """
-    plan, final = desk.ended(run, trust=trust_run)
+    plan, final = desk.ended(_folder(run), trust=trust_run)
     recipe = plan.recipe
     job = jobs.Generate(
         str(final),
@@ -131,7 +142,7 @@ def generate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; the run may still go on.")],
+    run: Run,
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint's step; else the newest.")] = None,
     to: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Target; else RUN/exports/step-N.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Type of the weights.")] = "fp32",
@@ -143,7 +154,7 @@ def export(
 
     dray export runs/20261120-124439-smoke-cpu-cea81f --to weights --dtype bf16
     """
-    plan, paths = desk.trained(run, trust=trust_run)
+    plan, paths = desk.trained(_folder(run), trust=trust_run)
     folder = Path(plan.recipe.checkpoint.folder or paths.checkpoints)
     steps = _steps(folder, plan.run, step)
     chosen = step or steps[-1]
@@ -200,7 +211,7 @@ def push(
 
     dray push runs/20261120-124439-smoke-cpu-cea81f me/my-model
     """
-    plan, folder = desk.ended(run, trust=trust_run)
+    plan, folder = desk.ended(_folder(run), trust=trust_run)
     if name.count("/") != 1 or not all(name.split("/")):
         raise ConfigError("a model's name on the hub has two parts", wanted="OWNER/NAME", found=name)
     if adapter:
