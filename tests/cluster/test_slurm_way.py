@@ -35,6 +35,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
         *(
             f"attempt-1/{name}"
             for name in (
+                "capsule.json",
                 "facts.txt",
                 "metrics.jsonl",
                 "node.sh",
@@ -46,6 +47,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
                 "stop",
                 *(f"logs/node-{node}.log" for node in range(2)),
                 *(f"logs/rank-{rank}.log" for rank in range(4)),
+                *(f"nodes/node-{node}.json" for node in range(2)),
             )
         ),
     }

@@ -232,8 +232,9 @@ class _Left:
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
-        """What ranks told one another in the preflight is of use only where it failed."""
-        empty = (log for log in self.paths.logs.glob("preflight-*.log") if not log.stat().st_size)
+        """What ranks told one another in the preflight is of use only where it failed, and empty logs never."""
+        logs = (*self.paths.logs.glob("preflight-*.log"), self.paths.logs / records.SRUN_LOG)
+        empty = (log for log in logs if log.exists() and not log.stat().st_size)
         for left in (*self.paths.preflight.glob("rank-*"), *empty):
             left.unlink()
 
