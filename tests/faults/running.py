@@ -148,7 +148,8 @@ class Running:
                 self.cluster.exec(["scontrol", "update", f"job={self.jobs[-1]}", "StartTime=now+3"])
                 hurried.add(restarts)
             # It may be PREEMPTED or CANCELLED for a moment before it is back in the queue.
-            ended = state in ENDED and "\nrequeued: " not in self.output()[-400:]
+            _, requeued, after = self.output().rpartition("\nrequeued: ")
+            ended = state in ENDED and not (requeued and "\nrun folder: " not in after)
             if ended and "not requeued" in self.output() and not follow:
                 return
             if ended and (not follow or follow[-1] == self.jobs[-1]):
