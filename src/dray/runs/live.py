@@ -98,10 +98,10 @@ def look(run: Path, queue: Queue | None = None) -> State:
 
 def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
     """Why Slurm here does not know of its job: another cluster has the same disk."""
-    there = cluster_of(paths) if paths else ""
-    if not there or there == queue.cluster:
+    name = cluster_of(paths) if paths else ""
+    if not name or name == queue.cluster:
         return ""
-    return f"its job is one of the cluster {there}'s, and Slurm here is {queue.cluster or 'of no name'}"
+    return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
 
 
 def _named(run: Path, paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:
