@@ -52,7 +52,8 @@ def dray(folder: Path, *words: str | Path) -> tuple[int, str, str]:
         ),
         (
             "generate",
-            "RUN is missing\n  wanted: A run's folder, name or its beginning, or a job's number.\n  fix:    P generate -h\n",
+            "RUN is missing\n  wanted: A run's folder, name or its beginning, or a job's number.\n"
+            "  fix:    P generate -h\n",
         ),
         ("plan --nodes", "option '--nodes' requires an argument\n  fix:    dray -h\n"),
         ("run --nope", "no such option: --nope (Possible options: --node, --nodes)\n  fix:    P run -h\n"),
