@@ -16,7 +16,7 @@ import pytest
 from dray.contract import processes
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
-from dray.runs import halt, live
+from dray.runs import halt, live, submit
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.result import summary
@@ -73,12 +73,12 @@ def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPath
         finish(paths, code=75)
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=ends, monotonic=time.monotonic))
-    said = stop(paths.run, wait=True)
+    shown = stop(paths.run, wait=True)
     result = live.result(paths)
     assert result
     assert (result.status, result.exit_code, result.reason, result.next) == ("stopped", 75, "dray stop", None)
-    assert said.splitlines()[1:] == summary(result, paths).splitlines()
-    assert re.fullmatch(r"stopped by dray stop at \S+, before the first step was logged", said.splitlines()[1])
+    assert shown.splitlines()[1:] == summary(result, paths).splitlines()
+    assert re.fullmatch(r"stopped by dray stop at \S+, before the first step was logged", shown.splitlines()[1])
     assert looks == [1]
     slurm.has(17, "COMPLETING")
     assert stop(paths.run).startswith("mine has ended already\nstopped by dray stop at ")
@@ -154,7 +154,7 @@ def test_a_job_that_slurm_itself_has_put_back_is_the_same_one(slurm: Slurm, path
 
 @pytest.mark.parametrize(("there", "kind"), [("elsewhere", "unknown"), ("local", "ended")])
 def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path, there: str, kind: str) -> None:
-    """Slurm here knows nothing of it: it may be alive, and is neither stopped, cleaned nor begun again."""
+    """Slurm here knows nothing of it: it may be alive, and no second job begins for it."""
     facts = FACTS.model_copy(update={"cluster": there})
     paths = write(read_recipe(None, (), ["sleep", "9"]), facts, runs=tmp_path / "runs", run="there")[1]
     (slurm.folder / "scontrol").write_text("ClusterName             = local\n")
@@ -162,6 +162,8 @@ def test_a_job_of_another_cluster_on_the_same_disk(slurm: Slurm, tmp_path: Path,
     assert seen.kind == kind
     if kind == "unknown":
         assert seen.where == "its job is one of the cluster elsewhere's, and Slurm here is local"
+        with pytest.raises(ConfigError, match="the run may go on: two jobs would write into it"):
+            submit.require_free(paths.run, [])
     finish(paths, code=78)
     assert live.look(paths.run).kind == "ended"
 

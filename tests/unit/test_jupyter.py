@@ -90,9 +90,9 @@ def test_it_runs_until_ctrl_c(tmp_path: Path) -> None:
 def test_an_image_without_it(tmp_path: Path) -> None:
     paths = here(tmp_path)
     with dray(paths.run) as lab:
-        out, said = lab.communicate(timeout=30)
+        out, told = lab.communicate(timeout=30)
     assert (lab.returncode, out) == (78, "")
-    assert said.splitlines() == [
+    assert told.splitlines() == [
         "dray: JupyterLab is not in the image",
         "  wanted: jupyterlab",
         "  found:  not installed",

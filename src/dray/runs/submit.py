@@ -81,10 +81,12 @@ def sbatch(
 def require_free(run: Path, options: Sequence[str]) -> None:
     """Refuse a second job for a run that has one, unless it waits for another (`--dependency`)."""
     state = live.look(run) if named.is_run(run) else None
-    if state and state.kind in ("queued", "starting", "running") and not any(map(_waits, options)):
+    # A job that Slurm here does not know may be another cluster's, on the same disk.
+    may_go_on = state and (state.kind != "unknown" or (state.paths and named.job_of(state.paths)))
+    if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
         after = f"; or after it: --sbatch=--dependency=afterany:{state.job.number}" if state.job else ""
         raise ConfigError(
-            "the run goes on: two jobs would write into it",
+            f"the run {'may go' if state.kind == 'unknown' else 'goes'} on: two jobs would write into it",
             where=run,
             wanted="a run that has ended",
             found=state.where,
