@@ -22,7 +22,6 @@ from dray import __version__, render
 from dray.config import checkout
 from dray.config.site import Site
 from dray.facts import Facts
-from dray.planning import launchers
 from dray.planning.plan import plan
 from dray.runs import local, write
 
@@ -74,7 +73,7 @@ def _launch(scratch: Path, rounds: int) -> None:
     script = scratch / "script.py"
     script.write_text(SCRIPT)
     config, hostfile = scratch / "accelerate.yaml", scratch / "hostfile"
-    config.write_text(launchers.ACCELERATE)
+    config.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU"}))
     hostfile.write_text("localhost slots=2\n")
     seen: dict[str, list[tuple[float, float]]] = {}
     for number in range(rounds):

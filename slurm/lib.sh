@@ -198,8 +198,10 @@ lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
 }
 
 lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadline (SlurmdTimeout, 5 minutes by default)
-  until compgen -G 'failures/node-*-lost-*.json' >/dev/null; do sleep 2; done
-  sleep 40 # the ranks of the other nodes have ended by then
+  until compgen -G 'failures/node-*-lost-*.json' >/dev/null; do sleep 1; done
+  # The first node writes its record when the others have ended. Where another one has lost the first, ranks may still run.
+  compgen -G 'failures/node-0-lost-*.json' >/dev/null || sleep 30
+  sleep 5 # for the engines and what they have mounted
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 

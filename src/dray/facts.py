@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from dray import engines
 from dray.config.model import explained
-from dray.contract.findings import ConfigError, Finding, UnfitError, counted
+from dray.contract.findings import ConfigError, Finding, counted
 from dray.hostlist import expand
 
 _VARIABLE, _SHELL = "variable.", "shell."
@@ -36,9 +36,11 @@ class Facts(BaseModel):
     nodes: Annotated[int, Field(ge=1)]
     """How many nodes the scheduler says there are."""
     lost: tuple[str, ...] = ()
-    """Nodes of this job that have failed before, and that spare ones take the place of."""
+    """Nodes of this job that have failed before, and that take no part any more."""
     spares: tuple[str, ...] = ()
     """Nodes of this job that take no part as long as the others do."""
+    missing: Annotated[int, Field(ge=0)] = 0
+    """How many nodes fewer take part than at first, since others have failed and none was spare."""
     address: str | None = None
     """Address of every node, where the names do not resolve (loopback)."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -109,31 +111,6 @@ class Facts(BaseModel):
                 fix="submit again; if it stays, SLURM_JOB_NODELIST or SLURM_JOB_NUM_NODES was changed by hand",
             )
         return hosts
-
-    def without_spares(self, spares: int) -> Facts:
-        """With the nodes that take part: as many as there are besides the spare ones, in their order."""
-        if self.scheduler != "slurm" or self.login or not spares + len(self.lost):
-            return self
-        hosts = self.hosts()
-        left = [host for host in hosts if host not in self.lost]
-        count = len(hosts) - spares
-        if count < 1:
-            raise ConfigError(
-                "all nodes of the job would be spare ones",
-                wanted=f"more than {counted(spares, 'node')}: spares = {spares} of them take no part at first",
-                found=counted(len(hosts), "node"),
-                fix=f"sbatch --nodes={spares + 1} or more, or spares=0",
-            )
-        if len(left) < count:
-            raise UnfitError(
-                "no spare node is left",
-                wanted=counted(count, "node"),
-                found=f"{' '.join(left) or 'none'}; {' '.join(self.lost)} failed before",
-                fix="submit again, with more spares",
-            )
-        return self.model_copy(
-            update={"nodelist": ",".join(left[:count]), "nodes": count, "spares": tuple(left[count:])}
-        )
 
 
 class Counted(BaseModel):

@@ -183,6 +183,25 @@ class TestSeveral:
         assert result.next
         assert not result.next.spare
 
+    def test_fewer_nodes_go_on_where_none_is_spare(self, root: Path, tmp_path: Path) -> None:
+        words = ("spares=1", "min_nodes=2", "nodes=5", "batch.global_size=30")  # which three nodes divide, not four
+        run = self.run(root, tmp_path, *words)
+        result, paths = run.attempt(code=69, record=UNFIT, failing="n2,n4\n")
+        assert (result.hosts, asked(paths)) == (["n1", "n2", "n3", "n4", "n5"], "spare n2 n4\n")
+        assert "fewer nodes: 3 of 5 go on (min_nodes = 2), without n2 n4" in summary(result, paths)
+        run.facts = run.facts.model_copy(update={"lost": ("n2", "n4")})
+        result, paths = run.attempt(code=69, record={**UNFIT, "node": "n5"}, failing="n5\n")
+        assert (result.hosts, asked(paths)) == (["n1", "n3", "n5"], "spare n5\n")
+        assert "spare node: n6 takes its place, without n5" in summary(result, paths)
+
+    def test_too_few_nodes_go_back(self, root: Path, tmp_path: Path) -> None:
+        result, paths = self.run(root, tmp_path, "min_nodes=5", "nodes=6").attempt(
+            code=69, record=UNFIT, failing="n2,n4\n"
+        )
+        assert asked(paths) == "requeue n2 n4\n"
+        assert result.next
+        assert not result.next.spare
+
     def test_what_all_nodes_lack_is_no_node_s_fault(self, root: Path, tmp_path: Path) -> None:
         result, paths = self.run(root, tmp_path).attempt(code=69, record=UNFIT, failing="n1,n2,n3,n4,n5,n6\n")
         assert (asked(paths), result.next, len(result.failing_nodes)) == (None, None, 6)

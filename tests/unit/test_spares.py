@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts, parse, to_text
+from dray.planning import members
 from dray.runs import submit
 from dray.runs.write import at_site, read_recipe, write
 from jobs import SRUN, Job
@@ -20,6 +22,11 @@ def facts(nodes: int, *lost: str) -> Facts:
     return Facts(
         scheduler="slurm", job=17, nodelist=f"n[1-{nodes}]", nodes=nodes, engine="apptainer", image="/i.sif", lost=lost
     )
+
+
+def recipe(root: Path, **values: int) -> Recipe:
+    """Of two ranks a node."""
+    return read_recipe(root / "recipes" / "smoke-cpu.toml", [f"{key}={value}" for key, value in values.items()])
 
 
 @pytest.mark.parametrize(
@@ -32,22 +39,24 @@ def facts(nodes: int, *lost: str) -> Facts:
         (2, 0, (), ["n1", "n2"], ()),
     ],
 )
-def test_who_takes_part(nodes: int, spares: int, lost: tuple[str, ...], used: list[str], left: tuple[str, ...]) -> None:
-    found = facts(nodes, *lost).without_spares(spares)
+def test_who_takes_part(
+    root: Path, nodes: int, spares: int, lost: tuple[str, ...], used: list[str], left: tuple[str, ...]
+) -> None:
+    found = members.chosen(recipe(root, spares=spares), facts(nodes, *lost))
     assert (found.hosts(), found.spares, found.lost) == (used, left, lost)
     assert parse(to_text(found), where="test") == found
 
 
-def test_none_is_left() -> None:
+def test_none_is_left(root: Path) -> None:
     with pytest.raises(UnfitError, match="no spare node is left") as caught:
-        facts(3, "n1", "n3").without_spares(1)
+        members.chosen(recipe(root, spares=1), facts(3, "n1", "n3"))
     assert "n2; n1 n3 failed before" in str(caught.value)
 
 
 @pytest.mark.parametrize("spares", [2, 3])
-def test_all_would_be_spare(spares: int) -> None:
+def test_all_would_be_spare(root: Path, spares: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        facts(2).without_spares(spares)
+        members.chosen(recipe(root, spares=spares), facts(2))
     assert f"sbatch --nodes={spares + 1} or more, or spares=0" in str(caught.value)
 
 
@@ -57,6 +66,41 @@ def test_the_plan_and_srun_have_those_that_take_part(root: Path, tmp_path: Path)
     assert [node.name for node in plan.world.nodes] == ["n1", "n3"]
     assert plan.reasons["nodes"].endswith("; spare: none; failed: n2")
     assert paths.srun_options.read_text().split() == ["--nodes=2", "--ntasks=2", "--nodelist=n1,n3", "--no-kill"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost", "least", "used", "left", "each"),
+    [
+        (4, ("n2",), 1, ["n1", "n3"], ("n4",), (4, 2)),  # 32 rows do not divide over three nodes' ranks
+        (4, ("n2", "n3"), 2, ["n1", "n4"], (), (4, 2)),
+        (4, ("n2", "n3", "n4"), 1, ["n1"], (), (4, 4)),
+        (2, (), 1, ["n1", "n2"], (), (4, 2)),
+    ],
+)
+def test_fewer_nodes_with_the_same_global_batch(
+    root: Path, tmp_path: Path, nodes: int, lost: tuple[str, ...], least: int, used: list[str],
+    left: tuple[str, ...], each: tuple[int, int],
+) -> None:  # fmt: skip
+    """No rank takes more rows at a time than at first: they have to fit."""
+    asked = ["min_nodes=" + str(least), f"nodes={nodes}", "ranks_per_node=2", "batch.global_size=32"]
+    given = read_recipe(root / "recipes" / "smoke-cpu.toml", asked)
+    plan, paths = write(given, facts(nodes, *lost), runs=tmp_path)
+    assert ([node.name for node in plan.world.nodes], plan.world.spares) == (used, left)
+    assert plan.batch
+    assert (plan.batch.per_device, plan.batch.gradient_accumulation_steps) == each
+    assert "--no-kill" in paths.srun_options.read_text()
+    fewer = f"; {nodes - len(used)} fewer than at first (min_nodes = {least})" if lost else ""
+    assert plan.reasons["nodes"].endswith(fewer)
+
+
+def test_too_few_are_left(root: Path) -> None:
+    with pytest.raises(UnfitError, match="no spare node is left"):
+        members.chosen(recipe(root, nodes=3, min_nodes=2), facts(3, "n1", "n3"))
+
+
+def test_more_than_nodes() -> None:
+    with pytest.raises(ConfigError, match="min_nodes = 3: expected at most nodes, which is 1"):
+        read_recipe(None, ["min_nodes=3"], ["true"])
 
 
 def test_submit_asks_for_them(root: Path) -> None:

@@ -104,6 +104,9 @@ class Recipe(Spec):
     """How often all ranks are started again after one has failed."""
     spares: Annotated[int, Field(ge=0, le=1024)] = 0
     """Nodes of the job, beside `nodes`, that take no part until another one fails; then the run goes on with one."""
+    min_nodes: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """When a node fails and none is spare, the run goes on with fewer nodes of the job, but no fewer than these, and
+    with the same global batch. 0: never."""
     max_requeues: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often the job goes back into Slurm's queue by itself, if it has saved steps. 0: never. docs/survive.md."""
     grace_s: Annotated[int, Field(ge=1, le=65_535)] | None = None
@@ -125,6 +128,11 @@ class Recipe(Spec):
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = None
     analog: Analog | None = None
+
+    @property
+    def replaces_nodes(self) -> bool:
+        """Whether the job lives on when a node of it is lost."""
+        return bool(self.spares or self.min_nodes)
 
     @property
     def image_name(self) -> str:
@@ -194,6 +202,12 @@ class Recipe(Spec):
                 raise ValueError(f"evaluate.{name}.stride = {one.stride} wants to be less than data.sequence_length")
             if (one.stride or one.last_word) and train and train.objective == "masked":
                 raise ValueError(f"evaluate.{name}: stride and last_word are for models that predict the next token")
+        return self
+
+    @model_validator(mode="after")
+    def _begins_with_enough_nodes(self) -> Recipe:
+        if self.min_nodes > self.nodes:
+            raise ValueError(f"min_nodes = {self.min_nodes}: expected at most nodes, which is {self.nodes}")
         return self
 
     @model_validator(mode="after")

@@ -6,8 +6,15 @@ from dray.config.training import Batch
 from dray.contract.findings import ConfigError, counted
 
 
-def divide(batch: Batch, *, world_size: int) -> Batch:
-    """Spread the global size over the ranks, exactly: with what the recipe left open."""
+def divide(batch: Batch, *, world_size: int, at_first: int = 0) -> Batch:
+    """Spread the global size over the ranks, exactly: with what the recipe left open.
+
+    Where there were more ranks `at_first`, each takes no more rows at a time than it did then.
+    """
+    if at_first > world_size and batch.global_size % world_size == 0:
+        before, rows = divide(batch, world_size=at_first).per_device or 1, batch.global_size // world_size
+        each = max(count for count in range(1, before + 1) if rows % count == 0)
+        return batch.model_copy(update={"per_device": each, "gradient_accumulation_steps": rows // each})
     size, per_device, accumulation = batch.global_size, batch.per_device, batch.gradient_accumulation_steps
     fixed = world_size * (per_device or 1) * (accumulation or 1)
     rest, left_over = divmod(size, fixed)

@@ -57,11 +57,12 @@ def plan(
     recipe, image_why = image.chosen(recipe, site, facts)
     recipe, precision_why = precision.chosen(recipe, site)
     ranks, reasons = world.decide(recipe, site, facts)
-    shares = batch.divide(recipe.batch, world_size=ranks.size) if recipe.batch else None
+    at_first = (len(ranks.nodes) + facts.missing) * ranks.ranks_per_node
+    shares = batch.divide(recipe.batch, world_size=ranks.size, at_first=at_first) if recipe.batch else None
     recipe, loss_why = loss.chosen(recipe, shares, files)
     recipe, words_why = vocabulary.chosen(recipe, files)
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
-    held, too_large = memory.check(recipe, ranks, site, facts, files)
+    held, too_large = memory.check(recipe.model_copy(update={"batch": shares}), ranks, site, facts, files)
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
     passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)

@@ -78,12 +78,13 @@ def port_of(run: str) -> int:
 def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, str]]:
     """Who takes part, and the reasons by name."""
     hosts = facts.hosts()
-    ranks, chosen_port = _ranks_per_node(recipe, facts), _port(recipe, facts)
+    ranks, chosen_port = ranks_per_node(recipe, facts), _port(recipe, facts)
     asked = (
         "the scheduler gave them" if len(hosts) == recipe.nodes else f"given, though the recipe asks for {recipe.nodes}"
     )
-    if recipe.spares and not facts.login:
+    if (recipe.spares or facts.lost) and not facts.login:
         asked += f"; spare: {' '.join(facts.spares) or 'none'}{'; failed: ' * bool(facts.lost)}{' '.join(facts.lost)}"
+    asked += f"; {facts.missing} fewer than at first (min_nodes = {recipe.min_nodes})" * bool(facts.missing)
     interfaces = f", at its address on {' or '.join(site.interfaces)} (site {site.name})" if site.interfaces else ""
     masks = f"{' '.join(site.cores)}: site {site.name}, where a job has whole nodes"
     reasons = {
@@ -111,7 +112,8 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
     return world, reasons
 
 
-def _ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
+def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
+    """One for each GPU, and without GPUs as the recipe says."""
     if recipe.launcher == "ray" and (facts.gpus_per_node or recipe.image == "cpu"):
         return Choice(1, "launcher = ray: Ray starts its workers itself")
     if facts.gpus_per_node and facts.scheduler == "hosts":

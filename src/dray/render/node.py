@@ -69,9 +69,9 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
 
 
 def srun_options(plan: Plan) -> str:
-    """What the job's script adds to srun: where Slurm starts the container, or has spare nodes; an argument a line."""
+    """What the job's script adds to srun: where Slurm starts the container, or may lose a node; an argument a line."""
     options = engine_options(plan)
-    if plan.recipe.spares and plan.world.shared_folder and not plan.world.one_machine:
+    if plan.recipe.replaces_nodes and plan.world.shared_folder and not plan.world.one_machine:
         names = [node.name for node in plan.world.nodes]
         options += [f"--nodes={len(names)}", f"--ntasks={len(names)}", f"--nodelist={','.join(names)}", "--no-kill"]
     return "".join(f"{option}\n" for option in options)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from dray.contract import exit_codes, files
 from dray.contract.findings import DrayError
+from dray.planning import members
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.result import Attempt, Next, Result
@@ -62,13 +63,11 @@ def attempt(result: Result, number: int) -> Attempt:
 def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt], *, batch: bool) -> Next | None:
     """None where it makes no sense: the run ended, was cancelled, or would fail in the same way.
 
-    Only a `batch` job can go back into the queue; one by salloc may have spare nodes.
+    Only a `batch` job can go back into the queue; one by salloc may go on with other nodes, or fewer.
     """
     exclude = _unfit(result, earlier)
     failed = exclude or _lost(result)
-    if plan and failed and len(plan.world.spares) >= len(failed):
-        spares = plan.world.spares[: len(failed)]
-        why = f"{' '.join(spares)} {'take their' if len(spares) > 1 else 'takes its'} place"
+    if plan and failed and (why := _without(plan, len(failed))):
         return Next(requeue=False, spare=True, exclude=failed, why=why)
     if plan is None or not batch or not (exclude or _may_go_on(result)):
         return None
@@ -80,6 +79,16 @@ def decide(result: Result, plan: Plan | None, earlier: Sequence[Attempt], *, bat
     if not exclude and not _saved(result):
         return Next(requeue=False, why="this attempt saved nothing, and the next would do the same again")
     return Next(requeue=True, exclude=exclude, why=f"{used + 1} of {limit}")
+
+
+def _without(plan: Plan, failed: int) -> str:
+    """How the job goes on at once without that many nodes; nothing where it cannot."""
+    world = plan.world
+    if failed <= len(world.spares):
+        spares = " ".join(world.spares[:failed])
+        return f"spare nodes: {spares} take their place" if failed > 1 else f"spare node: {spares} takes its place"
+    count = members.fewer(plan.recipe, world.ranks_per_node, len(world.nodes) + len(world.spares) - failed)
+    return f"fewer nodes: {count} of {len(world.nodes)} go on (min_nodes = {plan.recipe.min_nodes})" if count else ""
 
 
 def _may_go_on(result: Result) -> bool:

@@ -76,7 +76,7 @@ class SlowRank(BaseModel):
 
 
 class Next(BaseModel):
-    """Whether the job goes back into the queue, or on with spare nodes, and why."""
+    """Whether the job goes back into the queue, or on with other nodes or fewer, and why."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -145,7 +145,7 @@ class Result(BaseModel):
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
     again = again or f"the same command with --run={paths.run}"
-    ended, go_on = _ended(result, paths, again, shown), _next(result)
+    ended, go_on = _ended(result, paths, again, shown), comes_next(result)
     lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
     lines += [
         f"slow: rank {one.rank} on {one.node}, {one.times:.2f} times the median rank" for one in result.slow_ranks
@@ -195,13 +195,13 @@ def restarts(result: Result) -> list[str]:
     return [f"restarts: {result.restarts}{why}"]
 
 
-def _next(result: Result) -> list[str]:
+def comes_next(result: Result) -> list[str]:
     """Whether it goes on by itself."""
     if not result.next:
         return []
     without = f", without {' '.join(result.next.exclude)}" if result.next.exclude else ""
     if result.next.spare:
-        return [f"spare node{'s' * (len(result.next.exclude) > 1)}: {result.next.why}{without}"]
+        return [f"{result.next.why}{without}"]
     return [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}{without}"]
 
 

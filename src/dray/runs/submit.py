@@ -48,7 +48,7 @@ def options(recipe: Recipe, site: Site, gpus: int, nodes: int | None) -> list[st
         *([f"--signal=B:USR1@{grace}"] if (grace := recipe.grace_s or site.grace_s) else []),
         *([asked[site.gpu_option]] if gpus else []),
         *([f"--nodes={nodes + recipe.spares}"] if nodes else []),
-        *(["--no-kill"] if recipe.spares else []),
+        *(["--no-kill"] if recipe.replaces_nodes else []),
     ]
 
 

@@ -16,7 +16,7 @@ from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import again, causes, records, stop
 from dray.runs.paths import RunPaths
-from dray.runs.result import UNKNOWN, Attempt, Cause, Result, restarts, who
+from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
 from dray.runs.write import read
 
 _RESULT = 4 << 20
@@ -140,8 +140,7 @@ def _notes(result: Result | None) -> list[str]:
     if result is None:
         return []
     recovered = [f"recovered: {one}" for one in result.recoveries]
-    then = [f"requeue: {'' if result.next.requeue else 'no; '}{result.next.why}"] if result.next else []
-    return [*restarts(result), *recovered, *then]
+    return [*restarts(result), *recovered, *comes_next(result)]
 
 
 def text(report: Report) -> str:

@@ -21,7 +21,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import lint
-from dray.planning import image, precision
+from dray.planning import image, members, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, lookup
@@ -145,7 +145,7 @@ def begin(
 ) -> tuple[Plan, RunPaths]:  # fmt: skip
     """The same, at a site that is chosen already."""
     recipe = image.chosen(recipe, choice.site, facts).value
-    facts = facts.without_spares(recipe.spares)
+    facts = members.chosen(recipe, facts)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
