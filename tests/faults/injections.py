@@ -31,6 +31,8 @@ class Fault:
     options: tuple[str, ...] = ()
     lost: int = 2 * EVERY
     """Steps that may be taken twice."""
+    close: float = 0.0
+    """How much a loss may differ in relation, where fewer ranks add it up; the model then differs as little."""
     around: Callable[[Any], AbstractContextManager[None]] = nullcontext
     """What the cluster is like for this run, from before it starts."""
 
@@ -75,8 +77,13 @@ def switch_off(run: Running) -> None:
     machine = run.cluster.machine("n2")
     run.injected = time.time()
     machine.kill()
-    if "spares=1" in run.words:  # it stays off, and the job goes on
-        run.until(lambda: "spare node: n3 takes its place, without n2" in run.output())
+    goes_on = {
+        "spares=1": "spare node: n3 takes its place, without n2",
+        "min_nodes=1": "fewer nodes: 1 of 2 go on (min_nodes = 1), without n2",
+    }
+    for word, line in goes_on.items():
+        if word in run.words:  # it stays off, and the job goes on
+            run.until(lambda line=line: line in run.output())
     machine.start()
 
 
@@ -329,6 +336,7 @@ FAULTS = (
     Fault("kill -9 of the first node's runner", kill_first_runner, GONE),
     Fault("kill -9 of squashfuse", kill_mount, "the image's mount went away"),
     Fault("a node is switched off", switch_off, GONE),
+    Fault("a node is switched off, and fewer go on", switch_off, GONE, ("min_nodes=1",), ("--no-kill",), close=1e-6),
     Fault("the controller is restarted", restart_controller, "", lost=0),
     Fault("a node stands still for 10 s", pause_node, "", lost=0),
     Fault("kill -9 in the middle of a save", kill_while_saving, KILLED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 import shlex
@@ -156,12 +157,13 @@ class Running:
                 return
             time.sleep(0.2)
 
-    def losses(self) -> dict[int, float]:
+    def losses(self, close: float = 0.0) -> dict[int, float]:
         """Of each step; one that was taken twice had the same loss both times."""
         found: dict[int, float] = {}
         for event in self.events():
             step, loss = event["step"], event["loss"]
-            assert found.setdefault(step, loss) == loss, f"step {step} again: {found[step]!r}, then {loss!r}"
+            before = found.setdefault(step, loss)
+            assert math.isclose(before, loss, rel_tol=close), f"step {step} again: {before!r}, then {loss!r}"
         return found
 
     def weights(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import os
 import subprocess
 import sys
@@ -130,6 +131,20 @@ def test_a_folder_that_is_not_this_user_s(paths: RunPaths) -> None:
     assert head == f"dray: {paths.result} cannot be written: Is a directory. This is its text:"
     assert json.loads(text)["cause"]["why"] == "exit code 3"
     assert done.stdout.decode().startswith("failed: rank 3 on n2: exit code 3\n")
+
+
+def test_a_folder_that_is_gone(paths: RunPaths) -> None:
+    """Somebody has deleted it while the run went on."""
+    shutil.rmtree(paths.run)
+    done = ended(paths, code=78)
+    assert done.returncode == 78
+    assert done.stdout.decode().splitlines()[:4] == [
+        f"failed: the launch: the folder of the attempt is gone: {paths.folder}",
+        f"  log: {paths.logs}",
+        "  cause: the run's folder is gone",
+        "  fix: begin a new run; keep runs where no cleaner of the site and no other job deletes files, or move "
+        "checkpoints with checkpoint.folder",
+    ]
 
 
 @pytest.fixture

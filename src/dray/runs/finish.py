@@ -190,6 +190,8 @@ class _Left:
         lines = [line for log in logs for line in files.tail(log)]
         why = "no rank left a record: the node, the container or the launcher itself failed, or the job was stopped"
         log, code = str(self.paths.logs), self.code
+        if not os.path.lexists(self.paths.folder):
+            why = f"the folder of the attempt is gone: {self.paths.folder}"
         if self.tried(self.paths.folder, self._is_full):
             code = exit_codes.UNFIT
             why = f"the disk is full, and neither logs nor records are whole: {self.paths.folder}"
