@@ -336,7 +336,7 @@ FAULTS = (
     Fault("kill -9 of the first node's runner", kill_first_runner, GONE),
     Fault("kill -9 of squashfuse", kill_mount, "the image's mount went away"),
     Fault("a node is switched off", switch_off, GONE),
-    Fault("a node is switched off, and fewer go on", switch_off, GONE, ("min_nodes=1",), ("--no-kill",), close=1e-6),
+    Fault("a node is switched off, and fewer go on", switch_off, GONE, ("min_nodes=1",), ("--no-kill",), close=1e-4),
     Fault("the controller is restarted", restart_controller, "", lost=0),
     Fault("a node stands still for 10 s", pause_node, "", lost=0),
     Fault("kill -9 in the middle of a save", kill_while_saving, KILLED),

@@ -35,8 +35,8 @@ CI = ("kill -9 of a rank", "kill -9 of the launcher", "kill -9 of a rank's super
       "a checkpoint's file is flipped", "a checkpoint's file is truncated", "a node stands still for 10 s",
       "a rank is stopped (SIGSTOP)")  # fmt: skip
 # These touch the whole cluster: alone, after the others.
-ALONE = ("a node is switched off, with a spare node", "the controller is restarted",
-         "a node stands still for 10 s", "a node is switched off",
+ALONE = ("a node is switched off, with a spare node", "a node is switched off, and fewer go on",
+         "the controller is restarted", "a node stands still for 10 s", "a node is switched off",
          "a node's network is cut and healed", "preemption by a partition of higher priority",
          "a node's network is slow", "a node's /tmp is full",
          "the image's file is replaced", "the disk of the checkpoints is full")  # fmt: skip

@@ -190,7 +190,7 @@ class TestSeveral:
         assert (result.hosts, asked(paths)) == (["n1", "n2", "n3", "n4", "n5"], "spare n2 n4\n")
         assert "fewer nodes: 3 of 5 go on (min_nodes = 2), without n2 n4" in summary(result, paths)
         run.facts = run.facts.model_copy(update={"lost": ("n2", "n4")})
-        result, paths = run.attempt(code=69, record={**UNFIT, "node": "n5"}, failing="n5\n")
+        result, paths = run.attempt(code=69, record={**UNFIT, "node": "n5", "why": "no driver"}, failing="n5\n")
         assert (result.hosts, asked(paths)) == (["n1", "n3", "n5"], "spare n5\n")
         assert "spare node: n6 takes its place, without n5" in summary(result, paths)
 
