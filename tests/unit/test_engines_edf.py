@@ -306,3 +306,14 @@ def test_bash_and_python_know_the_same_of_each_engine() -> None:
         for name, engine in ((name, engines.get(name)) for name in names)
     ]
     assert said.stdout.splitlines() == known
+
+
+def test_a_login_node_plans_with_a_folder_that_only_the_job_knows() -> None:
+    facts = Facts(
+        scheduler="slurm", nodelist="node[1-2]", nodes=2, engine="edf", image="/i/dray.sqsh", gpus_per_node=4,
+        login="me", account="g000",
+    )  # fmt: skip
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda", "batch.global_size=32"])
+    decided = plan(recipe, sites.find("alps"), facts, run_folder=PurePosixPath("/r"), scratch="/tmp/s", dray="0")
+    assert [bind.path for bind in decided.binds if bind.source == "site alps"] == ["$SCRATCH"]
+    assert not [one for one in decided.findings if one.code]

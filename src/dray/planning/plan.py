@@ -126,7 +126,7 @@ def plan(
     found = (
         *loss.refusals(recipe, site, files), *accelerate.refusals(recipe, ranks),
         *layers.refusals(recipe, engine, files), *refusals.in_values(made, facts),
-        *refusals.mounts(made, engine), *refusals.find(recipe, site, facts, engine),
+        *refusals.mounts(made, facts, engine), *refusals.find(recipe, site, facts, engine),
         *files.findings, *too_large,
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
         *accelerate.advice(recipe), *grace.find(recipe, site, facts, files), *advice.find(made, site, facts, files),

@@ -34,10 +34,11 @@ def in_values(made: Plan, facts: Facts) -> Iterator[Finding]:
     yield from control_characters(facts.model_dump(), "facts")
 
 
-def mounts(made: Plan, engine: Engine) -> Iterator[Finding]:
-    """What the engine's own words would break at."""
+def mounts(made: Plan, facts: Facts, engine: Engine) -> Iterator[Finding]:
+    """What the engine's own words would break at. On a login node a site's paths have the job's variables still in."""
     never = engine.unmountable
-    for path in dict.fromkeys((*(bind.path for bind in made.binds), made.where, made.image)):
+    binds = [bind.path for bind in made.binds if not (facts.login and bind.source.startswith("site "))]
+    for path in dict.fromkeys((*binds, made.where, made.image)):
         if never and set(never) & set(path):
             yield _refusal(
                 f"{engine.name} cannot mount a path with {' or '.join(never)} in it",
