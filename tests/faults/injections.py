@@ -32,7 +32,7 @@ class Fault:
     lost: int = 2 * EVERY
     """Steps that may be taken twice."""
     close: float = 0.0
-    """How much a loss may differ in relation, where fewer ranks add it up; the model then differs as little."""
+    """How much a loss may differ in relation, where fewer ranks add it up; the weights are then not compared."""
     around: Callable[[Any], AbstractContextManager[None]] = nullcontext
     """What the cluster is like for this run, from before it starts."""
 

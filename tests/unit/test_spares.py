@@ -162,3 +162,18 @@ def test_a_signal_before_the_spare_node_takes_over_is_heard(two: Job, all_proces
     assert told.exists()
     assert (first["exit_code"], first["next"]["spare"]) == (69, True), done.stdout + done.stderr
     assert (second["status"], second["reason"]) == ("stopped", "SIGTERM" if all_processes else "SIGUSR1"), done.stdout
+
+
+def test_a_requeued_job_with_all_its_nodes_again_goes_on_in_the_run(root: Path, tmp_path: Path) -> None:
+    """Though with fewer nodes another loss was chosen: each rank took fewer rows at a time."""
+    words = ["image=cuda", "nodes=4", "min_nodes=1", "batch.per_device=3", "batch.global_size=12"]
+    given = read_recipe(root / "recipes" / "smoke-cpu.toml", [*words, "model.config.vocab_size=500000"])
+    four = facts(4).model_copy(update={"gpus_per_node": 1})
+    first, _ = write(given, four, runs=tmp_path)
+    lost = four.model_copy(update={"lost": ("n2",)})
+    second, _ = write(given, lost, runs=tmp_path, run=first.run)
+    assert first.recipe.train
+    assert second.recipe.train
+    assert (first.recipe.train.loss, second.recipe.train.loss) == ("chunked", "full")
+    third, _ = write(given, four.model_copy(update={"restarts": 1}), runs=tmp_path)
+    assert (third.run, third.attempt) == (first.run, 3)

@@ -171,6 +171,12 @@ def last_attempt(folder: Path) -> RunPaths:
     return RunPaths(folder, found[-1]) if found else newest_attempt(folder)
 
 
+def first_attempt(run: Path) -> RunPaths | None:
+    """The first attempt of a run that was planned."""
+    found = (RunPaths(run, number) for number in attempts(run))
+    return next((paths for paths in found if paths.plan.is_file()), None)
+
+
 def newest_attempt(folder: Path) -> RunPaths:
     """The newest attempt of a run, or that whose own folder this is."""
     folder = folder.absolute()

@@ -25,7 +25,7 @@ from dray.planning import image, members, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, lookup
-from dray.runs.paths import RunPaths, new_id, newest_attempt, next_attempt, of_job, run_name
+from dray.runs.paths import RunPaths, first_attempt, new_id, next_attempt, of_job, run_name
 
 _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
 
@@ -179,8 +179,9 @@ def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: 
 def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) -> str | None:
     """The run that this job began before Slurm requeued it; a job may have several, of other recipes."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
-        newest = newest_attempt(runs / name)  # its plan has the recipe with what was decided for it
-        if read(newest).recipe == decide(recipe, facts, choice, newest).recipe:
+        # Its plan has the recipe with what was decided for it; a later attempt may have had fewer nodes.
+        first = first_attempt(runs / name)
+        if first and read(first).recipe == decide(recipe, facts, choice, first).recipe:
             return name
     return None
 
