@@ -13,7 +13,7 @@ from typing import Any
 from dray.contract.findings import RetryError, UnfitError
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_BACKLOG = 4096
+_BACKLOG = 4096  # at least; the kernel takes net.core.somaxconn at most, and who finds it full tries again
 _BUSY_S = 5.0  # a run that is ending gives its port back within seconds
 
 
@@ -40,7 +40,7 @@ def _bind(world: Mapping[str, Any]) -> socket.socket:
     last: OSError | None = None
     for address in addresses(world):
         try:
-            return socket.create_server((address, world["port"]), backlog=_BACKLOG)
+            return socket.create_server((address, world["port"]), backlog=max(_BACKLOG, len(world["nodes"])))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:  # a name may stand for an address that only others see
                 raise

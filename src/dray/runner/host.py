@@ -1,23 +1,29 @@
-"""The first node's side of the rendezvous: any number of connections at once, of which none makes another wait."""
+"""The first node's side of the rendezvous: one loop over all connections, of which none makes another wait."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import DrayError, UnfitError
+from dray.contract.hostnames import compress
 from dray.runner import channel, check, introduction, record
 from dray.runner.channel import Channel
 from dray.runner.introduction import StoppedError
 
-_MOST_UNPROVED = 512
+_UNPROVED = (512, 4096)  # connections at least and at most that have proved nothing yet
+_FEWEST_UNPROVED = 64
+_OWN_FILES = 64  # of the runner's and its children's own
+_AT_ONCE = 128  # accepted between two looks at those that are there
 _SHOWN = 20  # nodes in a message
+_LONGEST_LIST = 8192  # letters: all nodes hear it in one message
 
 
 def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> dict[int, Channel]:
@@ -39,21 +45,40 @@ def gather(plan: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener
     return door.guests
 
 
+class _Guest(NamedTuple):
+    """A node that has come."""
+
+    channel: Channel
+    host: str
+    runner: str
+
+
 class _Door:
     """Whom to let in."""
 
     def __init__(self, world: Mapping[str, Any], own: Mapping[str, Any], key: bytes, listener: socket.socket) -> None:
-        self.guests: dict[int, Channel] = {}
-        self.told: list[Channel] = []  # also one that has another's number
+        self._guests: dict[int, _Guest] = {}
+        self._numbers: dict[int, int] = {}  # of nodes, by file
+        self._twins: list[Channel] = []  # which have another's number
         self._world, self._own, self._key, self._listener = world, own, key, listener
         self._hosts = {own["host"]: own["name"]}
         self.unfit: dict[int, str] = {}  # why, by number
         self._deadline = 0.0
         self._unproved: dict[int, _Visitor] = {}
         self._turned_away = 0
-        self._poll = select.poll()
+        self._most_unproved = _allow_files(world)
+        self._poll = select.epoll()
         listener.setblocking(False)
-        _allow_files(len(world["nodes"]) + _MOST_UNPROVED + 64)
+
+    @property
+    def guests(self) -> dict[int, Channel]:
+        """The connection to each node."""
+        return {node: guest.channel for node, guest in self._guests.items()}
+
+    @property
+    def told(self) -> list[Channel]:
+        """All that hear the answer."""
+        return [*(guest.channel for guest in self._guests.values()), *self._twins]
 
     def open(self, deadline: float) -> DrayError | None:
         """Until all are there, or it is clear that the run cannot start.
@@ -65,24 +90,32 @@ class _Door:
         self._poll.register(self._listener, select.POLLIN)
         refusal: DrayError | None = None
         late: DrayError | None = None
-        while refusal is None and len(self.guests) < len(self._world["nodes"]) - 1:
+        while refusal is None and len(self._guests) < len(self._world["nodes"]) - 1:
             now = time.monotonic()
             if now > self._deadline:
                 refusal = late = self._missing()
                 break
-            for visitor in [one for one in self._unproved.values() if now > one.deadline]:
-                self._show_out(visitor)
-            waits = [self._deadline, *(one.deadline for one in self._unproved.values())]
-            for file, _ in self._poll.poll(max(0, (min(waits) - now) * 1000) + 1):
+            while (oldest := self._oldest()) and now > oldest.deadline:
+                self._show_out(oldest)
+            until = min(self._deadline, oldest.deadline) if oldest else self._deadline
+            knocks = False
+            for file, _ in self._poll.poll(max(0, until - now) + 0.001):
                 if file == self._listener.fileno():
-                    self._accept()
+                    knocks = True
                 elif file in self._unproved:
                     refusal = self._hear(self._unproved[file]) or refusal
-                else:
-                    self._left(file)
+                elif file in self._numbers:  # what it says before the answer is of no use
+                    self._forget(self._numbers[file])
+            if knocks:  # last, so that a file which was closed above is not taken for the new one of its number
+                self._accept()
         for visitor in list(self._unproved.values()):
             self._show_out(visitor)
+        self._poll.close()
         return self._stopped(late) if self.unfit and refusal is late else refusal
+
+    def _oldest(self) -> _Visitor | None:
+        """Of those that have proved nothing: they stand in the order in which they came, and all have as long."""
+        return next(iter(self._unproved.values()), None)
 
     def _note(self, hello: Mapping[str, Any]) -> None:
         """What a node's own check found; the others, which began when it did, have as long again to come."""
@@ -108,19 +141,24 @@ class _Door:
         )
 
     def _accept(self) -> None:
-        try:
-            line, _ = self._listener.accept()
-        except OSError:  # gone before it was let in
-            return
-        visitor = _Visitor(line)
-        if len(self._unproved) >= _MOST_UNPROVED:
-            self._show_out(next(iter(self._unproved.values())))
-        self._unproved[line.fileno()] = visitor
-        self._poll.register(line, select.POLLIN)
-        try:
-            line.send(visitor.nonce)
-        except OSError:
-            self._show_out(visitor)
+        """Some of those that wait; what is there is heard before the rest, or a crowd would push it out."""
+        for _ in range(_AT_ONCE):
+            oldest = self._oldest()
+            if oldest and len(self._unproved) >= self._most_unproved:
+                self._show_out(oldest)
+            try:
+                line, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # the machine's own table is full
+                    self._show_out(oldest) if oldest else time.sleep(0.05)
+                return
+            visitor = _Visitor(line)
+            self._unproved[line.fileno()] = visitor
+            self._poll.register(line, select.EPOLLIN)
+            try:
+                line.send(visitor.nonce)
+            except OSError:
+                self._show_out(visitor)
 
     def _hear(self, visitor: _Visitor) -> DrayError | None:
         """A piece of its greeting, or, when it has proved the secret, who it is."""
@@ -144,25 +182,31 @@ class _Door:
         if not introduction.readable(hello, self._own, len(self._world["nodes"])):
             self._show_out(visitor)
             return None
-        del self._unproved[visitor.line.fileno()]
+        node, file = hello["node"], visitor.line.fileno()
+        del self._unproved[file]
+        before = self._guests.get(node)
+        if before and before.runner == hello["runner"] and hello["plan"] == self._own["plan"]:
+            self._forget(node)  # it lost its first connection, of whose end the network has told nobody
         twin = None if self._world["one_machine"] else self._hosts.get(hello["host"])
-        refusal = introduction.odd(hello, {**self._own, "time": time.time()}, self.guests, twin)
+        refusal = introduction.odd(hello, {**self._own, "time": time.time()}, self._guests, twin)
         if refusal is None:
             self._note(hello)
         self._hosts[hello["host"]] = hello["name"]
-        self.guests.setdefault(hello["node"], visitor.channel)
-        self.told.append(visitor.channel)
+        if node in self._guests:
+            self._twins.append(visitor.channel)
+        else:
+            self._guests[node] = _Guest(visitor.channel, hello["host"], hello["runner"])
+            self._numbers[file] = node
         return refusal
 
-    def _left(self, file: int) -> None:
+    def _forget(self, node: int) -> None:
         """A node that is gone before all are there may come again."""
-        for node, guest in list(self.guests.items()):
-            if guest.line.fileno() == file:
-                del self.guests[node]
-                self.told.remove(guest)
-                self._hosts = {host: name for host, name in self._hosts.items() if name != self._name(node)}
-                self._poll.unregister(file)
-                guest.close()
+        guest = self._guests.pop(node)
+        file = guest.channel.line.fileno()
+        del self._numbers[file]
+        self._hosts.pop(guest.host, None)
+        self._poll.unregister(file)
+        guest.channel.close()
 
     def _show_out(self, visitor: _Visitor) -> None:
         del self._unproved[visitor.line.fileno()]
@@ -174,13 +218,17 @@ class _Door:
 
     def _missing(self) -> UnfitError:
         nodes = self._world["nodes"]
-        absent = [self._name(number) for number in range(1, len(nodes)) if number not in self.guests]
+        absent = [self._name(number) for number in range(1, len(nodes)) if number not in self._guests]
+        missing = compress(absent)
+        if len(missing) > _LONGEST_LIST:
+            print(f"dray: missing: {missing}", flush=True)
+            missing = f"{missing[:_LONGEST_LIST].rpartition(',')[0]} ..., all in {run_folder.node_log(0)}"
         others = f"; {self._turned_away} connections without this run's secret were closed" * bool(self._turned_away)
         address, port = self._listener.getsockname()
         return UnfitError(
             f"{len(absent)} of {len(nodes)} nodes did not come in {self._world['rendezvous_timeout_s']} s",
             wanted=f"all nodes at {address} port {port}",
-            found=f"missing: {' '.join(absent[:_SHOWN])}{' ...' if len(absent) > _SHOWN else ''}{others}",
+            found=f"missing: {missing}{others}",
             fix="see the logs of these nodes; `rendezvous_timeout_s` in the recipe is the time they are given",
         )
 
@@ -202,10 +250,25 @@ class _Visitor:
         return data
 
 
-def _allow_files(count: int) -> None:
-    """A thousand nodes are more connections than a process may open by default."""
+def _allow_files(world: Mapping[str, Any]) -> int:
+    """How many connections may be there that have proved nothing, beside one of each node.
+
+    A thousand nodes are more than a process may open by default; the hard limit is the administrators'.
+    """
+    nodes = len(world["nodes"])
+    fixed, (least, most) = nodes + _OWN_FILES, _UNPROVED
+    room = min(max(nodes, least), most)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (min(count, hard) if hard != resource.RLIM_INFINITY else count, hard)
+    limit = fixed + room if hard == resource.RLIM_INFINITY else min(fixed + room, hard)
+    if limit < fixed + _FEWEST_UNPROVED:
+        raise UnfitError(
+            f"the first node may open {hard} files, too few for {nodes} nodes",
+            wanted=f"a hard limit of {fixed + _FEWEST_UNPROVED} open files: one for each node and some more",
+            found=f"ulimit -Hn: {hard}",
+            where=world["nodes"][0]["name"],
+            fix=f"have the cluster's administrators raise it (LimitNOFILE of slurmd), or ask for "
+            f"{max(1, hard - _OWN_FILES - _FEWEST_UNPROVED)} nodes at most",
         )
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit - fixed

@@ -34,6 +34,7 @@ def introduction(plan: Mapping[str, Any], number: int, digest: str, unfit: str =
         "node": number,
         "name": plan["world"]["nodes"][number]["name"],
         "host": os.uname().nodename,
+        "runner": os.urandom(8).hex(),  # one that comes again is told from another with its number
         "plan": digest,
         "image": os.environ.get(plan["world"]["identity"]["image"], ""),
         "dray": __version__,

@@ -24,6 +24,8 @@ from dray.runner.start import Start
 
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
+_LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _ENDING_S = 30  # a launcher that does not end is killed within 10
 
 
@@ -128,6 +130,8 @@ def join(
     world = plan["world"]
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
     broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
+    nodes, pause = len(world["nodes"]), _PAUSE_S
+    patience = channel.PROOF_S + nodes / 1000  # where all come at once the last is answered later
     while time.monotonic() < deadline:
         address = at or published(plan)
         if address:
@@ -137,7 +141,7 @@ def join(
                 reason = str(error)
             else:
                 try:
-                    first = channel.greet(line, key, min(deadline, time.monotonic() + channel.PROOF_S))
+                    first = channel.greet(line, key, min(deadline, time.monotonic() + patience))
                     first.send({**own, "time": time.time()})
                     # The first node knows who is missing. It may have come later, and so may its deadline.
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
@@ -156,7 +160,8 @@ def join(
                             code=refused.code,
                         )
                     return first, (line.getpeername()[0], address[1])
-        time.sleep(0.05)
+        time.sleep(max(0.0, min(_jittered(pause), deadline - time.monotonic())))
+        pause = longer(pause, nodes)
     who = f"node {own['node']} ({own['name']})"
     raise UnfitError(
         f"{who} could not reach the first node in {world['rendezvous_timeout_s']} s",
@@ -165,3 +170,13 @@ def join(
         fix=f"see {run_folder.node_log(0)}: did the first node start? do all nodes hold its secret, and can they reach "
         "one another?",
     )
+
+
+def longer(pause: float, nodes: int) -> float:
+    """The next pause between two tries: a hundred nodes try as fast as two, ten thousand do not in one wave."""
+    return min(1.5 * pause, max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S)))
+
+
+def _jittered(pause: float) -> float:
+    """Between half of it and one and a half; `random` would cost more to import than all of this."""
+    return pause * (0.5 + int.from_bytes(os.urandom(2), "big") / 65536)
