@@ -120,10 +120,10 @@ def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monke
     [
         (2, (1024, 4096), None, 512),
         (1024, (1024, 1 << 20), 2112, 1024),
-        (10_000, (1024, 1 << 20), 14_160, 4096),
+        (10_000, (1024, 1 << 20), 20_064, 10_000),
         (10_000, (1024, 10_200), 10_200, 136),
-        (10_000, (1024, resource.RLIM_INFINITY), 14_160, 4096),
-        (10_000, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 4096),
+        (10_000, (1024, resource.RLIM_INFINITY), 20_064, 10_000),
+        (10_000, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 10_000),
     ],
 )
 def test_the_limit_is_raised_as_far_as_it_goes(monkeypatch, nodes: int, limits, raised, unproved: int) -> None:

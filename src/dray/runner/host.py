@@ -18,7 +18,7 @@ from dray.runner import channel, check, introduction, record
 from dray.runner.channel import Channel
 from dray.runner.introduction import StoppedError
 
-_UNPROVED = (512, 4096)  # connections at least and at most that have proved nothing yet
+_UNPROVED = (512, 16_384)  # connections at least and at most that have proved nothing yet
 _FEWEST_UNPROVED = 64
 _OWN_FILES = 64  # of the runner's and its children's own
 _AT_ONCE = 128  # accepted between two looks at those that are there
@@ -152,7 +152,7 @@ class _Door:
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # the machine's own table is full
                     self._show_out(oldest) if oldest else time.sleep(0.05)
                 return
-            visitor = _Visitor(line)
+            visitor = _Visitor(line, channel.proof_s(len(self._world["nodes"])))
             self._unproved[line.fileno()] = visitor
             self._poll.register(line, select.EPOLLIN)
             try:
@@ -236,10 +236,10 @@ class _Door:
 class _Visitor:
     """A connection that has proved nothing yet, or has not said who it is."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: socket.socket, seconds: float) -> None:
         line.setblocking(False)
         self.line, self.nonce, self.greeting = line, os.urandom(channel.NONCE), b""
-        self.deadline = time.monotonic() + channel.PROOF_S
+        self.deadline = time.monotonic() + seconds
         self.channel: Channel | None = None
 
     def read(self) -> bytes:

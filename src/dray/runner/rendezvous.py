@@ -131,7 +131,6 @@ def join(
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
     broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
     nodes, pause = len(world["nodes"]), _PAUSE_S
-    patience = channel.PROOF_S + nodes / 1000  # where all come at once the last is answered later
     while time.monotonic() < deadline:
         address = at or published(plan)
         if address:
@@ -141,7 +140,7 @@ def join(
                 reason = str(error)
             else:
                 try:
-                    first = channel.greet(line, key, min(deadline, time.monotonic() + patience))
+                    first = channel.greet(line, key, min(deadline, time.monotonic() + channel.proof_s(nodes)))
                     first.send({**own, "time": time.time()})
                     # The first node knows who is missing. It may have come later, and so may its deadline.
                     reply = first.receive_one(time.monotonic() + world["rendezvous_timeout_s"] + 5.0)
