@@ -21,7 +21,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test hostile faults gpu-check coverage check check-rest release smoke cluster cluster-down torch-versions clean
+.PHONY: help install demo test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at mos
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
 gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of docs/measurements (PYTHON=, CPU=1)
 	@$(PYTHON) benchmarks/gpu $(if $(CPU),--cpu)
+
+scale-sim: .venv/dev ## Simulate a run's start at thousands of nodes, and print each figure next to its aim
+	@$(BIN)/python benchmarks/scale
 
 coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names
 	@rm -f .coverage .coverage.*
