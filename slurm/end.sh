@@ -7,7 +7,7 @@
 end::finish() { # CODE: result.json and the last words; without the image this script's own
   local ended=0 words
   # Slurm signals all processes of a job that is to end, and this must not.
-  words="$(trap '' "${lib__signals[@]}" && end::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
+  words="$(trap '' "${lib__signals[@]}" && end::job "$1" | plan::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
   if [[ -n "$words" ]]; then
     printf '%s\n' "$words" || true # this job's output may be on a disk that is full
     end::decided || true
@@ -44,9 +44,9 @@ end::decided() { # what dray finish has decided: nothing, back into the queue, o
   read -ra nodes <next || true
   what="${nodes[0]:-}"
   nodes=("${nodes[@]:1}")
-  lib::known decision "$what" requeue spare
+  plan::known decision "$what" requeue spare
   for node in "${nodes[@]}"; do
-    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || lib::known node "$node" "a host's name"
+    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || plan::known node "$node" "a host's name"
   done
   if [[ "$what" == spare ]]; then
     lost+=("${nodes[@]}")
