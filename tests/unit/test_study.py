@@ -295,7 +295,7 @@ ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_N
     [
         ("true", 2, 0),
         ("exit 1", 2, 0),
-        ("kill -TERM $PPID; sleep 60 & wait", 1, 143),
+        ("kill -TERM $PPID; exec sleep 60", 1, 143),
         ("kill -INT $PPID; exit 1", 1, 130),
         ("kill -HUP $PPID", 1, 129),
         ("exit 75", 1, 75),
