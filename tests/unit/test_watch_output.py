@@ -12,6 +12,7 @@ import pytest
 
 from dray.cli import status
 from dray.cli.streams import _Output
+from dray.runs.look import Watched
 from dray.runs.metrics import parsed
 from dray.runs.reasons import meaning
 from dray.runs.state import State, Waiting
@@ -67,3 +68,11 @@ def test_slurm_has_no_reason_yet() -> None:
 )
 def test_a_line_of_metrics_to_the_last_bit_or_not_at_all(line: bytes, loss: float | None) -> None:
     assert (parsed(line) or {}).get("loss") == loss
+
+
+def test_nobody_watches_an_unknown_run_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, seen = Watched(tmp_path), State(run="r", folder="/r", state="no result")
+    assert not watched.over(seen)
+    monkeypatch.setattr("dray.runs.look._UNKNOWN_S", -1.0)
+    assert watched.over(seen)
+    assert not watched.over(seen.model_copy(update={"state": "running"}))
