@@ -79,8 +79,8 @@ def waiting(seen: State) -> list[str]:
         if seen.state != state.QUEUED:
             return []
         return [f"  job {seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"]
-    why = f": {told.meaning}" if told.meaning else ""
-    lines = [f"  Slurm: job {told.job} {told.state}, {told.reason}{why}"]
+    why = ": ".join(word for word in (told.reason, told.meaning) if word not in ("", "None"))
+    lines = [f"  Slurm: job {told.job} {told.state}{', ' * bool(why)}{why}"]
     if told.start:
         at, when = times.seconds(told.start), times.local(told.start)
         left = max(0.0, (at or 0.0) - time.time())

@@ -21,13 +21,23 @@ class _Output(io.FileIO):
     """Standard output that a verb outlives: a training goes on where its terminal's log is full or gone."""
 
     refused: OSError | None = None
+    _taken = b""
+    """What was written as Ctrl-C came. The buffer over this one was not told so, and hands it over once more."""
 
     def write(self, data: ReadableBuffer, /) -> int:
+        taken, self._taken = self._taken, b""
+        if taken and bytes(data).startswith(taken):
+            return len(taken)
+        count: list[int | None] = []
         try:
-            return super().write(data)
+            count.extend(map(super().write, (data,)))  # one call: an interrupt comes before it or after it
         except OSError as refused:
             self.refused = self.refused or refused
             return memoryview(data).nbytes
+        except KeyboardInterrupt:
+            self._taken = bytes(data)[: (count or [0])[0] or 0]
+            raise
+        return count[0]  # type: ignore[return-value]  # None where a pipe that does not wait is full
 
 
 class Streams:

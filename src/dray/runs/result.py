@@ -82,8 +82,8 @@ class Next(BaseModel):
 
     requeue: bool
     spare: bool = False
-    exclude: list[str] = []
-    """Nodes that were lost or found unfit, and that the next attempt is not to have."""
+    exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
+    """Nodes that were lost or found unfit, and that the next attempt is not to have; null in older files."""
     why: str
 
 
