@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import IO, NoReturn
 
 from dray.contract.findings import DrayError, UnfitError
@@ -121,6 +122,69 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
             os.killpg(running.pid, signal.SIGTERM)  # with all that it has started
             raise
     return running.returncode
+
+
+def converse(
+    argv: Sequence[str | Path],
+    *,
+    feed: Iterable[bytes],
+    on_out: Callable[[bytes], None],
+    on_err: Callable[[bytes], None],
+) -> int:
+    """Run to the end, and return the exit code. Its input is what `feed` yields, and stays open as long as it runs."""
+    with (
+        _interrupts_wait() as begun,
+        subprocess.Popen(  # noqa: S603  a list, never a shell
+            [str(argument) for argument in argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+        ) as running,
+    ):
+        begun()
+        assert running.stdin
+        assert running.stdout
+        assert running.stderr
+        threads = [
+            Thread(target=_write_all, args=(running.stdin, feed), daemon=True),
+            Thread(target=_read_all, args=(running.stderr, on_err)),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            _read_all(running.stdout, on_out)
+            code = running.wait()
+            threads[1].join()
+        except BaseException:
+            running.terminate()
+            raise
+    return code
+
+
+def in_terminal(argv: Sequence[str], *, errors: IO[bytes]) -> int:
+    """Run to the end, or until it goes into the background; it may ask at the terminal. Return the exit code."""
+    with (
+        _interrupts_wait() as begun,
+        subprocess.Popen(  # noqa: S603  a list, never a shell
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+        ) as running,
+    ):
+        begun()
+        return running.wait()
+
+
+def _write_all(stream: IO[bytes], feed: Iterable[bytes]) -> None:
+    with suppress(BrokenPipeError, ValueError):  # it has ended before it read all
+        for block in feed:
+            rest = memoryview(block)
+            while rest:
+                rest = rest[stream.write(rest) :]
+
+
+def _read_all(stream: IO[bytes], on_block: Callable[[bytes], None]) -> None:
+    while block := stream.read(1 << 16):
+        on_block(block)
 
 
 class _Interrupts:

@@ -27,6 +27,7 @@ FLOORS = {
     "containers": 4,
     "images": 5,
     "cluster": 5,
+    "remote": 6,
     "runs": 6,
     "fitness": 5,
     "cli": 7,

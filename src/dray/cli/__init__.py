@@ -40,12 +40,12 @@ _PANELS = {
     "What came of it": ("why", "report", "diff", "replay", "capsule", "sync"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
     "What a run is made of": ("recipe", "image", "data", "site", "env"),
-    "This machine": ("doctor", "cluster", "cache", "clean", "completion"),
+    "This machine": ("doctor", "remote", "cluster", "cache", "clean", "completion"),
 }
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "enter", "env")
-_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
+_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache", "remote")
 _EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
 
 

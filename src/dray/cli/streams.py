@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.values import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_STYLE = re.compile(r"\x1b\[[0-9;:]*m")
 _PATHS = ("HOME", "HF_HOME", "XDG_CONFIG_HOME", "TMPDIR")
 
 
@@ -107,3 +110,9 @@ def require(argv: Sequence[str]) -> None:
                 "a name is not UTF-8 text", where=where, wanted="UTF-8, as plans and scripts are", found=ascii(text),
                 fix="rename it",
             ) from None  # fmt: skip
+
+
+def shown(line: bytes) -> str:
+    """As a terminal may be sent it: of a bar that draws over itself the last state, and nothing that moves a cursor."""
+    text = _STYLE.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
+    return str(printable(text)).expandtabs()
