@@ -23,6 +23,7 @@ FLOORS = {
     "engines": 1,
     "planning": 2,
     "render": 3,
+    "interrupts": 4,
     "process": 4,
     "containers": 4,
     "images": 5,

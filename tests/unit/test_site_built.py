@@ -82,12 +82,15 @@ def test_every_link_and_anchor_is_there_and_nothing_comes_from_elsewhere(site: P
 def test_pages_fit_a_phone_and_a_desk(site: Path, tmp_path: Path) -> None:
     """Tables and code scroll inside their own box, the page itself never."""
     frames = "".join(
-        f'<iframe title="{name}" style="width:{width}px;height:900px;border:0" src="{(site / name).as_uri()}.html"></iframe>'
+        f'<iframe title="{name}" style="width:{width}px;height:900px" src="{(site / name).as_uri()}.html"></iframe>'
         for name in PAGES
         for width in WIDTHS
     )
     harness = tmp_path / "harness.html"
-    harness.write_text(f"<!doctype html><meta charset=utf-8><body>{frames}<script>{MEASURE}</script>", encoding="utf-8")
+    harness.write_text(
+        f"<!doctype html><meta charset=utf-8><style>iframe {{ border: 0 }}</style><body>{frames}<script>{MEASURE}</script>",
+        encoding="utf-8",
+    )
     words = ("--dump-dom", "--allow-file-access-from-files", "--window-size=1600,1200")
     ended = browser.chromium(*words, harness.as_uri(), folder=tmp_path)
     assert browser.console(ended) == []
