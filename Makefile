@@ -22,6 +22,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
+.PHONY: help install demo docs test hostile faults gpu-check coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -32,6 +33,9 @@ demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two r
 	@$(BIN)/dray run recipes/smoke-cpu.toml
 	@mkdir -p build
 	@$(BIN)/dray report --out build/demo.html
+
+docs: .venv/docs ## Build the documentation as a site: build/docs/index.html; it needs no network to be read
+	@$(BIN)/python docs/site build/docs
 
 test: .venv/dev ## Run all tests that this machine can run, and name the slowest (TESTS= names some, as pytest takes them)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
@@ -144,7 +148,11 @@ TORCH := $(filter "torch==%,$(call listed,train))
 	@$(PIP) $(LOCKED) $(call listed,cotainr)
 	@touch $@
 
-.venv/dev: .venv/installed .venv/cotainr
+.venv/docs: .venv/host
+	@$(PIP) $(LOCKED) $(call listed,docs)
+	@touch $@
+
+.venv/dev: .venv/installed .venv/cotainr .venv/docs
 	@$(PIP) $(LOCKED) $(call listed,dev)
 	@touch $@
 

@@ -33,7 +33,8 @@ def rows() -> list[Row]:
         took, told = _meet(count)
         points.append((float(count), took))
         found.append(Row("rendezvous", count, took, "s", 10))
-        found.append(Row("rendezvous: first node's memory", count, told["mib"], "MiB", 200))
+        found.append(Row("  first node's memory", count, told["mib"], "MiB", 200))
+        found.append(Row("  first node's CPU", count, told["cpu"], "s", 10))
     print(f"seconds = {fit(points)}")
     many = SIZES[-1]
     took, told = _meet(many, strangers=STRANGERS)
@@ -74,7 +75,7 @@ async def _come(port: int, count: int, *, strangers: int, absent: int) -> float:
     over = asyncio.Event()
     crowd = [asyncio.create_task(_stranger(port, number, over)) for number in range(strangers)]
     begun = time.perf_counter()
-    come = [_node(port, number, hello) for number in range(1, count)]
+    come = [_node(port, number, count, hello) for number in range(1, count)]
     kinds = await asyncio.gather(*(one for number, one in enumerate(come, 1) if number != absent or one.close()))
     took = time.perf_counter() - begun
     over.set()
@@ -84,8 +85,9 @@ async def _come(port: int, count: int, *, strangers: int, absent: int) -> float:
     return took
 
 
-async def _node(port: int, number: int, hello: dict[str, Any]) -> str:
+async def _node(port: int, number: int, count: int, hello: dict[str, Any]) -> str:
     hello = {**hello, "node": number, "name": f"n{number}", "runner": f"{number:016x}", "time": time.time()}
+    await asyncio.sleep(meeting.first_wait(count))
     reader, writer = await _greeted(port, number, hello)
     line = await reader.readline()
     writer.transport.abort()
@@ -142,7 +144,8 @@ def _first(count: int, limit: float) -> None:
         host.gather(plan, own, KEY, listener)
     except DrayError as error:
         told["said"] = str(error)
-    told["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _MIB
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    told |= {"mib": used.ru_maxrss / _MIB, "cpu": used.ru_utime + used.ru_stime}
     sys.stdin.read()
     print(json.dumps(told), flush=True)
 

@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import IO, NoReturn
 
 from dray.contract.findings import DrayError, UnfitError
+from dray.interrupts import Interrupts, held_back
 
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
@@ -52,7 +54,7 @@ def run(
     pipe = None if show else subprocess.PIPE
     try:
         with (
-            _interrupts_wait() as begun,
+            held_back() as begun,
             subprocess.Popen(  # noqa: S603  a list, never a shell
                 command,
                 cwd=cwd,
@@ -101,7 +103,7 @@ def no_answer(argv: Sequence[str], seconds: float) -> UnfitError:
 def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> int:
     """Run to the end, with each line of both streams passed to `on_line`; return the exit code."""
     with (
-        _interrupts_wait() as begun,
+        held_back() as begun,
         subprocess.Popen(  # noqa: S603  a list, never a shell
             [str(argument) for argument in argv],
             env={**os.environ, **(env or {})},
@@ -123,64 +125,97 @@ def follow(argv: Sequence[str | Path], *, on_line: Callable[[str], None], env: M
     return running.returncode
 
 
-class _Interrupts:
-    """Whether a signal must wait, and which one does; whether one came while all is being stopped."""
-
-    wait = False
-    pending = 0
-    hurry = False
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[Callable[[], None]]:
-    """Hold a signal back until the caller says that its command has begun.
-
-    An interrupt in the middle of Popen would leave a child that nobody waits for, and its pipes open.
-    """
-
-    def begun() -> None:
-        _Interrupts.wait, number = False, _Interrupts.pending
-        _Interrupts.pending = 0
-        if number:
-            raise KeyboardInterrupt(signal.Signals(number).name)
-
-    _Interrupts.wait = True
-    try:
-        yield begun
-    finally:
+def converse(
+    argv: Sequence[str | Path],
+    *,
+    feed: Iterable[bytes],
+    on_out: Callable[[bytes], None],
+    on_err: Callable[[bytes], None],
+) -> int:
+    """Run to the end, and return the exit code. Its input is what `feed` yields, and stays open as long as it runs."""
+    with (
+        held_back() as begun,
+        subprocess.Popen(  # noqa: S603  a list, never a shell
+            [str(argument) for argument in argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+        ) as running,
+    ):
         begun()
+        assert running.stdin
+        assert running.stdout
+        assert running.stderr
+        threads = [
+            Thread(target=_write_all, args=(running.stdin, feed), daemon=True),
+            Thread(target=_read_all, args=(running.stderr, on_err)),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            _read_all(running.stdout, on_out)
+            code = running.wait()
+            threads[1].join()
+        except BaseException:
+            running.terminate()
+            raise
+    return code
 
 
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Handle SIGTERM and a closed terminal (except under nohup) as Ctrl-C: the `finally` blocks run."""
+def in_terminal(argv: Sequence[str], *, errors: IO[bytes]) -> int:
+    """Run to the end, or until it goes into the background; it may ask at the terminal. Return the exit code."""
+    with (
+        held_back() as begun,
+        subprocess.Popen(  # noqa: S603  a list, never a shell
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+        ) as running,
+    ):
+        begun()
+        return running.wait()
 
-    def interrupt(number: int, _frame: object) -> None:
-        if _Interrupts.wait:
-            _Interrupts.pending = number
-            return
-        raise KeyboardInterrupt(signal.Signals(number).name)
 
-    caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in caught}
-    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+def _write_all(stream: IO[bytes], feed: Iterable[bytes]) -> None:
+    with suppress(BrokenPipeError, ValueError):  # it has ended before it read all
+        for block in feed:
+            rest = memoryview(block)
+            while rest:
+                rest = rest[stream.write(rest) :]
+
+
+def _read_all(stream: IO[bytes], on_block: Callable[[bytes], None]) -> None:
+    while block := stream.read(1 << 16):
+        on_block(block)
+
+
+def in_front(argv: Sequence[str]) -> int:
+    """Run with this program's terminal to the end; return the exit code as a shell gives it, 128 + signal after one.
+
+    A terminal's Ctrl-C reaches both, and the command answers it. SIGTERM reaches this process alone,
+    which passes it on.
+    """
+    heard: list[int] = []
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def hear(number: int, _frame: object) -> None:
+        heard.append(number)
+        if number == signal.SIGTERM:
+            for command in begun:
+                command.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in caught}
+    sys.stdout.flush()
     try:
-        yield
+        begun.append(subprocess.Popen(list(argv)))  # noqa: S603  a list, never a shell
+        if signal.SIGTERM in heard:  # before there was a command
+            begun[0].send_signal(signal.SIGTERM)
+        code = begun[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def hurry_on_signals() -> None:
-    """Until `stoppable` ends, a signal raises nothing: what is being stopped is killed at once, and none is left."""
-
-    def note(_number: int, _frame: object) -> None:
-        _Interrupts.hurry = True
-
-    _Interrupts.hurry = False
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, note)
+    return 128 + heard[0] if heard else code if code >= 0 else 128 - code
 
 
 def replace(argv: Sequence[str], env: Mapping[str, str] | None = None) -> NoReturn:
@@ -216,7 +251,7 @@ class Running:
         deadline = time.monotonic() + _GRACE
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
-            while self.code() is None and not _Interrupts.hurry and time.monotonic() < deadline:
+            while self.code() is None and not Interrupts.hurry and time.monotonic() < deadline:
                 self.wait(0.1)
             os.killpg(self._process.pid, signal.SIGKILL)
             self.wait()

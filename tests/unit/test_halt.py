@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from dray.contract import processes
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
 from dray.runs import halt, live, submit
 from dray.runs.finish import finish
@@ -269,3 +269,38 @@ def test_a_job_that_is_gone_without_a_result(slurm: Slurm, paths: RunPaths, monk
         f"run folder: {paths.run}",
     ]
     assert len(sleeps) == 2
+
+
+def test_a_stopped_run_that_slurm_has_put_back_is_no_free_one(slurm: Slurm, paths: RunPaths) -> None:
+    """As after a preemption: dray did not requeue it, and it waits with its own number."""
+    finish(paths, code=75, stopped=Stop("preemption", "2026-11-24T05:00:00Z"), batch=True)
+    slurm.has(17, "PENDING")
+    assert live.look(paths.run).kind == "queued"
+    with pytest.raises(ConfigError, match="the run goes on: two jobs would write into it"):
+        submit.require_free(paths.run, [])
+
+
+def test_a_job_without_an_attempt_while_slurm_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    queued(tmp_path / "waits", 18, time.time())
+    with pytest.raises(UnfitError, match="whether its job has begun is not known here"):
+        stop(tmp_path / "waits")
+
+
+def test_another_user_s_job_is_not_taken_for_gone(slurm: Slurm, paths: RunPaths, monkeypatch) -> None:
+    """Slurm with PrivateData lists none of them."""
+    assert live.look(paths.run).kind == "ended"
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    assert live.look(paths.run)[0::6] == ("unknown", f"its job is one of user {mine}'s")
+
+
+def test_a_result_of_before_reads(paths: RunPaths) -> None:
+    finish(paths, code=75, stopped=Stop("preemption", "2026-11-24T05:00:00Z"), batch=True)
+    told = json.loads(paths.result.read_text())
+    told["next"] = {"requeue": False, "exclude": None, "why": "x"}
+    paths.result.write_text(json.dumps(told))
+    found = live.result(paths)
+    assert found
+    assert found.next
+    assert found.next.exclude == []

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from dray import process
+from dray import interrupts, process
 
 
 @pytest.mark.parametrize("run", [process.run, lambda argv: process.follow(argv, on_line=print)], ids=["run", "follow"])
@@ -23,6 +23,6 @@ def test_a_command_whose_start_is_interrupted_is_ended(run, monkeypatch) -> None
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(subprocess, "Popen", Early)
-    with process.stoppable(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+    with interrupts.stoppable(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         run(["sleep", "60"])
     assert started[0].returncode in (-signal.SIGTERM, -signal.SIGKILL)

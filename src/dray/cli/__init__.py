@@ -13,6 +13,7 @@ from dray.cli import completion, examples, usage
 from dray.cli.streams import Streams, require, settle, silence
 from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import DrayError
+from dray.contract.values import printable
 
 app = typer.Typer(
     name="dray",
@@ -39,12 +40,12 @@ _PANELS = {
     "What came of it": ("why", "report", "diff", "replay", "capsule", "sync"),
     "The model": ("eval", "generate", "export", "push", "model", "checkpoint"),
     "What a run is made of": ("recipe", "image", "data", "site", "env"),
-    "This machine": ("doctor", "cluster", "cache", "clean", "completion"),
+    "This machine": ("doctor", "remote", "cluster", "cache", "clean", "completion"),
 }
 _OF_MODEL = {"eval": "evaluate", "generate": "generate", "export": "export", "push": "push"}
 # These may end in -- and a command, whose words are nobody else's.
 _START = ("plan", "run", "submit", "enter", "env")
-_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache")
+_GROUPS = ("capsule", "recipe", "image", "cluster", "site", "env", "model", "checkpoint", "data", "cache", "remote")
 _EVERYTHING = tuple(name for names in _PANELS.values() for name in names)
 
 
@@ -107,7 +108,7 @@ def _complete(before: list[str]) -> int:
 
 def _say(error: DrayError) -> int:
     try:
-        print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr, flush=True)
+        print(printable(f"dray: {secrets.redacted(str(error))}"), file=sys.stderr, flush=True)
     except OSError:  # standard error may be full too; the exit code still tells
         silence(2)
     return error.finding.code

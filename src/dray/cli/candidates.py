@@ -13,6 +13,7 @@ from dray.config import sites as site_files
 from dray.config.recipe import Recipe
 from dray.config.schema import Schema
 from dray.contract.findings import DrayError
+from dray.remote import names
 from dray.runs import named
 from dray.runs.paths import default_runs
 
@@ -84,3 +85,10 @@ recipe_or_key, key_names = _quiet(_recipe_or_key), _quiet(_key_names)
 def one_of(names: Iterable[str]) -> Completer:
     """An option whose values are few."""
     return _quiet(lambda context, incomplete: iter(names))  # noqa: ARG005
+
+
+def _remotes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
+    return iter(names.read())
+
+
+remotes = _quiet(_remotes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +12,10 @@ from typing import Annotated
 import typer
 
 from dray.cli import times
+from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
-from dray.cli.streams import is_gone
+from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
-from dray.contract.values import printable
 from dray.runs import logs as files
 from dray.runs.logs import Log
 from dray.runs.look import Watched, table
@@ -28,7 +27,6 @@ from dray.runs.state import RUNNING, State
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _STATS = 2000  # a second, of which a shared disk takes no harm
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
-_STYLE = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def logs(
@@ -42,11 +40,13 @@ def logs(
         str, typer.Option(metavar="WHEN", help="Only lines from then on: 90m, 12h, 3d, or 2026-11-24T18:00.")
     ] = "",
     runs: Runs = None,
+    on: On = "",
 ) -> None:
     """Show the logs of all nodes and ranks, in the order of time as far as their lines tell it.
 
     dray logs 4711 --rank 3 -f
     """
+    hand_over(on)
     folder, begin = find(run, runs), times.since(since)
     watched = Watched(folder)
     seen = watched.look()
@@ -95,12 +95,6 @@ class Printer:
         """What is no line of a log."""
         sys.stdout.flush()
         print(f"dray: {text}", file=sys.stderr, flush=True)
-
-
-def shown(line: bytes) -> str:
-    """As a terminal may be sent it: of a bar that draws over itself the last state, and nothing that moves a cursor."""
-    text = _STYLE.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
-    return str(printable(text)).expandtabs()
 
 
 class _Shown:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dray import __version__
+from dray.cli.on import On, bring_back, hand_over
 from dray.cli.options import Runs
 from dray.contract import files
 from dray.contract.findings import ConfigError
@@ -35,18 +36,24 @@ def report(
         bool, typer.Option("--markdown", help="Markdown in place of HTML; printed without --out.")
     ] = False,
     runs: Runs = None,
+    on: On = "",
 ) -> None:
     """Write a report of a run, or of several beside one another: one HTML page that needs no network, or Markdown.
 
     dray report 4711 4712 --out compared.html
     """
+    markdown = markdown or bool(out and out.suffix == ".md")
+    if on and (out or not markdown):
+        written = ["--markdown", "--out=report.md"] if markdown else []
+        bring_back(on, ["report", *(named or []), *written], out, runs)
+        return
+    hand_over(on)
     folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))
     if len(folders) > _MOST:
         raise ConfigError("too many runs for one report", wanted=f"at most {_MOST}", found=str(len(folders)))
     gathered = [gather(folder) for folder in folders]
     made = f"Made by dray {__version__} at {utc(time.time())}."
     document = sections.document(gathered, made)
-    markdown = markdown or bool(out and out.suffix == ".md")
     if markdown and not out:
         print(marked.page(document), end="")
         return

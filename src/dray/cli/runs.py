@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dray.cli import times
+from dray.cli.on import On, hand_over
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError, counted
 from dray.runs import state
@@ -40,6 +41,7 @@ def runs(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
     runs: Runs = None,
+    on: On = "",
 ) -> None:
     """List runs, the newest first: state, recipe, nodes, step, loss, start and attempts.
 
@@ -47,6 +49,7 @@ def runs(
 
     dray runs --state failed --state lost --since 3d
     """
+    hand_over(on)
     folder = (runs or default_runs()).absolute()
     wrong = sorted({*(states or ())} - {*state.STATES})
     if wrong:

@@ -11,6 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from dray.cli import times
+from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.contract import files
 from dray.contract.findings import DrayError, counted
@@ -36,11 +37,13 @@ def status(
     run: Run = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     runs: Runs = None,
+    on: On = "",
 ) -> None:
     """Show where a run is: why it waits and until when; which stage or step it has reached; how it ended.
 
     dray status 4711
     """
+    hand_over(on)
     seen = look(find(run, runs), Queue(), closely=True)
     print(seen.model_dump_json(indent=1) if as_json else "\n".join(text(seen)))
 
@@ -79,8 +82,8 @@ def waiting(seen: State) -> list[str]:
         if seen.state != state.QUEUED:
             return []
         return [f"  job {seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"]
-    why = f": {told.meaning}" if told.meaning else ""
-    lines = [f"  Slurm: job {told.job} {told.state}, {told.reason}{why}"]
+    why = ": ".join(word for word in (told.reason, told.meaning) if word not in ("", "None"))
+    lines = [f"  Slurm: job {told.job} {told.state}{', ' * bool(why)}{why}"]
     if told.start:
         at, when = times.seconds(told.start), times.local(told.start)
         left = max(0.0, (at or 0.0) - time.time())

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.runs import halt, live
 from dray.runs.named import find
@@ -18,6 +19,7 @@ def stop(
     ] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has ended.")] = True,
     runs: Runs = None,
+    on: On = "",
 ) -> None:
     """Ask a run to save a checkpoint and end, wait for it, and show its last words. It is not put back into the queue.
 
@@ -25,6 +27,7 @@ def stop(
 
     dray stop 4711
     """
+    hand_over(on)
     try:
         halt.stop(live.own(find(run, runs)), now=now, wait=wait, say=lambda line: print(line, flush=True))
     except KeyboardInterrupt:

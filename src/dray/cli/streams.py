@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.values import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+_STYLE = re.compile(r"\x1b\[[0-9;:]*m")
 _PATHS = ("HOME", "HF_HOME", "XDG_CONFIG_HOME", "TMPDIR")
 
 
@@ -21,13 +24,23 @@ class _Output(io.FileIO):
     """Standard output that a verb outlives: a training goes on where its terminal's log is full or gone."""
 
     refused: OSError | None = None
+    _taken = b""
+    """What was written as Ctrl-C came. The buffer over this one was not told so, and hands it over once more."""
 
     def write(self, data: ReadableBuffer, /) -> int:
+        taken, self._taken = self._taken, b""
+        if taken and bytes(data).startswith(taken):
+            return len(taken)
+        count: list[int | None] = []
         try:
-            return super().write(data)
+            count.extend(map(super().write, (data,)))  # one call: an interrupt comes before it or after it
         except OSError as refused:
             self.refused = self.refused or refused
             return memoryview(data).nbytes
+        except KeyboardInterrupt:
+            self._taken = bytes(data)[: (count or [0])[0] or 0]
+            raise
+        return count[0]  # type: ignore[return-value]  # None where a pipe that does not wait is full
 
 
 class Streams:
@@ -97,3 +110,9 @@ def require(argv: Sequence[str]) -> None:
                 "a name is not UTF-8 text", where=where, wanted="UTF-8, as plans and scripts are", found=ascii(text),
                 fix="rename it",
             ) from None  # fmt: skip
+
+
+def shown(line: bytes) -> str:
+    """As a terminal may be sent it: of a bar that draws over itself the last state, and nothing that moves a cursor."""
+    text = _STYLE.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
+    return str(printable(text)).expandtabs()

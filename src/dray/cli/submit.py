@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from dray.cli import submit_on
+from dray.cli.on import On
 from dray.cli.options import (
     Arguments,
     GpuMemory,
@@ -56,6 +58,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and the plan; submit nothing.")] = False,
     as_json: Json = False,
     follow: Annotated[bool, typer.Option("--follow", help="Then watch the run, as dray top does.")] = False,
+    on: On = "",
 ) -> None:
     """Check the recipe, make the run folder and call sbatch with the site's options.
 
@@ -63,6 +66,19 @@ def submit(
     dray submit recipes/mine.toml -N4 --gpus-per-node 4 --sbatch=--time=08:00:00
     """
     queue.check(sbatch or [])
+    if on:
+        asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+        options: dict[str, object] = {
+            "--nodes": nodes,
+            "--gpus-per-node": gpus_per_node or None,
+            "--gpu-memory": gpu_memory,
+            "--runs": runs,
+        }
+        options["--run"] = run or None
+        argv = [f"{name}={value}" for name, value in options.items() if value is not None]
+        argv += [f"--sbatch={option}" for option in sbatch or []]
+        argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json), ("--verbose", verbose)) if given]
+        raise typer.Exit(submit_on.submit(on, asked, argv, site=site, follow=follow))
     folder = run_named((runs or default_runs()).absolute(), run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site

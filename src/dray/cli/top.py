@@ -16,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dray.cli import status
-from dray.cli.logs import shown
 from dray.cli.options import Run, Runs
 from dray.cli.progress import Steps
-from dray.cli.streams import is_gone
+from dray.cli.streams import is_gone, shown
 from dray.contract.files import open_regular
 from dray.contract.values import printable
 from dray.runs import metrics

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.on import On, bring_back, hand_over
 from dray.cli.options import Run, Runs
 from dray.contract.findings import ConfigError
 from dray.runs import bundle as bundles
@@ -25,6 +26,7 @@ def why(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     runs: Runs = None,
+    on: On = "",
 ) -> None:
     """Show why a run failed: the first failure, its cause and the fix; --bundle packs what a bug report needs.
 
@@ -33,6 +35,10 @@ def why(
     """
     if file and not bundle:
         raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
+    if on and bundle:
+        bring_back(on, ["why", run, "--bundle"], file, runs)
+        return
+    hand_over(on)
     paths = last_attempt(find(run, runs))
     report = reasons.look(paths)
     if not bundle:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import dray
-from dray import __version__, process
+from dray import __version__, interrupts, process
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.containers import singularity
 from dray.contract.findings import ConfigError, UnfitError
@@ -59,7 +59,7 @@ def adopt(
             fix=f"give another one: --name {name}-2; or replace it: --force",
         )
     build.mkdir(exist_ok=True)
-    with process.stoppable(), TemporaryDirectory(dir=build, prefix=".adopt-") as scratch:
+    with interrupts.stoppable(), TemporaryDirectory(dir=build, prefix=".adopt-") as scratch:
         new = _fetched(source, Path(scratch) / file.name, say)
         sif = sif_format.read(new)
         if sif.architecture != MACHINES.get(platform.machine()):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dray import process
+from dray import interrupts
 from dray.containers.builder import BuildError
 from dray.contract.findings import DrayError, UnfitError
 
@@ -45,7 +45,7 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
                 print(text, file=sys.stderr, flush=True)
 
         try:
-            with process.stoppable():
+            with interrupts.stoppable():
                 yield line
         except DrayError as error:
             text = "\n".join(last)

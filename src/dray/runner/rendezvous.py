@@ -25,6 +25,7 @@ from dray.runner.start import Start
 _LONGEST = 4096  # bytes of a file that somebody else may have written
 _SHORTEST_SECRET = 32
 _LOOKS_PER_S = 2000  # of all nodes together at the shared disk, and at the first node
+_ONE_WAVE = 1024  # nodes that any kernel's queue holds
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _ENDING_S = 30  # a launcher that does not end is killed within 10
 
@@ -131,6 +132,7 @@ def join(
     deadline = time.monotonic() + world["rendezvous_timeout_s"]
     broken, reason, address = "", f"no {run_folder.RENDEZVOUS} in {plan['folder']}", None
     nodes, pause = len(world["nodes"]), _PAUSE_S
+    time.sleep(first_wait(nodes))
     while time.monotonic() < deadline:
         address = at or published(plan)
         if address:
@@ -169,6 +171,12 @@ def join(
         fix=f"see {run_folder.node_log(0)}: did the first node start? do all nodes hold its secret, and can they reach "
         "one another?",
     )
+
+
+def first_wait(nodes: int) -> float:
+    """Before the first try: a wave of thousands would overflow the first node's queue of connections (somaxconn), and the
+    kernel takes seconds before it tries one again that was dropped."""
+    return 0.0 if nodes <= _ONE_WAVE else _jittered(nodes / _LOOKS_PER_S / 2)
 
 
 def longer(pause: float, nodes: int) -> float:

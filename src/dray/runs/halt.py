@@ -46,7 +46,13 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         squeue.cancel(state.job, state.cluster)
         say(f"the job had not begun to train, and was cancelled: {state.where}\nrun folder: {run}")
         return
-    assert state.paths
+    if state.paths is None:
+        raise UnfitError(
+            "whether its job has begun is not known here",
+            where=run,
+            found=state.why,
+            fix="dray stop once Slurm answers",
+        )
     _write(state.paths)
     _say_asked(state, say, now=now)
     if now:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
-from dray import engines, process
+from dray import engines, interrupts, process
 from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.containers import singularity
@@ -122,7 +122,7 @@ def in_image(image: str, folder: Path) -> Place:
 def serve(place: Place, port: int, *, say: Callable[[str], None], show_token: bool) -> None:
     """Until it ends, or is interrupted."""
     log = place.folder / "server.log"
-    with process.stoppable(), log.open("ab") as output:
+    with interrupts.stoppable(), log.open("ab") as output:
         asked = process.start(place.start([place.python, "-c", _ASK]), env=place.env, output=output)
         try:
             asked.wait()

@@ -86,14 +86,27 @@ def look(run: Path, queue: Queue | None = None) -> State:
     named = _named(run, paths, queued, job, ended=ended)
     found = next((one for one in known if _is(one, run, named, queue)), None)
     if found is None:
-        why = "" if cluster or (ended and not _goes_on(paths)) else _elsewhere(paths, queue)
+        why = (
+            ""
+            if ended and not _goes_on(paths)
+            else _of_another(run, paths) or ("" if cluster else _elsewhere(paths, queue))
+        )
         return State("unknown" if why else "ended", run, paths, cluster=cluster, why=why)
     if found.waits:
         return State("queued", run, paths, found, cluster)
-    begun = paths is not None and found.number == job and not (ended and _goes_on(paths))
+    again = paths and ended and (_goes_on(paths) or (found.start or 0.0) > _time(paths.result))
+    begun = paths is not None and found.number == job and not again  # an allocation by salloc outlives an attempt
     if begun and ended:  # its last words are written, and Slurm is cleaning up
         return State("ended", run, paths, cluster=cluster)
     return State("running" if begun else "starting", run, paths, found, cluster)
+
+
+def _of_another(run: Path, paths: RunPaths | None) -> str:
+    """Why Slurm does not tell of its job here: squeue was asked for this user's alone, and may list no other's."""
+    with suppress(OSError):
+        owner = (paths.folder if paths else run / run_folder.JOB).lstat().st_uid
+        return f"its job is one of user {owner}'s" if owner != os.geteuid() else ""
+    return ""
 
 
 def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
@@ -105,12 +118,11 @@ def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
 
 
 def _named(run: Path, paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:
-    """The jobs by which the run may go on, and when each was written down. An attempt that has ended keeps none, since
-    an allocation by salloc outlives it."""
+    """The jobs by which the run may go on, and when each was written down."""
     named: dict[int, float] = {}
     if paths and job and not ended:
         named[job] = _time(paths.plan)
-    elif paths and job and _goes_on(paths):
+    elif paths and job:  # Slurm itself may have put it back, as after a preemption
         named[job] = _time(paths.result)
     begun = {job_of(RunPaths(run, number)) for number in attempts(run)}
     if queued and queued.job not in begun:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from dray import engines, process
+from dray import engines, interrupts, process
 from dray.config import checkout, packages
 from dray.config.recipe import Recipe
 from dray.containers import network as containers
@@ -107,7 +107,7 @@ def run(
     """
     numbers = range(len(plan.world.nodes)) if only is None else [only]
     with ExitStack() as stack:
-        stack.enter_context(process.stoppable())
+        stack.enter_context(interrupts.stoppable())
         stack.callback(shutil.rmtree, plan.scratch, ignore_errors=True)
         if not only:  # of a hostfile's machines the first one, whose runner is asked to stop
             files.write_atomic(paths.process, json.dumps(processes.mark(os.getpid())))
@@ -119,7 +119,7 @@ def run(
         try:
             return _wait(nodes, watch)
         except KeyboardInterrupt:
-            process.hurry_on_signals()
+            interrupts.hurry_on_signals()
             stopping()
             raise
 

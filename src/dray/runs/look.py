@@ -26,7 +26,7 @@ FRESH_S = 120.0
 """What was written to since then is alive: the trainer touches its lease every 10 s, and NFS keeps what it knows of a
 file for up to a minute."""
 _JUST_S = 10.0  # from sbatch's answer to the job in squeue
-_ASK_S, _NEXT_S = 15.0, 45.0
+_ASK_S, _NEXT_S, _UNKNOWN_S = 15.0, 45.0, 600.0
 _LIMIT = 4 << 20
 _ALLOCATION = ("", "(null)")
 _WIDE = 400
@@ -56,6 +56,7 @@ class Watched:
         self.run, self._queue = run, Queue()
         self._asked = time.monotonic()
         self._ended: float | None = None
+        self._unknown: float | None = None
 
     def look(self, *, closely: bool = False) -> State:
         """Slurm is asked four times a minute at most."""
@@ -65,7 +66,11 @@ class Watched:
 
     def over(self, seen: State) -> bool:
         """Whether no more will come: the next attempt may be in the queue only some seconds after the one before."""
-        if seen.state in (QUEUED, RUNNING, NO_RESULT):
+        if seen.state == NO_RESULT:  # nobody here knows; a compiler may be silent for some minutes
+            self._unknown = self._unknown or time.monotonic()
+            return time.monotonic() > self._unknown + _UNKNOWN_S
+        self._unknown = None
+        if seen.state in (QUEUED, RUNNING):
             self._ended = None
             return False
         self._ended = self._ended or time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _MEANINGS = {
+    "None": "Slurm gives no reason yet",
     "Priority": "jobs with a higher priority are before it",
     "Resources": "it waits for nodes that are free",
     "BeginTime": "its time to begin has not come; Slurm starts a requeued job after two minutes",

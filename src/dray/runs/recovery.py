@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 class Recovery(BaseModel):
     """One failure that the run went on from. Times are seconds."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     why: str
     step: int

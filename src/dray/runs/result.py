@@ -24,7 +24,7 @@ def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damag
 class Cause(BaseModel):
     """Why a run failed: the first node or rank that died by itself."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     node: str
     rank: Annotated[int, Field(ge=0)] | None
@@ -45,7 +45,7 @@ class Cause(BaseModel):
 class Attempt(BaseModel):
     """What later attempts keep of an earlier one."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     attempt: Annotated[int, Field(ge=1)]
     status: str
@@ -65,7 +65,7 @@ class Attempt(BaseModel):
 class SlowRank(BaseModel):
     """A rank that was steadily slower than the others."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     rank: Annotated[int, Field(ge=0)]
     node: str
@@ -78,19 +78,19 @@ class SlowRank(BaseModel):
 class Next(BaseModel):
     """Whether the job goes back into the queue, or on with other nodes or fewer, and why."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     requeue: bool
     spare: bool = False
-    exclude: list[str] = []
-    """Nodes that were lost or found unfit, and that the next attempt is not to have."""
+    exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
+    """Nodes that were lost or found unfit, and that the next attempt is not to have; null in older files."""
     why: str
 
 
 class Result(BaseModel):
     """How a run ended."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     run: str
     status: str

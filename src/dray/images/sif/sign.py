@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dray import process
+from dray import interrupts, process
 from dray.config import checkout
 from dray.containers import apptainer, builder, singularity
 from dray.contract.findings import ConfigError, UnfitError
@@ -122,7 +122,7 @@ def keyring() -> Path:
 @contextmanager
 def _copy(sif: Path) -> Iterator[Path]:
     """The image once more, beside it: whatever ends a signing, what others start is whole."""
-    with process.stoppable(), ExitStack() as until:
+    with interrupts.stoppable(), ExitStack() as until:
         try:
             made = until.enter_context(TemporaryDirectory(prefix=f".{sif.name}-", dir=sif.parent))
             copy = Path(shutil.copy2(sif, made))

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# In the image, by the name of a program of Slurm's: login.sh runs that program outside, and this one shows what it has printed.
+set -euo pipefail
+
+door="${0%/*/*}"
+call="$(mktemp -d -- "$door/call-XXXXXX")"
+printf '%s\0' "${0##*/}" "$PWD" "$@" >"$call/argv"
+mkfifo -- "$call/code"
+printf '%s\n' "${call##*/}" >"$door/calls"
+read -r code <"$call/code"
+cat -- "$call/out"
+cat -- "$call/err" >&2
+exit "$code"

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Runs a verb of dray at a login node that has no dray: in the image, whose Python it is. `dray ... --on` starts it through ssh.
+# login.sh FOLDER IMAGE RUN_IN BRING VERB [WORD...]    BRING is 1 where the verb writes a file that is wanted on standard output
+set -euo pipefail
+shopt -s extglob
+
+DRAY_HOME="$(realpath -- "${BASH_SOURCE[0]}")"
+DRAY_HOME="${DRAY_HOME%/slurm/login.sh}"
+# shellcheck source=slurm/lib.sh
+source "$DRAY_HOME/slurm/lib.sh"
+
+# Slurm's programs want their own libraries, configuration and munge's socket, which differ from site to site: they run
+# out here, and the image gets a door to them.
+readonly -a login__commands=(sbatch squeue scancel scontrol sinfo sacct sacctmgr)
+
+login::door() { # sets `door`, a folder of this user's: bin/ has a program for each of Slurm's that is here
+  local name
+  door="$(mktemp -d -- "${TMPDIR:-/tmp}/dray-door-XXXXXX")"
+  mkdir -- "$door/bin"
+  mkfifo -- "$door/calls"
+  for name in "${login__commands[@]}"; do
+    ! command -v "$name" >/dev/null || ln --symbolic -- "$DRAY_HOME/slurm/door.sh" "$door/bin/$name"
+  done
+}
+
+login::serve() { # answers each call, several at a time
+  local call calls
+  exec {calls}<>"$door/calls" # also for writing: it never ends
+  while read -r call <&"$calls"; do
+    [[ "$call" != call-+([A-Za-z0-9]) ]] || login::answer "$door/$call" &
+  done
+}
+
+login::answer() { # FOLDER
+  local -a argv=()
+  local code=0 name
+  mapfile -d '' -t argv <"$1/argv"
+  for name in "${login__commands[@]}"; do
+    [[ "$name" != "${argv[0]}" ]] || break
+    name=""
+  done
+  cd -- "${argv[1]}"
+  SLURM_TIME_FORMAT=standard "${name:-false}" "${argv[@]:2}" >"$1/out" 2>"$1/err" </dev/null || code=$?
+  printf '%s\n' "$code" >"$1/code"
+}
+
+login::environment() { # sets `environment`: what a plan at a login node looks at, and neither PATH nor what may be a secret
+  local name
+  environment=("DRAY_RUNS=$folder/runs" "DRAY_IMAGE=$image" "TERM=dumb")
+  for name in HF_HOME DRAY_SITE SLURM_CLUSTER_NAME SBATCH_{ACCOUNT,PARTITION} \
+    $(grep --only-matching --no-filename --extended-regexp '[$][{]?[A-Z][A-Z0-9_]*' "$DRAY_HOME"/slurm/sites/*.toml | tr --delete '{$'); do
+    [[ -z "${!name:-}" || "_${name}_" =~ _(TOKEN|KEY|SECRET|PASSWORD|PATH)_ ]] || environment+=("$name=${!name}")
+  done
+}
+
+login::end() {
+  [[ -z "$server" ]] || kill -- "-$server" 2>/dev/null || true
+  rm -rf -- "$door" "$made"
+}
+
+login::brought() { # the one file that the verb has written: its name, and then its bytes
+  local -a found=("$made"/*)
+  [[ ${#found[@]} == 1 && -f "${found[0]}" ]] || lib::die 1 "the verb has written no file" "where:  $made"
+  printf '%s\n' "${found[0]##*/}"
+  cat -- "${found[0]}"
+}
+
+login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
+  local -r folder="$1" image="$2" bring="$4" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local where="$3" engine word code=0
+  local -a folders=("$1") environment=()
+  door="" made="" server=""
+  shift 4
+  if command -v apptainer >/dev/null; then
+    engine=apptainer
+  elif command -v singularity >/dev/null; then
+    engine=singularity
+  else
+    lib::die 69 "neither apptainer nor singularity is at the login node $(</proc/sys/kernel/hostname)" "where:  PATH=$PATH" \
+      "fix:    load the site's module in your ~/.bash_profile there"
+  fi
+  [[ "$1" != submit ]] || command -v sbatch >/dev/null || lib::die 69 "there is no sbatch at $(</proc/sys/kernel/hostname)" \
+    "where:  PATH=$PATH" "fix:    name a login node of the cluster, or load its module in your ~/.bash_profile there"
+  # What the engine hands in by these, nobody has asked for; squeue would hide jobs.
+  unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" "${!SQUEUE_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
+  trap login::end EXIT
+  login::door
+  [[ "$bring" != 1 ]] || made="$(mktemp -d -- "$folder/.made-XXXXXX")"
+  where="${made:-$where}"
+  mkdir -p -- "$folder/runs"
+  folders+=("$door")
+  for word in "$own_sites" "${HF_HOME:-}" "${@#--*=}"; do
+    [[ "$word" != /?* || ! -d "$word" || "$word/" == "$folder/"* ]] || folders+=("$(realpath -s -- "$word")")
+  done
+  login::environment
+  set -m
+  login::serve </dev/null >/dev/null 2>&1 &
+  server=$!
+  set +m
+  if [[ -z "$made" ]]; then
+    engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" || code=$?
+  else
+    engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" >/dev/null || code=$?
+    ((code != 0)) || login::brought
+  fi
+  return "$code"
+}
+
+login::main "$@"

@@ -1,0 +1,112 @@
+"""`--on`: a verb at a remote, in the place of here."""
+
+from __future__ import annotations
+
+import string
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from dray.cli import candidates
+from dray.cli.streams import shown
+from dray.contract import files
+from dray.contract.findings import ConfigError
+from dray.remote import names, ssh
+from dray.remote.ssh import Connection
+
+On = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="REMOTE", help="At a cluster that dray remote add has named.", autocompletion=candidates.remotes
+    ),
+]
+_PLAIN = {*string.ascii_letters, *string.digits, *"._-"}
+
+
+def hand_over(name: str) -> None:
+    """Do nothing without a name. Else run what was typed there, and exit with its code."""
+    if name:
+        with ssh.connected(names.find(name)) as connection:
+            code = run(connection, typed())
+        raise typer.Exit(code)
+
+
+def bring_back(name: str, argv: Sequence[str], target: Path | None, runs: Path | None) -> None:
+    """Have a verb write its file there, and bring it here."""
+    asked = [*argv, *([f"--runs={runs}"] if runs else [])]
+    with ssh.connected(names.find(name)) as connection:
+        written = fetch(connection, asked, target)
+    print(f"{argv[0]}: {written.absolute()}")
+
+
+def typed() -> list[str]:
+    """The command line without its --on."""
+    argv, kept = iter(sys.argv[1:]), list[str]()
+    for word in argv:
+        if word == "--":
+            return [*kept, word, *argv]
+        if word == "--on":
+            next(argv, None)
+        elif not word.startswith("--on="):
+            kept.append(word)
+    return kept
+
+
+def run(connection: Connection, argv: Sequence[str], *, run_in: str = "") -> int:
+    """A verb there, whose output is passed on as it comes; `run_in` is an item that was brought."""
+    logs = argv[0] == "logs"
+    out = _Lines(sys.stdout, shown if logs else ssh.shown, raw=logs and not sys.stdout.isatty())
+    err = _Lines(sys.stderr, ssh.shown)
+    path = connection.remote.path
+    try:
+        return connection.run("verb", path, run_in, "", *argv, on_out=out, on_err=err)
+    except KeyboardInterrupt:
+        follows = argv[0] in ("logs", "stop")
+        print("\nthe run goes on" if follows else "\nended there too", file=sys.stderr)
+        return 0 if argv[0] == "logs" else 130
+    finally:
+        out.end()
+        err.end()
+
+
+def fetch(connection: Connection, argv: Sequence[str], target: Path | None) -> Path:
+    """The file that a verb writes there, under its own name or as `target`."""
+    found, err = bytearray(), _Lines(sys.stderr, ssh.shown)
+    code = connection.run("verb", connection.remote.path, "", "1", *argv, on_out=found.extend, on_err=err)
+    err.end()
+    if code:
+        raise typer.Exit(code)
+    name, _, content = bytes(found).partition(b"\n")
+    own = name.decode("utf-8", "replace")
+    if target is None and (not own or own.startswith(".") or not set(own) <= _PLAIN):
+        raise ConfigError("the file there has a name that is not one of dray's", found=ascii(own), fix="name it here")
+    target = target or Path(own)
+    try:
+        files.write_atomic(target, content)
+    except OSError as error:
+        raise ConfigError("the file cannot be written", where=target, found=error.strerror or error) from error
+    return target
+
+
+class _Lines:
+    """Another machine's output, line by line and harmless; `raw` as it is."""
+
+    def __init__(self, stream: TextIO, form: Callable[[bytes], str], *, raw: bool = False) -> None:
+        self._stream, self._form, self._raw, self._rest = stream, form, raw, b""
+
+    def __call__(self, block: bytes) -> None:
+        if self._raw:
+            self._stream.buffer.write(block)
+        else:
+            *lines, self._rest = (self._rest + block).split(b"\n")
+            self._stream.write("".join(f"{self._form(line)}\n" for line in lines))
+        self._stream.flush()
+
+    def end(self) -> None:
+        """What had no line break."""
+        self._stream.write(self._form(self._rest))
+        self._rest = b""
+        self._stream.flush()

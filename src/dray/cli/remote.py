@@ -1,0 +1,76 @@
+"""`dray remote`: clusters that are reached from here by ssh."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dray.cli import candidates
+from dray.config import checkout
+from dray.contract.findings import ConfigError
+from dray.images import store
+from dray.remote import bring, names, parcel, ssh
+
+app = typer.Typer(no_args_is_help=True, help="Name clusters that ssh reaches: submit, runs, logs ... take --on NAME.")
+Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=candidates.remotes)]
+
+
+@app.command()
+def add(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Your name for it.")],
+    place: Annotated[str, typer.Argument(metavar="USER@HOST:/FOLDER", help="As ssh takes it, and a folder there.")],
+) -> None:
+    """Name a login node, and a folder of yours there that all nodes share. Nothing is connected yet.
+
+    dray remote add lumi me@lumi.csc.fi:/scratch/project_1/me/dray
+    """
+    remotes, added = names.read(), names.parse(name, place)
+    if name in remotes and remotes[name] != added:
+        raise ConfigError(
+            "this name is another remote's",
+            found=remotes[name].place,
+            fix=f"dray remote remove {name}, or another name",
+        )
+    names.write(remotes | {name: added})
+    print(f"{name}: {added.place}\ndray remote check {name} shows whether it can run a job")
+
+
+@app.command("list")
+def show() -> None:
+    """Print the remotes.
+
+    dray remote list
+    """
+    for one in names.read().values():
+        print(f"{one.name}  {one.place}")
+
+
+@app.command()
+def check(
+    name: Name,
+    image: Annotated[str, typer.Option(metavar="VARIANT|FILE", help="Bring this image and dray's scripts too.")] = "",
+) -> None:
+    """Log in, and look at what a job needs there: the folder, Slurm, Apptainer, room. The first login makes the folder.
+
+    dray remote check lumi
+    dray remote check lumi --image cpu
+    """
+    remote = names.find(name)
+    file = bring.require_sif(store.named(checkout.root(), image)) if image else None
+    with ssh.connected(remote) as connection:
+        print(ssh.shown(connection.ask("check", remote.path).encode()), end="")
+        if file:
+            bring.bring(connection, file, [parcel.dray()], print)
+    print(f"{name} can run jobs: {remote.place}")
+
+
+@app.command()
+def remove(name: Name) -> None:
+    """Forget the name. What is there stays there.
+
+    dray remote remove lumi
+    """
+    forgotten = names.find(name)
+    names.write({key: one for key, one in names.read().items() if key != name})
+    print(f"{name} is forgotten; its files stay in {forgotten.place}")

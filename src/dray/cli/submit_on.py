@@ -1,0 +1,55 @@
+"""`dray submit --on`: what the run needs is brought there, and submitted there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dray.cli.on import run
+from dray.cli.options import Chosen
+from dray.config import checkout
+from dray.contract.findings import ConfigError
+from dray.images import store
+from dray.remote import bring, names, parcel, ssh
+
+
+def submit(name: str, asked: Chosen, argv: Sequence[str], *, site: str, follow: bool) -> int:
+    """The exit code of `dray submit` at the remote."""
+    if follow:
+        raise ConfigError("--follow is not for --on", fix=f"dray logs --on {name} -f, once it is in the queue")
+    remote, recipe = names.find(name), asked.recipe()
+    if recipe.adopted or recipe.layer:
+        raise ConfigError(
+            "an adopted image or a layer is not brought to a remote",
+            found=f"adopted = {recipe.adopted!r}, layer = {recipe.layer!r}",
+            fix="submit this recipe at the login node, or build an image with the packages in it",
+        )
+    # The digest that a recipe pins is that of this file, which is looked at before it is sent.
+    image = bring.require_sif(store.required(checkout.root(), recipe.image_name, recipe.image_digest))
+    file = Path(site) if site.endswith(".toml") else None
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    values = [*parcel.texts(_beside(table, asked.beside)), *(value.partition("=")[2] for value in asked.overrides)]
+    folder = Path(recipe.command.folder) if recipe.command else None
+    if folder and not folder.is_relative_to(asked.beside):
+        raise ConfigError(
+            "the command's folder is not beside the recipe, and only that is brought to a remote",
+            found=folder,
+            fix="put it beside the recipe",
+        )
+    sent = parcel.recipe(asked.path, values, folder, asked.beside, file)
+    typed = [*argv, *([f"--site=.site/{file.name}" if file else f"--site={site}"] if site else [])]
+    typed += [f"./{asked.path.name}"] if asked.path else []
+    typed += [*asked.overrides, *(["--", *asked.command] if asked.command else [])]
+    with ssh.connected(remote) as connection:
+        bring.bring(connection, image, [parcel.dray(), sent], lambda line: print(line, file=sys.stderr))
+        return run(connection, ["submit", *typed], run_in=sent.item)
+
+
+def _beside(value: object, folder: Path) -> object:
+    """Paths that reading the recipe has made absolute, as the recipe has them."""
+    if isinstance(value, dict):
+        return {name: _beside(one, folder) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_beside(one, folder) for one in value]
+    return value.removeprefix(f"{folder}/") if isinstance(value, str) else value

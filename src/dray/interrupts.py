@@ -1,0 +1,67 @@
+"""Signals that end this program: when they may interrupt it, and that the `finally` blocks run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Interrupts:
+    """Whether a signal must wait, and which one does; whether one came while all is being stopped."""
+
+    wait = False
+    pending = 0
+    hurry = False
+
+
+@contextmanager
+def held_back() -> Iterator[Callable[[], None]]:
+    """Hold a signal back until the caller says that its command has begun.
+
+    An interrupt in the middle of Popen would leave a child that nobody waits for, and its pipes open.
+    """
+
+    def begun() -> None:
+        Interrupts.wait, number = False, Interrupts.pending
+        Interrupts.pending = 0
+        if number:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+
+    Interrupts.wait = True
+    try:
+        yield begun
+    finally:
+        begun()
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Handle SIGTERM and a closed terminal (except under nohup) as Ctrl-C: the `finally` blocks run."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        if Interrupts.wait:
+            Interrupts.pending = number
+            return
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in caught}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def hurry_on_signals() -> None:
+    """Until `stoppable` ends, a signal raises nothing: what is being stopped is killed at once, and none is left."""
+
+    def note(_number: int, _frame: object) -> None:
+        Interrupts.hurry = True
+
+    Interrupts.hurry = False
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, note)

@@ -1,0 +1,1 @@
+"""Clusters that are reached by the user's own ssh: names, connection, what is brought there."""

@@ -1,0 +1,132 @@
+"""What is brought to a remote, as tars of the same bytes for the same content: dray's scripts, a recipe's files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import stat
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dray.config import checkout
+from dray.contract import files
+from dray.contract.findings import ConfigError
+
+FILES, BYTES = 2000, 64 << 20
+"""Limits of what goes with a recipe."""
+_SUMS = "SHA256SUMS"
+# What a job and a login node read of a checkout; the rest is in the image.
+_DRAY = ("slurm", "recipes", "containers/environment", "containers/steps", "src/dray/engines/visible.sh")
+_LEFT = {"__pycache__", "runs", "build", "node_modules"}
+
+
+class Parcel(NamedTuple):
+    """A tar, and the item that it is there: the folder of its kind, and its digest."""
+
+    item: str
+    data: bytes
+
+
+def dray() -> Parcel:
+    """The scripts of this checkout, or of this installation."""
+    root = checkout.root()
+    package = Path(__file__).resolve().parents[1]  # in a wheel the checkout is without it
+    found: dict[str, Path] = {}
+    for name in _DRAY:
+        path = root / name if (root / name).exists() else package / name.removeprefix("src/dray/")
+        found |= {f"{name}/{file.relative_to(path)}" if path.is_dir() else name: file for file in _below(path)}
+    return _packed("dray", found)
+
+
+def recipe(path: Path | None, values: Iterable[str], folder: Path | None, beside: Path, site: Path | None) -> Parcel:
+    """A recipe's file and what `values` name `beside` it; all of `folder` in there, where a command runs."""
+    found: dict[str, Path] = {}
+    if path:
+        found[path.name] = path.absolute()
+    for value in values:
+        for one in _named(beside, value):
+            found |= {str(file.relative_to(beside)): file for file in _below(one)}
+    if folder:
+        found |= {str(file.relative_to(beside)): file for file in _below(folder)}
+    if site:
+        found[f".site/{site.name}"] = site.absolute()
+    return _packed("recipes", found)
+
+
+def texts(value: object) -> Iterator[str]:
+    """All texts in a recipe's tables."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from texts(one)
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from texts(one)
+
+
+def _named(beside: Path, value: str) -> Iterator[Path]:
+    """A path that starts beside the recipe, also one with `:SPLIT` behind it; an absolute one is there already."""
+    for text in dict.fromkeys((value, value.partition(":")[0])):
+        if not text or text.startswith(("/", "~")) or "\0" in text or len(text) > 1024 or not text.strip("./"):
+            continue
+        path = beside / text
+        if not path.exists():
+            continue
+        if ".." in Path(text).parts:
+            raise ConfigError(
+                "a file of the recipe is outside of the recipe's folder, and only that is brought to a remote",
+                where=beside,
+                found=text,
+                fix="put it beside the recipe, or give its absolute path there",
+            )
+        yield path
+        return
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """A file, or those of a folder; without hidden ones, and what programs and runs leave."""
+    if not path.is_dir():
+        yield path
+        return
+    for one in sorted(path.iterdir()):
+        if not one.name.startswith(".") and one.name not in _LEFT:
+            yield from _below(one)
+
+
+def _packed(kind: str, found: Mapping[str, Path]) -> Parcel:
+    if len(found) > FILES:
+        raise _too_much(f"{len(found)} files", found)
+    total, contents = 0, dict[str, tuple[bytes, bool]]()
+    for name, path in sorted(found.items()):
+        if not name.isprintable() or "\\" in name:
+            raise ConfigError("a file with this name is not brought to a remote", found=ascii(name), fix="rename it")
+        try:
+            mode = path.stat().st_mode
+            total += path.stat().st_size
+            if total > BYTES:
+                raise _too_much(f"more than {BYTES >> 20} MiB", found)
+            contents[name] = (files.read(path, limit=BYTES), bool(mode & stat.S_IXUSR))
+        except OSError as error:
+            raise ConfigError("a file cannot be read", where=path, found=error.strerror or error) from error
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, (data, _) in contents.items())
+    contents[_SUMS] = (sums.encode(), False)
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name, (data, runs) in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(data), 0o755 if runs else 0o644
+            tar.addfile(member, io.BytesIO(data))
+    made = stream.getvalue()
+    return Parcel(f"{kind}/{hashlib.sha256(made).hexdigest()}", made)
+
+
+def _too_much(what: str, found: Mapping[str, Path]) -> ConfigError:
+    return ConfigError(
+        "this is too much to go along with a recipe",
+        wanted=f"at most {FILES} files and {BYTES >> 20} MiB",
+        found=f"{what}, from {next(iter(found.values())).parent}",
+        fix="copy data there once, and give its absolute path there; start a command in a folder of its own",
+    )

@@ -1,0 +1,169 @@
+"""The connection: one login of the user's own ssh, over which a command's questions go."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+
+from dray import process
+from dray.contract.findings import DrayError, UnfitError
+from dray.contract.values import printable
+from dray.remote.names import Remote
+
+_SCRIPT = Path(__file__).with_name("there.sh")
+_LOST = 255
+"""ssh's own exit code; there.sh never ends with it."""
+_LAST = 6
+# What a Host of the user's may ask for, and what has no sense beside a command of ours.
+_OURS = ("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes")
+_BASH = "exec bash -l -s"  # the same words for every login shell; all else goes to bash's standard input
+
+
+class Connection:
+    """Open as long as `connected` has it."""
+
+    def __init__(self, remote: Remote, options: list[str]) -> None:
+        self.remote = remote
+        self._options = options
+
+    def ask(self, function: str, *argv: str, feed: Iterable[bytes] = ()) -> str:
+        """What a function of there.sh prints. DrayError: it has refused."""
+        out, err = bytearray(), bytearray()
+        code = self._call(function, argv, feed, out.extend, err.extend)
+        if code:
+            raise _refused(code, shown(bytes(err)))
+        return out.decode("utf-8", "replace")
+
+    def run(self, function: str, *argv: str, on_out: Callable[[bytes], None], on_err: Callable[[bytes], None]) -> int:
+        """The exit code of a function of there.sh, whose output is passed on as it comes."""
+        return self._call(function, argv, (), on_out, on_err)
+
+    def _call(
+        self,
+        function: str,
+        argv: tuple[str, ...],
+        feed: Iterable[bytes],
+        on_out: Callable[[bytes], None],
+        on_err: Callable[[bytes], None],
+    ) -> int:
+        mark = f"dray-{secrets.token_hex(8)}"
+        script = f"{_SCRIPT.read_text(encoding='utf-8')}\n{shlex.join(['there::main', mark, function, *argv])}; exit\n"
+        begins = _After(f"{mark}\n".encode(), on_out)
+        last = bytearray()
+
+        def errors(block: bytes) -> None:
+            last.extend(block)
+            del last[:-4096]
+            on_err(block)
+
+        command = ["ssh", *self._options, "--", self.remote.host, _BASH]
+        code = process.converse(command, feed=chain([script.encode()], feed), on_out=begins, on_err=errors)
+        if code in (_LOST,) or code < 0:
+            raise lost(self.remote, shown(bytes(last)))
+        if not begins.found:
+            raise UnfitError(
+                "no bash answers at the other end",
+                where=self.remote.place,
+                wanted="bash, and a ~/.bash_profile there that neither ends it nor reads its input",
+                found=f"exit code {code}: {_end(shown(bytes(last)))}",
+            )
+        return code
+
+
+class _After:
+    """Passes on what comes after a mark: a profile may print a welcome before it."""
+
+    def __init__(self, mark: bytes, passed: Callable[[bytes], None]) -> None:
+        self.found = False
+        self._mark, self._passed, self._held = mark, passed, b""
+
+    def __call__(self, block: bytes) -> None:
+        if self.found:
+            self._passed(block)
+            return
+        _, found, rest = (self._held + block).partition(self._mark)
+        self.found = bool(found)
+        self._held = (self._held + block)[-len(self._mark) :]
+        if rest:
+            self._passed(rest)
+
+
+@contextmanager
+def connected(remote: Remote) -> Iterator[Connection]:
+    """A connection that is closed at the end: one login, in which ssh may ask for a password or a second factor."""
+    given = _settings(remote)
+    alive = ["-o", "ServerAliveInterval=15"] if given.get("serveraliveinterval", "0") == "0" else []
+    if given.get("controlpath", "none") != "none":  # the user has a way of sharing connections
+        yield Connection(remote, [*_OURS, *alive])
+        return
+    # A path of a socket has at most 108 characters, and TMPDIR may be long. mkdtemp lets nobody else in.
+    with tempfile.TemporaryDirectory(prefix="dray-ssh-", dir="/tmp") as folder:
+        options = [*_OURS, *alive, "-o", f"ControlPath={folder}/s"]
+        log = Path(folder) / "log"
+        # Its standard error is a file: some versions of ssh keep it open in the background.
+        code = _begin(["ssh", *options, "-M", "-N", "-f", "--", remote.host], log)
+        if code:
+            raise _not_reached(remote, log.read_bytes())
+        try:
+            yield Connection(remote, options)
+        finally:
+            with suppress(DrayError):
+                process.run(["ssh", *options, "-O", "exit", "--", remote.host], check=False, seconds=10)
+
+
+def lost(remote: Remote, told: str) -> UnfitError:
+    """The refusal where a connection ended before its command."""
+    return UnfitError(
+        "the connection was lost; what runs in the queue there goes on",
+        where=remote.place,
+        found=_end(told) or "ssh was ended",
+        fix=f"dray runs --on {remote.name} shows what there is",
+    )
+
+
+def shown(text: bytes) -> str:
+    """Another machine's text, as a terminal may be sent it."""
+    return str(printable(text.decode("utf-8", "replace").replace("\r\n", "\n")))
+
+
+def _begin(argv: list[str], log: Path) -> int:
+    with log.open("wb") as output:
+        return process.in_terminal(argv, errors=output)
+
+
+def _not_reached(remote: Remote, told: bytes) -> UnfitError:
+    return UnfitError(
+        "ssh does not reach the remote",
+        where=remote.place,
+        found=_end(shown(told)) or "ssh told nothing",
+        fix=f"try it by hand: ssh {remote.host} true; a Host of ~/.ssh/config has its key, user and port",
+    )
+
+
+def _settings(remote: Remote) -> dict[str, str]:
+    """What the user's own configuration says of this host."""
+    done = process.run(["ssh", "-G", "--", remote.host], check=False, seconds=20)
+    if done.code:
+        raise _not_reached(remote, done.err.encode())
+    return dict(re.findall(r"^(\S+) (.*)$", done.out, re.MULTILINE))
+
+
+def _end(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-_LAST:])
+
+
+def _refused(code: int, told: str) -> DrayError:
+    """A refusal of there.sh in the form that all have."""
+    lines = told[told.rfind("dray: ") + 6 :] if "dray: " in told else told
+    problem, *rest = lines.strip().splitlines() or [f"a step ended with exit code {code}"]
+    fields: dict[str, str] = {}
+    for line in rest:
+        if found := re.fullmatch(r"  (where|wanted|found|fix): +(.*)", line):
+            fields[found[1]] = found[2]
+    return DrayError(problem, code=code, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# What runs at the other end of ssh: dray sends it to a bash there, followed by a call of there::main. bash, tar and
+# coreutils only. Everything that is brought has the digest of its content as its name.
+
+there::die() { # CODE LINE...: as lib::die
+  local -r code="$1"
+  shift
+  printf 'dray: %s\n' "$1" >&2
+  shift
+  (($# == 0)) || printf '  %s\n' "$@" >&2
+  exit "$code"
+}
+
+there::folder() { # FOLDER: it is this user's, and nobody else writes into it
+  local mode why
+  why="$( (umask 077; mkdir -p -- "$1") 2>&1)" || there::die 78 "the remote's folder cannot be made" \
+    "where:  $1 on $HOSTNAME" "found:  ${why##*: }" "fix:    dray remote add with a folder that you may write"
+  [[ -O "$1" ]] || there::die 78 "the remote's folder belongs to another user, who could change what your jobs start" \
+    "where:  $1 on $HOSTNAME" "wanted: a folder of $(id --user --name)" "found:  one of $(stat --dereference --format=%U -- "$1")" \
+    "fix:    dray remote add with a folder of your own"
+  mode="$(stat --dereference --format=%a -- "$1")"
+  ((!(8#$mode & 8#22))) || there::die 78 "other users could change what your jobs start" "where:  $1 on $HOSTNAME" \
+    "found:  mode $mode" "fix:    chmod go-w on that folder there, or name another one"
+  [[ -w "$1" && -x "$1" ]] || there::die 78 "the remote's folder cannot be written" "where:  $1 on $HOSTNAME" "found:  mode $mode"
+}
+
+there::has() { # FOLDER ITEM...: the items that are not there, or not whole, a line each
+  local item
+  there::folder "$1"
+  for item in "${@:2}"; do
+    if [[ "$item" == *.sif ]]; then
+      there::image "$1/$item" || echo "$item"
+    else
+      (cd -- "$1/$item" && sha256sum --check --status SHA256SUMS) 2>/dev/null || echo "$item"
+    fi
+  done
+}
+
+there::image() { # FILE: whether the image is there. Its content is read again when the file is another one than that which arrived.
+  local -r digest="$(basename -- "$1" .sif)"
+  local found
+  [[ -e "$1" || -L "$1" ]] || return 1
+  if [[ ! -L "$1" && -f "$1" && -O "$1" ]]; then
+    [[ "$(stat --format='%s %Y %i' -- "$1")" != "$(cat -- "$1.arrived" 2>/dev/null)" ]] || return 0
+    found="$(sha256sum <"$1")"
+    [[ "${found%% *}" != "$digest" ]] || { there::arrived "$1"; return 0; }
+  fi
+  there::die 69 "another file has the name of this image" "where:  $1 on $HOSTNAME" "wanted: sha256:$digest" \
+    "found:  ${found:+sha256:${found%% *}}${found:-no file of yours}" "fix:    remove it there: it was changed or damaged"
+}
+
+there::arrived() { # FILE
+  stat --format='%s %Y %i' -- "$1" >"$1.arrived"
+}
+
+there::receive() { # FOLDER ITEM SIZE SHA256: from standard input; under its name only when it is whole, checked and on the disk
+  local -r target="$1/$2" size="$3" digest="$4"
+  local free found
+  umask 077
+  there::folder "$1"
+  mkdir -p -- "${target%/*}"
+  find "${target%/*}" -maxdepth 1 -name '.arriving-*' -mmin +1440 -exec rm -rf -- {} +
+  free="$(df --output=avail --block-size=1 -- "${target%/*}" | tail --lines=1)"
+  ((free >= size)) || there::die 69 "there is no room for what is to be brought" "where:  ${target%/*} on $HOSTNAME" \
+    "wanted: $size bytes" "found:  ${free// /} bytes" "fix:    free space, or name another folder"
+  arriving="$(mktemp -d -- "${target%/*}/.arriving-XXXXXX")"
+  head --bytes="$size" >"$arriving/part" || there::die 69 "what was brought cannot be written" "where:  ${target%/*} on $HOSTNAME" \
+    "fix:    look at quota and free space there"
+  sync -- "$arriving/part"
+  found="$(sha256sum <"$arriving/part")"
+  [[ "${found%% *}" == "$digest" ]] || there::die 69 "what has arrived is not what was sent, and is removed" "where:  $target on $HOSTNAME" \
+    "wanted: sha256:$digest, $size bytes" "found:  sha256:${found%% *}, $(stat --format=%s -- "$arriving/part") bytes" "fix:    try again"
+  if [[ "$target" == *.sif ]]; then
+    mv --no-target-directory -- "$arriving/part" "$target"
+    there::arrived "$target"
+  else
+    mkdir -- "$arriving/tree"
+    # With the time of now: sites remove files from scratch that look old.
+    tar --extract --touch --no-same-owner --directory="$arriving/tree" --file="$arriving/part"
+    sync -f -- "$arriving/tree"
+    [[ ! -e "$target" ]] || mv --no-target-directory -- "$target" "$arriving/before" # a part of it was removed
+    mv --no-target-directory -- "$arriving/tree" "$target"
+  fi
+}
+
+there::keep() { # FOLDER DRAY IMAGE: what verbs that bring nothing use from now on
+  printf '%s\n' "$2" "$3" >"$1/.current-$$"
+  mv --no-target-directory -- "$1/.current-$$" "$1/current"
+}
+
+there::verb() { # FOLDER RUN_IN BRING VERB [WORD...]: by the script that was brought; RUN_IN is an item or empty
+  local -a current=()
+  there::folder "$1"
+  [[ ! -f "$1/current" ]] || mapfile -t current <"$1/current"
+  [[ "${current[*]}" =~ ^dray/[0-9a-f]{64}\ images/[0-9a-f]{64}\.sif$ && -f "$1/${current[1]}" && -f "$1/${current[0]}/slurm/login.sh" ]] ||
+    there::die 78 "dray and its image are not there yet" "where:  $1 on $HOSTNAME" \
+      "fix:    dray submit --on brings them, and dray remote check NAME --image cpu"
+  bash -- "$1/${current[0]}/slurm/login.sh" "$1" "$1/${current[1]}" "$1${2:+/$2}" "${@:3}"
+}
+
+there::check() { # FOLDER: what a run needs here
+  local name missing=""
+  there::folder "$1"
+  for name in tar sha256sum sbatch squeue scancel scontrol; do
+    command -v "$name" >/dev/null || missing+=" $name"
+  done
+  command -v apptainer >/dev/null || command -v singularity >/dev/null || missing+=" apptainer"
+  [[ -z "$missing" ]] || there::die 69 "a program is missing there:$missing" "where:  PATH=$PATH on $HOSTNAME" \
+    "fix:    load the site's module in your ~/.bash_profile there"
+  printf 'bash %s, %s, %s\n' "${BASH_VERSION%%(*}" "$(tar --version | head --lines=1)" "$(sbatch --version)"
+  printf '%s\n' "$(apptainer --version 2>/dev/null || singularity --version)"
+  printf '%s free in %s\n' "$(df --output=avail --human-readable -- "$1" | tail --lines=1 | tr --delete ' ')" "$1"
+}
+
+there::main() { # MARK FUNCTION [ARGUMENT...]: what the profile has printed stands before the mark
+  set -euo pipefail
+  arriving="" status=0
+  # 255 is ssh's own, of a connection that is lost.
+  trap 'status=$?; [[ -z "$arriving" ]] || rm -rf -- "$arriving"; ((status != 255)) || status=1; exit "$status"' EXIT
+  printf '%s\n' "$1"
+  "there::$2" "${@:3}"
+}

@@ -1,0 +1,237 @@
+"""`--on` through a real sshd on the loopback; on its other side Apptainer and Slurm are stand-ins."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dray.contract.findings import ConfigError
+from dray.remote import names, parcel
+from dray.remote.names import Remote
+from helpers import ROOT
+
+pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
+
+# Everything before the image is the engine's; the program sees the host's own files, and no variable but env's.
+APPTAINER = """#!/bin/bash
+[[ "$1" != --version ]] || {{ echo apptainer version 1.4.0; exit; }}
+while [[ "$1" != *.sif ]]; do
+  [[ "$1" != --pwd ]] || {{ cd -- "$2" || exit; }}
+  shift
+done
+shift
+exec env -i PATH={python}:/usr/bin:/bin DRAY_HOME="$APPTAINERENV_DRAY_HOME" HOME=/nonexistent "$@"
+"""
+SLURM = """#!/bin/bash
+printf '%s\\n' "$(basename "$0")${{*:+ }}$*" >>{folder}/calls
+case "$0" in
+  */sbatch) [[ "$1" == --version ]] && echo slurm 24.11 || echo 4711 ;;
+  */scontrol) echo 'ClusterName = there' ;;
+esac
+"""
+CONFIG = """ListenAddress 127.0.0.1
+Port {port}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+StrictModes no
+UsePAM no
+PidFile none
+SetEnv PATH={folder}/bin:/usr/bin:/bin HOME={folder}/home
+"""
+
+
+class Desk:
+    """dray here, and the folder that is the other machine's."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self.there = folder / "it's $(touch pwned) mine"
+        self.image = folder / "dray-cpu.sif"
+        self.image.write_bytes(b"#!/usr/bin/env run-singularity\n" + b"SIF_MAGIC\0" * 9 + os.urandom(300_000))
+        self.port = port
+
+    def dray(self, *argv: str, code: int = 0) -> tuple[str, str]:
+        env = {
+            "PATH": f"{self.folder}/here:{os.environ['PATH']}",
+            "XDG_CONFIG_HOME": f"{self.folder}/config",
+            "DRAY_IMAGE": str(self.image),
+            "HOME": str(self.folder / "home"),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "dray", *argv],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("remote")
+    for name in ("bin", "here", "home"):
+        (folder / name).mkdir()
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "sshd").write_text(CONFIG.format(port=port, folder=folder))
+    (folder / "known").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
+    common = f"HostName 127.0.0.1\nPort {port}\nIdentityFile {folder}/user\nIdentitiesOnly yes\nBatchMode yes\n"
+    common += f"User {getpass.getuser()}\n"
+    (folder / "config_ssh").write_text(
+        f"Host cluster\n{common}UserKnownHostsFile {folder}/known\n"
+        f"Host unknown\n{common}UserKnownHostsFile /dev/null\nStrictHostKeyChecking yes\n"
+        f"Host closed\nHostName 127.0.0.1\nPort 1\nBatchMode yes\n"
+    )
+    tools = {"here/ssh": f'#!/bin/bash\nexec /usr/bin/ssh -F {folder}/config_ssh "$@"\n'}
+    tools["bin/apptainer"] = APPTAINER.format(python=Path(sys.executable).parent)
+    tools |= {f"bin/{name}": SLURM.format(folder=folder) for name in ("sbatch", "squeue", "scancel", "scontrol")}
+    # A profile that prints, as many do; it would also set PATH anew.
+    tools["home/.bash_profile"] = f"echo Welcome; export PATH={folder}/bin:/usr/bin:/bin\n"
+    for name, text in tools.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    log = (folder / "sshd.log").open("wb")
+    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd"], stderr=log)
+    try:
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, (folder / "sshd.log").read_text()
+                time.sleep(0.02)
+        made = Desk(folder, port)
+        made.dray("remote", "add", "mine", f"cluster:{made.there}")
+        yield made
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
+
+
+def test_a_run_is_submitted_and_seen_from_here(desk: Desk) -> None:
+    shown, _ = desk.dray("remote", "check", "mine")
+    assert shown.splitlines()[-1] == f"mine can run jobs: cluster:{desk.there}"
+    out, err = desk.dray("submit", "--on", "mine", "recipes/smoke-cpu.toml", "--run=first", "train.steps=50")
+    assert out == f"job 4711 is in the queue\nrun folder: {desk.there}/runs/first\n", err
+    digest = next((desk.there / "images").glob("*.sif"))
+    home, sent = next((desk.there / "dray").iterdir()), next((desk.there / "recipes").iterdir())
+    called = [line for line in (desk.folder / "calls").read_text().splitlines() if line.startswith("sbatch --parsable")]
+    assert called[-1].split(" --job-name")[0] == f"sbatch --parsable --output={desk.there}/runs/first/job-%j.log"
+    assert called[-1].split("--ntasks-per-node=1 ")[1] == (
+        f"{home}/slurm/multinode.sh --run={desk.there}/runs/first --image={digest} --site= "
+        f"{sent}/smoke-cpu.toml train.steps=50"
+    )
+    assert (sent / "smoke-cpu.toml").read_bytes() == (ROOT / "recipes" / "smoke-cpu.toml").read_bytes()
+    _, err = desk.dray("submit", "--on=mine", "recipes/smoke-cpu.toml", "--run=second")
+    assert "bringing" not in err
+    listed, _ = desk.dray("runs", "--on", "mine")
+    assert [line.split()[0] for line in listed.splitlines()[1:]] == ["second", "first"], listed
+    assert not (ROOT / "pwned").exists()
+    assert not list(desk.there.rglob(".arriving-*"))
+
+
+def test_exit_codes_and_refusals_pass_through(desk: Desk) -> None:
+    desk.dray("remote", "check", "mine", "--image", str(desk.image))
+    _, err = desk.dray("status", "--on", "mine", "no-such-run", code=78)
+    assert "no-such-run" in err
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "problem"),
+    [
+        ("unknown:/tmp/x", 69, "ssh does not reach the remote"),
+        ("closed:/tmp/x", 69, "ssh does not reach the remote"),
+        ("cluster:/etc/passwd/x", 78, "the remote's folder cannot be made"),
+        ("cluster:/tmp", 78, "other users could change what your jobs start"),
+    ],
+)
+def test_what_cannot_be_used(desk: Desk, place: str, code: int, problem: str) -> None:
+    desk.dray("remote", "add", "bad", place)
+    try:
+        _, err = desk.dray("remote", "check", "bad", code=code)
+        assert err.splitlines()[0] == f"dray: {problem}"
+    finally:
+        desk.dray("remote", "remove", "bad")
+
+
+def test_another_file_under_the_image_s_name_is_refused(desk: Desk) -> None:
+    desk.dray("remote", "check", "mine", "--image", str(desk.image))
+    file = next((desk.there / "images").glob("*.sif"))
+    whole = file.read_bytes()
+    file.write_bytes(b"other")
+    _, err = desk.dray("remote", "check", "mine", "--image", str(desk.image), code=69)
+    assert err.splitlines()[0] == "dray: another file has the name of this image"
+    file.write_bytes(whole)
+    desk.dray("remote", "check", "mine", "--image", str(desk.image))
+
+
+def test_half_a_copy_never_counts(tmp_path: Path) -> None:
+    script = f"{shlex.quote(str(ROOT / 'src/dray/remote/there.sh'))}"
+    folder = tmp_path / "there"
+    call = f". {script}; there::main mark receive {shlex.quote(str(folder))} images/{'0' * 64}.sif 100 {'0' * 64}"
+    done = subprocess.run(["bash", "-c", call], input=b"half", capture_output=True, check=False)
+    assert done.returncode == 69
+    assert b"what has arrived is not what was sent, and is removed" in done.stderr
+    assert list((folder / "images").iterdir()) == []
+
+
+def test_a_program_that_is_missing_there_is_named(tmp_path: Path) -> None:
+    script = shlex.quote(str(ROOT / "src/dray/remote/there.sh"))
+    call = f". {script}; there::main mark check {shlex.quote(str(tmp_path / 'there'))}"
+    done = subprocess.run(
+        ["bash", "-c", call], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 69
+    assert re.match(r"dray: a program is missing there:.* sbatch .*apptainer", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("-x", "h:/p"), ("a b", "h:/p"), ("a", "-oProxyCommand=x:/p"), ("a", "h"), ("a", "h:p"), ("a", "h:/"),
+        ("a", "h:/a/../b"), ("a", "h:/a\nb"), ("a", "u@-h:/p"), ("a", "h;x:/p"), ("a", "h:/a\x1b[31m"),
+    ],
+)  # fmt: skip
+def test_a_name_or_place_that_is_none(name: str, place: str) -> None:
+    with pytest.raises(ConfigError):
+        names.parse(name, place)
+
+
+def test_the_file_of_remotes_is_the_user_s_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    one = Remote("lumi", "me@lumi", '/scratch/a "b" \\ $(c)')
+    names.write({"lumi": one})
+    assert (names.read(), oct(names.file().stat().st_mode & 0o777)) == ({"lumi": one}, "0o600")
+    names.file().chmod(0o666)
+    with pytest.raises(ConfigError, match="other users could change"):
+        names.read()
+
+
+def test_only_what_the_recipe_names_goes_along(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("x")
+    (tmp_path / "data.jsonl").write_text("{}")
+    (tmp_path / "secret.txt").write_text("s")
+    first = parcel.recipe(tmp_path / "r.toml", ["data.jsonl:train", "gpt2"], None, tmp_path, None)
+    assert first == parcel.recipe(tmp_path / "r.toml", ["data.jsonl"], None, tmp_path, None)
+    assert b"secret" not in first.data
+    with pytest.raises(ConfigError, match="outside of the recipe's folder"):
+        parcel.recipe(tmp_path / "r.toml", [f"../{tmp_path.name}/data.jsonl"], None, tmp_path, None)

@@ -1,0 +1,78 @@
+"""What a verb prints of a run: each line once, nothing that moves a cursor, and Slurm's reasons in words."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dray.cli import status
+from dray.cli.streams import _Output
+from dray.runs.look import Watched
+from dray.runs.metrics import parsed
+from dray.runs.reasons import meaning
+from dray.runs.state import State, Waiting
+from helpers import PYTHON
+
+
+def test_an_interrupt_prints_no_line_twice() -> None:
+    """Ctrl-C as the write has ended: the buffer over it is not told so."""
+    out, into = os.pipe()
+    stream = io.TextIOWrapper(io.BufferedWriter(_Output(into, "w")), encoding="utf-8")
+
+    def interrupt(_frame: object, event: str, function: object) -> None:
+        if event == "c_return" and getattr(function, "__name__", "") in ("write", "extend"):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    stream.write("first\n")
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stream.flush()
+    stream.write("second\n")
+    stream.close()
+    assert os.read(out, 99) == b"first\nsecond\n"
+    os.close(out)
+
+
+@pytest.mark.hostile("streams")
+def test_no_error_sends_an_escape_sequence_to_the_terminal(tmp_path: Path) -> None:
+    """A folder's name, or a plan's text, may be a stranger's."""
+    argv = [sys.executable, "-m", "dray", "status", str(tmp_path / "\x1b]0;x\x07")]
+    ended = subprocess.run(argv, env={**os.environ, **PYTHON}, capture_output=True, check=False, timeout=60)
+    assert b"\x1b" not in ended.stdout + ended.stderr
+    assert "\ufffd" in (ended.stdout + ended.stderr).decode()
+
+
+def test_slurm_has_no_reason_yet() -> None:
+    told = Waiting(job=5, state="PENDING", reason="None", meaning=meaning("None"))
+    lines = status.waiting(State(run="r", folder="/r", state="queued", waiting=told))
+    assert lines[0] == "  Slurm: job 5 PENDING, Slurm gives no reason yet"
+
+
+@pytest.mark.hostile("files")
+@pytest.mark.parametrize(
+    ("line", "loss"),
+    [
+        (b'{"loss": 5.123456789012345678}', 5.123456789012345678),
+        (b'{"loss": 4.9e-324}', 4.9e-324),
+        (b'{"loss": 0.1, "x": "\xe9"}', None),
+        (b'{"loss": ' + b"9" * 5000 + b"}", None),
+        (b"[" * 100_000, None),
+        (b'{"loss": 1', None),
+    ],
+)
+def test_a_line_of_metrics_to_the_last_bit_or_not_at_all(line: bytes, loss: float | None) -> None:
+    assert (parsed(line) or {}).get("loss") == loss
+
+
+def test_nobody_watches_an_unknown_run_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, seen = Watched(tmp_path), State(run="r", folder="/r", state="no result")
+    assert not watched.over(seen)
+    monkeypatch.setattr("dray.runs.look._UNKNOWN_S", -1.0)
+    assert watched.over(seen)
+    assert not watched.over(seen.model_copy(update={"state": "running"}))
