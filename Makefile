@@ -21,8 +21,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
-.PHONY: help install demo docs test hostile faults gpu-check coverage check check-rest release smoke cluster cluster-down torch-versions clean
+.PHONY: help install demo docs test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'

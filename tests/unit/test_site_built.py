@@ -1,4 +1,4 @@
-"""The documentation's site as it is built: where each link leads, what a page asks for, and how it looks in a browser."""
+"""The documentation's site as it is built: where links lead, what a page asks for, how it looks in a browser."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from helpers import PYTHON, ROOT
 
 WIDTHS = (360, 1440)
 PAGES = ("index", "start", "concepts", "sites/lumi", "reference/recipe", "reference/commands/run", "metrics", "remote")
+STYLE = "<style>iframe { border: 0 }</style>"
 MEASURE = """
 onload = () => {
   const found = [...document.querySelectorAll('iframe')].map((frame) => {
@@ -88,8 +89,7 @@ def test_pages_fit_a_phone_and_a_desk(site: Path, tmp_path: Path) -> None:
     )
     harness = tmp_path / "harness.html"
     harness.write_text(
-        f"<!doctype html><meta charset=utf-8><style>iframe {{ border: 0 }}</style><body>{frames}<script>{MEASURE}</script>",
-        encoding="utf-8",
+        f"<!doctype html><meta charset=utf-8>{STYLE}<body>{frames}<script>{MEASURE}</script>", encoding="utf-8"
     )
     words = ("--dump-dom", "--allow-file-access-from-files", "--window-size=1600,1200")
     ended = browser.chromium(*words, harness.as_uri(), folder=tmp_path)

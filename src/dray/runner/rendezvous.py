@@ -174,8 +174,10 @@ def join(
 
 
 def first_wait(nodes: int) -> float:
-    """Before the first try: a wave of thousands would overflow the first node's queue of connections (somaxconn), and the
-    kernel takes seconds before it tries one again that was dropped."""
+    """Before the first try: a wave of thousands would overflow the first node's queue of connections (somaxconn).
+
+    The kernel takes seconds before it tries one again that was dropped.
+    """
     return 0.0 if nodes <= _ONE_WAVE else _jittered(nodes / _LOOKS_PER_S / 2)
 
 
