@@ -9,8 +9,9 @@ machine::user() {
   getent passwd dray >/dev/null && return
   # The caller's own ids, so that what jobs write on /shared is theirs; some name in the image may have them already.
   groupadd --non-unique --gid "${gid}" dray
+  # No password: sshd lets in by key whom it does not take for locked.
   # -F: apptainer's fakeroot needs subordinate ids, also for a caller whose uid is below 1000.
-  useradd -F --non-unique --uid "${uid}" --gid "${gid}" --no-create-home --home-dir /shared/home --shell /bin/bash dray
+  useradd -F --password '*' --non-unique --uid "${uid}" --gid "${gid}" --no-create-home --home-dir /shared/home --shell /bin/bash dray
 }
 
 machine::devices() {
