@@ -245,6 +245,13 @@ class TestWaiting:
             "the replay has ended, and left no result", "no attempt: its job never began",
         )  # fmt: skip
 
+    def test_a_shared_disk_may_show_the_result_late(self, slurm: Slurm, tmp_path: Path) -> None:
+        """Slurm has forgotten the job already."""
+        run = tmp_path / "runs" / "again"
+        run.mkdir(parents=True)
+        (run / "job.json").write_text(json.dumps({"job": 42, "time": time.time(), "argv": []}))
+        assert resubmit.wait(run, lambda _: ran(run.parent, 2.0, run="again") and None).status == "done"
+
 
 def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> None:
     ran(tmp_path / "runs", 2.0)
@@ -253,7 +260,7 @@ def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> 
     submitted(run)
     slurm.has(17, "PENDING")
     with pytest.raises(ConfigError) as refused:
-        resubmit.require_ended(run)
+        replay("mine", "--compare", "again")
     assert (refused.value.finding.problem, refused.value.finding.found) == (
         "the replay has not ended", "job 17, PENDING",
     )  # fmt: skip
