@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
-from dray.cli.options import Run, Runs
+from dray import process
+from dray.cli.options import Run, Runs, Sbatch, report
 from dray.cli.run import conduct
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
-from dray.runs import capsule, compared, effect, local, pack, verify, write
+from dray.planning.schema import Plan
+from dray.runs import capsule, compared, effect, live, local, pack, resubmit, verify, write
 from dray.runs import replay as replays
+from dray.runs.capsule import Capsule
 from dray.runs.diff import Difference
 from dray.runs.named import find
-from dray.runs.paths import default_runs, newest_attempt
+from dray.runs.paths import RunPaths, default_runs, newest_attempt
 
 _SHOWN = 20
+_AHEAD = "the same as in the run, as far as can be told before it starts"
+
+_QUEUED = "the same as in the run, as far as can be told before Slurm has chosen the nodes"
+
+
+class _Before(NamedTuple):
+    """The run that is there."""
+
+    word: str
+    """Its folder, or its packed capsule."""
+    paths: RunPaths
+    attempts: list[RunPaths]
+    plan: Plan
+    made: Capsule
+    recipe: Recipe
+
+    def differences(self, paths: RunPaths, plan: Plan, *, ended: bool) -> list[Difference]:
+        """What is not the same in the replay."""
+        found = replays.differences((self.plan, self.made), paths, plan, ended=ended)
+        return [*replays.worlds(self.attempts, plan), *found]
 
 
 def replay(
@@ -34,28 +58,44 @@ def replay(
         Path | None,
         typer.Option(metavar="FILE", help="Write the recipe as it was decided, to submit it again; start nothing."),
     ] = None,
+    compare: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Start nothing: compare with a replay that has ended.")
+    ] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Of a run of Slurm's: wait for the job's end, compare.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Of a run of Slurm's: submit it without asking.")] = False,
+    sbatch: Sbatch = None,
     trust: Annotated[bool, typer.Option("--trust-run", help="Run the code of a capsule that is not your own.")] = False,
     runs: Runs = None,
 ) -> None:
     """Run again what a capsule has, and compare the losses step by step. RUN may be a packed one.
 
     It lists what cannot be the same, and ends with 0 if all losses are equal to the last bit, else with 1.
+    A run that Slurm made is submitted again.
 
     dray replay 20261120-124439
     """
+    queues = {"--wait": wait, "--yes": yes, "--sbatch": bool(sbatch)}
+    _one_of({"--compare": bool(compare), "--recipe": bool(recipe), "--engine": bool(engine)}, queues)
     with pack.opened(run, runs) as folder:
-        before = newest_attempt(folder)
-        plan = write.read(before)
-        made = capsule.of(before, plan)
+        newest = newest_attempt(folder)
+        plan = write.read(newest)
+        made = capsule.of(newest, plan)
         settings = replays.recipe_of(plan, made)
-        if made.files and (changed := [one.path for one in verify.verify(before).files if one.state != "same"]):
+        before = _Before(str(find(run, runs)), newest, compared.of_run(folder, newest), plan, made, settings)
+        if compare:
+            _compare(before, compare, runs)
+        if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
             print(printable(f"not as recorded: {', '.join(changed[:_SHOWN])}"), flush=True)
-        if not trust and (find(run, runs).is_file() or not replays.is_own(before.run)):
+        if not trust and (find(run, runs).is_file() or not replays.is_own(newest.run)):
             replays.require_trust(settings, str(find(run, runs)))
         if recipe:
             _save(recipe, settings, len(plan.world.nodes))
             return
+        if plan.by_slurm and not engine and process.which("sbatch"):
+            _submit(before, (runs or default_runs()).absolute(), sbatch or [], yes=yes, wait=wait)
+            return
         engine = replays.require_here(plan, engine)
+        _one_of({"a run of this machine": True}, queues)
         local.require(settings, lambda *more: shlex.join(["dray", "replay", run, *more]))
         gpus = plan.world.ranks_per_node if plan.variant != "cpu" else 0
         facts = local.facts(
@@ -63,25 +103,94 @@ def replay(
             gpus_per_node=gpus, site="" if plan.by_slurm else made.site,
         )  # fmt: skip
         again, paths = write.write(settings, facts, runs=(runs or default_runs()).absolute())
-        attempts = compared.of_run(folder, before)
-        known = [*replays.worlds(attempts, plan), *replays.differences((plan, made), paths, again, ended=False)]
-        _list(known, "the same as in the run, as far as can be told before it starts", "what cannot be the same:")
-        result = conduct(again, paths, again=shlex.join(["dray", "replay", run or before.run.name]))
-        found = [*replays.worlds(attempts, plan), *replays.differences((plan, made), paths, again, ended=True)]
-        _list([one for one in found if one not in known], "", "what is not the same besides:")
-        parting = effect.effect(attempts, [paths]).parting
-    if not settings.train:
+        known = before.differences(paths, again, ended=False)
+        _list(known, _AHEAD, "what cannot be the same:")
+        result = conduct(again, paths, again=shlex.join(["dray", "replay", run or newest.run.name]))
+        _judge(before, [paths], again, known, result.exit_code)
+
+
+def _one_of(wholly: dict[str, bool], queues: dict[str, bool]) -> None:
+    """Refuse options that do not go together; those of a job go with none of the others."""
+    given = [name for name, is_given in wholly.items() if is_given]
+    given += [name for name, is_given in queues.items() if is_given][:1] if given else []
+    if len(given) > 1:
+        raise ConfigError(
+            f"{given[1]} does not go with {given[0]}",
+            wanted="--wait, --yes and --sbatch with a run that is submitted; else one of --compare, --recipe, --engine",
+            found=" and ".join(given),
+            fix=f"leave out {given[1]}",
+        )
+
+
+def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait: bool) -> None:
+    """A job with the same nodes, ranks and options, once it is agreed to what it is."""
+    asked = resubmit.asked(before.paths.run)
+    job = resubmit.job(before.recipe, before.plan, asked, runs, more)
+    report(job.plan)
+    found = before.differences(
+        RunPaths(job.folder),
+        job.plan,
+        ended=False,
+    )
+    _list(resubmit.decided(found), _QUEUED, "what cannot be the same:")
+    if asked is None:
+        print("options of sbatch: the site's; the run's folder has none of yours (--sbatch=--time=08:00:00 adds one)")
+    print(printable(shlex.join(job.argv)), flush=True)
+    if not yes and not _agreed():
+        print("nothing was submitted")
+        raise typer.Exit(exit_codes.FAILED)
+    number = resubmit.start(job)
+    later = shlex.join(["dray", "replay", before.word, "--compare", str(job.folder)])
+    try:
+        print(f"job {number} is in the queue\nrun folder: {job.folder}", flush=True)
+        if not wait:
+            print(f"once it has ended: {later}")
+            return
+        resubmit.wait(job.folder)
+    except KeyboardInterrupt:
+        print(f"\nthe job goes on; once it has ended: {later}", flush=True)
+        raise typer.Exit(130) from None
+    _compare(before, str(job.folder), None)
+
+
+def _agreed() -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody is there to agree", found="standard input is no terminal", fix="--yes, or --recipe")
+    return typer.confirm("submit it?")
+
+
+def _compare(before: _Before, word: str, runs: Path | None) -> NoReturn:
+    """With a replay that is there."""
+    with pack.opened(word, runs) as folder:
+        resubmit.require_ended(folder)
+        paths = newest_attempt(folder)
+        if paths.run.resolve() == before.paths.run.resolve():
+            raise ConfigError("a run is no replay of itself", where="--compare", found=word, fix="name its replay")
+        result = live.result(paths)
+        if result is None or result.exit_code:
+            end = f"has {result.status}, with exit code {result.exit_code}" if result else "has left no result"
+            print(printable(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}"))
+        after = compared.of_run(folder, paths)
+        _judge(before, after, write.read(paths), [], result.exit_code if result else exit_codes.DONE)
+
+
+def _judge(before: _Before, after: list[RunPaths], plan: Plan, known: list[Difference], code: int) -> NoReturn:
+    """What else differs, and whether the losses are the same; `known` was told before."""
+    found = before.differences(after[-1], plan, ended=True)
+    _list([one for one in found if one not in known], "", f"what is not the same{' besides' * bool(known)}:")
+    parting = effect.effect(before.attempts, after).parting
+    if not before.recipe.train:
         print("a command's own figures dray does not know: compare what it printed")
-        raise typer.Exit(result.exit_code)
+        raise typer.Exit(code)
     print("\n".join(effect.losses_text(parting, "the run", "the replay")))
     if not replays.same(parting):
-        why = replays.breaks(found, settings, made)
+        why = replays.breaks(found, before.recipe, before.made)
         print(
             f"not promised: {printable(why[0])}"
             if why
             else "they had to be identical: nothing that decides them differs"
         )
-    raise typer.Exit(result.exit_code or (exit_codes.DONE if replays.same(parting) else exit_codes.FAILED))
+    raise typer.Exit(code or (exit_codes.DONE if replays.same(parting) else exit_codes.FAILED))
 
 
 def _list(found: Iterable[Difference], none: str, head: str) -> None:

@@ -1,6 +1,7 @@
 """The names in a run folder. Strings: pathlib would add a third to the start of each rank's supervisor.
 
 RUN/job.json                the job that `dray submit` has put into the queue, before it has an attempt
+RUN/replay.toml             its recipe, where `dray replay` has submitted it, and files that this names
 RUN/source.json             the code that it was submitted from, where the nodes have no git; its diff is source.diff
 RUN/checkpoints/            what all attempts share
 RUN/compiled/               compiled code, likewise; only from a run folder, since to read it is to run it

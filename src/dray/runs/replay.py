@@ -63,9 +63,10 @@ def require_here(plan: Plan, engine: str) -> str:
         raise ConfigError(
             "this run was started by Slurm" if plan.by_slurm else "this run had several machines",
             where=plan.run,
-            wanted="an engine that starts it on this machine, or --recipe FILE, to submit it again",
+            wanted="sbatch, an engine that starts it on this machine, or --recipe FILE, to submit it elsewhere",
             found=f"engine {plan.engine}, {counted(len(plan.world.nodes), 'node')}",
-            fix=f"--engine docker or --engine bare; or dray replay {plan.run} --recipe again.toml",
+            fix=f"the same on a login node; --engine docker or --engine bare; or dray replay {plan.run} --recipe "
+            "again.toml",
         )
     return own
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from dray import process
 from dray.config import checkout, sites
@@ -98,20 +99,26 @@ def _waits(option: str) -> bool:
     return option.startswith(("--dependency", "-d"))
 
 
-def submit(argv: Sequence[str], folder: Path, share: str, code: Path) -> str:
+def submit(
+    argv: Sequence[str], folder: Path, share: str, code: Path, beside: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Make the run folder, if it is not there, queue the job and return its number. A refused job leaves no new one.
 
-    The capsule describes the `code` in that folder.
+    The capsule describes the `code` in that folder. Files `beside` are in the run folder before the job begins.
     """
     seen = source.look(code)
     new = not folder.exists()
     make_run_folder(folder, new=new, share=share)
     try:
+        for name, text in beside.items():
+            files.write_atomic(folder / name, text)
         done = process.run(argv)
-    except DrayError as refused:
+    except (DrayError, OSError) as refused:
         if new:
+            for name in beside:
+                (folder / name).unlink(missing_ok=True)
             folder.rmdir()
-        if not process.which(argv[0]):
+        if isinstance(refused, DrayError) and not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm: dray run, or make cluster")
         raise
     number, _, cluster = done.out.strip().partition(";")

@@ -1,0 +1,163 @@
+"""A run that Slurm made, put into the queue again: with the options of its job, until its end."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from dray.config import checkout
+from dray.config.recipe import Recipe
+from dray.contract import files, run_folder
+from dray.contract.findings import ConfigError, DrayError
+from dray.images import store
+from dray.planning.schema import Plan
+from dray.runs import live, login, write
+from dray.runs import submit as queue
+from dray.runs.diff import Difference
+from dray.runs.paths import RunPaths, attempts, new_id
+from dray.runs.queued import Queued
+from dray.runs.replay import as_files, is_own
+from dray.runs.result import Result
+
+_LIMIT = 1 << 20
+_STEM = "replay"
+_SCRIPTS = ("multinode.sh", "singlenode.sh")
+# What the replay decides itself, what meant other jobs or another time, and what would hide the job's number.
+_OWN = (
+    "--parsable", "--output", "--nodes", "--gpus-per-node", "--dependency", "--no-kill", "--begin", "--deadline",
+    "--array", "--wait", "--hold", "--test-only", "--quiet",
+)  # fmt: skip
+_SHORT = ("-o", "-N", "-d", "-k", "-b", "-a", "-W", "-H", "-Q")
+# Of the nodes only this is decided before Slurm has chosen them.
+_NODES = ("nodes", "site", "started by", "world.size", "world.ranks_per_node")
+_LOOK_S, _ASK_S = 1.0, 15.0
+
+
+class Asked(NamedTuple):
+    """What the run's own job was asked for."""
+
+    options: tuple[str, ...] = ()
+    """Of sbatch, without what belonged to that job alone."""
+    site: str = ""
+    gpu_memory: float | None = None
+
+
+class Job(NamedTuple):
+    """A replay that can be submitted."""
+
+    argv: list[str]
+    folder: Path
+    plan: Plan
+    recipe: Recipe
+
+
+def asked(run: Path) -> Asked | None:
+    """By the command in the run's folder. None where it has none, as after a bare sbatch, or where others may have
+    written it: options of sbatch name files, which the job would overwrite."""
+    file = run / run_folder.JOB
+    with suppress(OSError, ValidationError, ValueError):
+        if not is_own(run) or not is_own(file) or not files.is_own(file):
+            return None
+        argv = Queued.model_validate_json(files.read(file, limit=_LIMIT)).argv
+        script = [Path(word).name in _SCRIPTS for word in argv].index(True)
+        decided = dict[str, str]()
+        for word in argv[script + 1 :]:
+            if not word.startswith("--") or word == "--":
+                break
+            name, _, decided[name] = word.partition("=")
+        memory = decided.get("--gpu-memory")
+        return Asked(tuple(_kept(argv[1:script])), decided.get("--site", ""), float(memory) if memory else None)
+    return None
+
+
+def _kept(options: Sequence[str]) -> Iterator[str]:
+    dropped = False
+    for option in options:
+        if option.startswith("-") or not dropped:  # else the value of one that is dropped
+            name = option.partition("=")[0]
+            # sbatch takes the beginning of a name, too.
+            long = len(name) > len("--") and any(own.startswith(name) for own in _OWN)
+            dropped = long if name.startswith("--") else option.startswith(_SHORT)
+            dropped = dropped or option.startswith("--gres=gpu")
+            if not dropped:
+                yield option
+
+
+def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequence[str]) -> Job:
+    """The whole command: as many nodes and GPUs as before; `more` are options of sbatch that win over the run's."""
+    queue.check(more)
+    nodes = len(before.world.nodes)
+    gpus = before.world.ranks_per_node if before.variant != "cpu" else 0
+    old = made or Asked()
+    options = (*old.options, *more)
+    facts, choice = login.facts(
+        recipe, nodes, gpus, old.site, ranks=None, options=options, gpu_memory=old.gpu_memory
+    )  # fmt: skip
+    folder = runs / new_id(recipe.name)
+    plan = write.decide(recipe, facts, choice, RunPaths(folder))
+    plan.refuse()
+    variant = plan.recipe.image_name
+    store.required(checkout.root(), variant, recipe.image_digest, plan.engine)
+    ours = queue.options(recipe, choice.site, gpus, None)
+    if made:
+        sized = [one for one in ours if one.startswith(("--nodes=", "--gpus-per-node=", "--gres=gpu"))]
+        ours = [*made.options, *sized]
+    argv = queue.sbatch(
+        plan, options=[*ours, *more], image=store.job_file(checkout.root(), variant, plan.engine),
+        site=old.site or queue.site_word(choice.site), gpu_memory=old.gpu_memory,
+        recipe=[str(folder / f"{_STEM}.toml")], command=(),
+    )  # fmt: skip
+    return Job(argv, folder, plan, recipe)
+
+
+def start(made: Job) -> str:
+    """Submit it, with its recipe in its own folder; the number of the job."""
+    code = Path(made.recipe.command.folder) if made.recipe.command else checkout.root()
+    return queue.submit(made.argv, made.folder, made.recipe.runs.share, code, as_files(made.recipe, _STEM))
+
+
+def decided(found: Sequence[Difference]) -> list[Difference]:
+    """Without what is only assumed before Slurm has chosen the nodes."""
+    return [one for one in found if one.kind not in ("nodes", "transport") or one.name in _NODES]
+
+
+def require_ended(run: Path) -> None:
+    """Refuse to compare a replay that still waits or goes on: it has not logged all its losses."""
+    if run.is_dir() and (state := live.look(run)).kind in ("queued", "starting", "running"):
+        raise ConfigError(
+            "the replay has not ended", where=run, wanted="a run that has ended", found=state.where,
+            fix=f"dray top {shlex.quote(str(run))} shows it until its end; then the same again",
+        )  # fmt: skip
+
+
+def wait(run: Path, sleep: Callable[[float], None] = time.sleep) -> Result:
+    """Until the run has ended, over its next attempts too. DrayError: it left no result."""
+    passed, gone = 0.0, False
+    while True:
+        found = _last(run)
+        if found and not (found.next and found.next.requeue):
+            return found
+        if passed % _ASK_S == 0:  # Slurm serves many users
+            ended = live.look(run).kind == "ended"
+            if ended and gone:  # a disk that machines share may show the result later than Slurm the job's end
+                if found := _last(run):
+                    return found
+                raise DrayError(
+                    "the replay has ended, and left no result", where=run,
+                    found="an attempt without a result" if attempts(run) else "no attempt: its job never began",
+                    fix=f"dray why {shlex.quote(str(run))} shows more" if attempts(run) else "see its job-*.log there",
+                )  # fmt: skip
+            gone = ended
+        sleep(_LOOK_S)
+        passed += _LOOK_S
+
+
+def _last(run: Path) -> Result | None:
+    numbers = attempts(run)
+    return live.result(RunPaths(run, numbers[-1])) if numbers else None

@@ -1,0 +1,334 @@
+"""`dray replay` of a run that Slurm made: what sbatch gets, what is refused, and the comparison once it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from capsules import nodes, steps
+from dray.cli import replay as verb
+from dray.contract.findings import ConfigError, DrayError
+from dray.facts import Facts
+from dray.runs import resubmit
+from dray.runs.finish import finish
+from dray.runs.paths import RunPaths
+from dray.runs.write import read_recipe, write
+from helpers import ROOT
+from slurms import Slurm
+
+Capture = pytest.CaptureFixture[str]
+SCRIPT = f"{ROOT}/slurm/multinode.sh"
+SBATCH = """#!/bin/bash
+printf '%s\\0' "$@" >"{here}/argv"
+for word in "$@"; do [[ "$word" != --run=* ]] || cp -r "{here}/ended/." "${{word#*=}}/"; done
+echo '42;local'
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """sbatch writes down what it got; a job ends at once with what the folder `ended` has."""
+    made = Slurm(tmp_path, monkeypatch)
+    (tmp_path / "ended").mkdir()
+    (made.folder / "bin" / "sbatch").write_text(SBATCH.format(here=tmp_path))
+    (tmp_path / "i.sif").write_bytes(b"hsqs")
+    for name in ("DRAY_SITE", "SBATCH_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": ROOT, "IMAGE": tmp_path / "i.sif", "RUNS": tmp_path / "runs"}.items():
+        monkeypatch.setenv(f"DRAY_{name}", str(value))
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def replay(*words: str | Path) -> int:
+    app = typer.Typer()
+    app.command()(verb.replay)
+    return int(app([str(word) for word in words], standalone_mode=False) or 0)
+
+
+def ran(runs: Path, *losses: float, run: str = "mine", words: tuple[str, ...] = (), code: int = 0) -> RunPaths:
+    """A run of Slurm's on two nodes, without the file of its submission."""
+    facts = Facts(
+        scheduler="slurm", nodelist="n[1-2]", nodes=2, job=17, address="10.0.0.1", engine="apptainer",
+        image=str(runs.parent / "i.sif"), image_variant="cpu",
+    )  # fmt: skip
+    paths = write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words), facts, runs=runs, run=run)[1]
+    nodes(paths)
+    steps(paths, *losses)
+    with paths.metrics.open("a") as file:
+        file.write('{"event": "end", "time": 9.0, "train_seconds": 1.0}\n')
+    paths.final_model.mkdir(parents=True, exist_ok=True)
+    (paths.final_model / "config.json").write_text("{}")
+    finish(paths, code=code)
+    return paths
+
+
+def submitted(run: Path, *options: str, after: tuple[str, ...] = ("--site=",)) -> None:
+    argv = ["sbatch", "--parsable", f"--output={run}/job-%j.log", *options, SCRIPT, f"--run={run}", *after, "x.toml"]
+    (run / "job.json").write_text(json.dumps({"job": 17, "time": time.time(), "argv": argv}))
+
+
+def replayed(home: Path) -> Path:
+    (folder,) = (home / "runs").glob("*-smoke-cpu-*")
+    return folder
+
+
+def expected(home: Path, folder: Path, *options: str, site: str = "") -> list[str]:
+    return [
+        "--parsable", f"--output={folder}/job-%j.log", *options, SCRIPT, f"--run={folder}", f"--image={home}/i.sif",
+        f"--site={site}", f"{folder}/replay.toml",
+    ]  # fmt: skip
+
+
+def given(home: Path) -> list[str]:
+    return (home / "argv").read_text().split("\0")[:-1]
+
+
+def test_the_same_job_again(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
+    """With the options that the run's job had, and its recipe in its own folder."""
+    before = ran(tmp_path / "runs", 2.0, 1.5)
+    submitted(
+        before.run, "--job-name=mine", "--nodes=2", "--ntasks-per-node=1", "--account=p1", "--nodes=3", "-dafterok:3",
+        "--time=08:00:00", "--no-kill",
+    )  # fmt: skip
+    assert replay("mine", "--yes", "--sbatch=--time=10") == 0
+    folder = replayed(tmp_path)
+    kept = ("--job-name=mine", "--ntasks-per-node=1", "--account=p1", "--time=08:00:00")
+    assert given(tmp_path) == expected(tmp_path, folder, *kept, "--nodes=2", "--time=10")
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "the same as in the run, as far as can be told before Slurm has chosen the nodes",
+        shlex.join(["sbatch", *given(tmp_path)]),
+        "job 42 is in the queue",
+        f"run folder: {folder}",
+        f"once it has ended: dray replay {before.run} --compare {folder}",
+    ]
+    queued = json.loads((folder / "job.json").read_text())
+    assert (queued["job"], queued["argv"]) == (42, ["sbatch", *given(tmp_path)])
+    recipe = read_recipe(folder / "replay.toml")
+    assert (recipe.nodes, recipe.ranks_per_node, recipe.spares, recipe.max_requeues) == (2, 2, 0, 0)
+
+
+def test_without_the_file_of_its_submission_the_site_decides(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
+    ran(tmp_path / "runs", 2.0)
+    assert replay("mine", "--yes") == 0
+    options = ("--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1")
+    assert given(tmp_path) == expected(tmp_path, replayed(tmp_path), *options)
+    assert "options of sbatch: the site's; the run's folder has none of yours" in capsys.readouterr().out
+
+
+def test_the_site_of_the_run_is_named_again(slurm: Slurm, tmp_path: Path) -> None:
+    before, site = ran(tmp_path / "runs", 2.0), tmp_path / "mine.toml"
+    site.write_text('name = "mine"\nabout = "x"\nsbatch = ["--partition=gpu"]\n')
+    submitted(before.run, "--partition=big", after=(f"--site={site}", "--gpu-memory=80"))
+    assert replay("mine", "--yes") == 0
+    argv = expected(tmp_path, folder := replayed(tmp_path), "--partition=big", "--nodes=2", site=str(site))
+    assert given(tmp_path) == [*argv[:-1], "--gpu-memory=80", f"{folder}/replay.toml"]
+
+
+def test_what_cannot_be_the_same_is_told_before_anything_is_made(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    ran(tmp_path / "runs", 2.0)
+    (tmp_path / "other.sif").write_bytes(b"hsqs")
+    monkeypatch.setenv("DRAY_IMAGE", str(tmp_path / "other.sif"))
+    with pytest.raises(ConfigError) as refused:
+        replay("mine")
+    assert (refused.value.finding.problem, refused.value.finding.fix) == (
+        "nobody is there to agree", "--yes, or --recipe",
+    )  # fmt: skip
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "what cannot be the same:",
+        f"  image: image: {tmp_path}/i.sif -> {tmp_path}/other.sif",
+    ]
+    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
+def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path) -> None:
+    ran(tmp_path / "runs", 2.0)
+    (slurm.folder / "bin" / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
+    with pytest.raises(DrayError, match="invalid account"):
+        replay("mine", "--yes")
+    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "code", "last"),
+    [
+        ((2.0, 1.5), 0, "all 2 losses are identical to the last bit"),
+        ((2.0, 1.25), 1, "they had to be identical: nothing that decides them differs"),
+        ((2.0,), 1, "they had to be identical: nothing that decides them differs"),
+    ],
+)
+def test_it_waits_and_compares(
+    slurm: Slurm, tmp_path: Path, capsys: Capture, losses: tuple[float, ...], code: int, last: str
+) -> None:
+    ran(tmp_path / "runs", 2.0, 1.5)
+    shutil.copytree(ran(tmp_path / "others", *losses, run="again").run, tmp_path / "ended", dirs_exist_ok=True)
+    assert (replay("mine", "--yes", "--wait"), capsys.readouterr().out.splitlines()[-1]) == (code, last)
+    later = replay("mine", "--compare", replayed(tmp_path))
+    assert (later, capsys.readouterr().out.splitlines()[-1]) == (code, last)
+    assert not [line for line in slurm.calls if line.startswith("scancel")]
+
+
+def test_a_replay_that_has_failed_ends_with_its_code(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
+    ran(tmp_path / "runs", 2.0)
+    failed = ran(tmp_path / "runs", 2.0, run="again", code=75)
+    assert replay("mine", "--compare", "again") == 75
+    said = f"the replay has failed, with exit code 75: dray why {failed.run}"
+    assert capsys.readouterr().out.splitlines() == [said, "the one loss is identical to the last bit"]
+
+
+def test_other_things_that_differ_are_named(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
+    ran(tmp_path / "runs", 2.0, 1.5)
+    ran(tmp_path / "runs", 2.0, 1.25, run="again", words=("train.seed=7",))
+    assert replay("mine", "--compare", "again") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "what is not the same:",
+        "  seed: train.seed: 42 -> 7",
+        "the first that differs is step 2: 1.5 and 1.25",
+        "largest relative difference 1.7e-01, at step 2",
+        "not promised: seed: train.seed: 42 -> 7",
+    ]
+
+
+def test_ctrl_c_leaves_the_job(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    before = ran(tmp_path / "runs", 2.0)
+
+    def interrupted(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resubmit, "wait", interrupted)
+    assert replay("mine", "--yes", "--wait") == 130
+    later = f"dray replay {before.run} --compare {replayed(tmp_path)}"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["", f"the job goes on; once it has ended: {later}"]
+    assert not [line for line in slurm.calls if line.startswith("scancel")]
+
+
+class TestWaiting:
+    def test_over_a_requeue(self, slurm: Slurm, tmp_path: Path) -> None:
+        """From the queue into an attempt that Slurm puts back, and into the one that ends."""
+        run = tmp_path / "runs" / "again"
+        run.mkdir(parents=True)
+        (run / "job.json").write_text(json.dumps({"job": 42, "time": time.time(), "argv": []}))
+        slurm.has(42, "PENDING")
+        looks = 0
+
+        def sleep(_: float) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                ran(run.parent, 2.0, run="again")
+                told = json.loads((run / "attempt-1" / "result.json").read_text())
+                told |= {"next": {"requeue": True, "why": "lost a node"}}
+                (run / "attempt-1" / "result.json").write_text(json.dumps(told))
+            if looks == 40:
+                ran(run.parent, 2.0, run="again")
+
+        resubmit.wait(run, sleep)
+        assert looks == 40
+
+    def test_a_job_that_is_gone_is_told(self, slurm: Slurm, tmp_path: Path) -> None:
+        run = tmp_path / "again"
+        run.mkdir()
+        (run / "job.json").write_text(json.dumps({"job": 42, "time": time.time(), "argv": []}))
+        with pytest.raises(DrayError) as gone:
+            resubmit.wait(run, lambda _: None)
+        assert (gone.value.finding.problem, gone.value.finding.found) == (
+            "the replay has ended, and left no result", "no attempt: its job never began",
+        )  # fmt: skip
+
+    def test_a_shared_disk_may_show_the_result_late(self, slurm: Slurm, tmp_path: Path) -> None:
+        """Slurm has forgotten the job already."""
+        run = tmp_path / "runs" / "again"
+        run.mkdir(parents=True)
+        (run / "job.json").write_text(json.dumps({"job": 42, "time": time.time(), "argv": []}))
+        assert resubmit.wait(run, lambda _: ran(run.parent, 2.0, run="again") and None).status == "done"
+
+
+def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> None:
+    ran(tmp_path / "runs", 2.0)
+    run = tmp_path / "runs" / "again"
+    run.mkdir()
+    submitted(run)
+    slurm.has(17, "PENDING")
+    with pytest.raises(ConfigError) as refused:
+        replay("mine", "--compare", "again")
+    assert (refused.value.finding.problem, refused.value.finding.found) == (
+        "the replay has not ended", "job 17, PENDING",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--compare", "mine"), "a run is no replay of itself"),
+        (("--compare", "nothing"), "there is no such run"),
+        (("--compare", "/nowhere"), "this is not a run folder"),
+        (("--compare", "i.sif"), "this is no capsule"),
+        (("--compare", "mine", "--yes"), "--yes does not go with --compare"),
+        (("--compare", "mine", "--engine", "bare"), "--engine does not go with --compare"),
+        (("--recipe", "x.toml", "--wait"), "--wait does not go with --recipe"),
+        (("--engine", "docker", "--sbatch=--time=1"), "--sbatch does not go with --engine"),
+        (("--yes", "--sbatch=--nodes=9"), "the plan would not know of this option of sbatch"),
+        (("--yes", "--sbatch=--time 9"), "an option of sbatch is one word"),
+        (("--yes", "--sbatch=--comment=a\nb"), "a value has a control character"),
+    ],
+)
+def test_what_is_refused(slurm: Slurm, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    ran(tmp_path / "runs", 2.0)
+    with pytest.raises(ConfigError, match=said):
+        replay("mine", *words)
+    assert not (tmp_path / "argv").exists()
+    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", '{"job": 17, "time": 1, "argv": "sbatch"}', '{"job": 17, "time": 1, "argv": ["sbatch", "--x"]}',
+        '{"job": 17, "time": 1, "argv": [7]}', '{"job": 0, "time": 1, "argv": []}', "[" * 100_000, "\0",
+        '{"job": 17, "time": 1, "argv": ["sbatch", "/x/multinode.sh", "--gpu-memory=much"]}', " " * (2 << 20),
+    ],
+    ids=lambda text: ascii(text[:60]),
+)  # fmt: skip
+def test_a_damaged_file_of_the_submission_has_no_options(tmp_path: Path, content: str) -> None:
+    (tmp_path / "job.json").write_text(content)
+    assert resubmit.asked(tmp_path) is None
+
+
+def test_options_that_others_may_have_written_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(tmp_path, "--error=/home/me/.bashrc")
+    assert resubmit.asked(tmp_path) == resubmit.Asked(("--error=/home/me/.bashrc",))
+    (tmp_path / "job.json").chmod(0o666)
+    assert resubmit.asked(tmp_path) is None
+    (tmp_path / "job.json").chmod(0o600)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert resubmit.asked(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("option", "kept"),
+    [
+        (("--dep=afterok:3",), ()),
+        (("-d", "afterok:3"), ()),
+        (("--begin=now+1hour", "-Ap1"), ("-Ap1",)),
+        (("-A", "p1"), ("-A", "p1")),
+        (("--gres=gpu:4", "--gres=nvme:1"), ("--gres=nvme:1",)),
+        (("--wait",), ()),
+        (("--wait-all-nodes=1",), ("--wait-all-nodes=1",)),
+        (("--array=1-9", "-D/x", "--nodelist=n1"), ("-D/x", "--nodelist=n1")),
+        (("--signal=B:USR1@300", "--exclude=n3"), ("--signal=B:USR1@300", "--exclude=n3")),
+    ],
+)
+def test_which_options_are_the_run_s_own(tmp_path: Path, option: tuple[str, ...], kept: tuple[str, ...]) -> None:
+    submitted(tmp_path, *option)
+    assert resubmit.asked(tmp_path) == resubmit.Asked(kept)
