@@ -7,7 +7,7 @@
 end::finish() { # CODE: result.json and the last words; without the image this script's own
   local ended=0 words
   # Slurm signals all processes of a job that is to end, and this must not.
-  words="$(trap '' "${lib__signals[@]}" && end::job "$1" | lib::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
+  words="$(trap '' "${lib__signals[@]}" && end::job "$1" | plan::inside python3 -m dray finish "$attempt" --code "$1" ${stopped_by:+--stopped})" || ended=$?
   if [[ -n "$words" ]]; then
     printf '%s\n' "$words" || true # this job's output may be on a disk that is full
     end::decided || true
@@ -34,7 +34,13 @@ end::job() { # CODE: whom to tell how it ended; of one that did not end well, wh
   [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-} restarts=${SLURM_RESTART_COUNT:-0}"
   [[ "${ENVIRONMENT:-}" != BATCH ]] || echo "BatchFlag=1" # which sbatch sets, also where the controller does not answer
   # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
-  ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$SLURM_JOB_ID" || true
+  ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$(end::id)" || true
+}
+
+end::id() { # this job as Slurm is asked of it: the number of an array's last task is that of the array, and means all of it
+  local id="$SLURM_JOB_ID"
+  [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+  printf '%s' "$id"
 }
 
 end::decided() { # what dray finish has decided: nothing, back into the queue, or on with spare nodes (sets `lost`)
@@ -44,9 +50,9 @@ end::decided() { # what dray finish has decided: nothing, back into the queue, o
   read -ra nodes <next || true
   what="${nodes[0]:-}"
   nodes=("${nodes[@]:1}")
-  lib::known decision "$what" requeue spare
+  plan::known decision "$what" requeue spare
   for node in "${nodes[@]}"; do
-    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || lib::known node "$node" "a host's name"
+    [[ "$node" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || plan::known node "$node" "a host's name"
   done
   if [[ "$what" == spare ]]; then
     lost+=("${nodes[@]}")
@@ -57,10 +63,9 @@ end::decided() { # what dray finish has decided: nothing, back into the queue, o
 }
 
 end::requeue() { # [NODE...]: this job, without these nodes
-  local id="$SLURM_JOB_ID" answer
+  local id answer
+  id="$(end::id)"
   local -r without="$(IFS=,; echo "$*")"
-  # The number of an array's last task is that of the array, and would put all of it back.
-  [[ -z "${SLURM_ARRAY_JOB_ID:-}" ]] || id="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
   local code=0
   answer="$(timeout 20 scontrol requeue "$id" 2>&1)" || code=$?
   if ((code == 0)); then
@@ -97,7 +102,7 @@ end::exclude() { # ID NODE,NODE...: for the next start of a job that waits in th
 
 end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another one with the same options, once this one has ended
   local value option answer
-  local -a words=(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES")
+  local -a words=(sbatch --parsable --dependency="afterany:$(end::id)" --nodes="$SLURM_JOB_NUM_NODES")
   for option in job-name=JobName account=Account qos=QOS partition=Partition time=TimeLimit constraint=Features \
     reservation=Reservation licenses=Licenses mem=MinMemoryNode mem-per-cpu=MinMemoryCPU cpus-per-task=CPUs/Task \
     gres=TresPerNode exclude=ExcNodeList mail-user=MailUser mail-type=MailType chdir=WorkDir output=StdOut; do

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # What slurm/multinode.sh and slurm/singlenode.sh do, in bash: the nodes need Slurm, a container engine and this.
-# The planning itself runs inside the image (docs/adr/0001-planning-runs-inside-the-image.md).
 
 # shellcheck source=slurm/engines.sh
 source "$DRAY_HOME/slurm/engines.sh"
+# shellcheck source=slurm/plan.sh
+source "$DRAY_HOME/slurm/plan.sh"
 # shellcheck source=slurm/end.sh
 source "$DRAY_HOME/slurm/end.sh"
 
@@ -45,111 +46,6 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
   done
   lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
     "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
-}
-
-lib::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be another user's
-  local -r word="$1" answer="$2"
-  local what
-  shift 2
-  for what in "$@"; do
-    [[ "$answer" != "$what" ]] || return 0
-  done
-  lib::die 78 "the planner answers with an unknown $word" "where:  $image" "wanted: $*" "found:  $(printf '%q' "$answer")" \
-    "fix:    use an image and a checkout of the same version of dray"
-}
-
-lib::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
-  local setting variant="" file formats suffix never
-  engine::traits
-  for setting in "$@"; do
-    [[ "$setting" != image=* ]] || variant="${setting#image=}"
-  done
-  if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.$suffix" ]]; then
-    for file in "$DRAY_HOME"/build/dray-*."$suffix"; do
-      [[ ! -f "$file" ]] || { realpath -- "$file"; return; }
-    done
-  fi
-  engine::image "${variant:-cpu}"
-}
-
-lib::inside() { # COMMAND...: run in the image, which sees the checkout, the recipe's folder and what the run keeps
-  local -a folders=("$DRAY_HOME")
-  local folder
-  [[ ! -f "$site" ]] || folders+=("$site")
-  [[ ! -f "${image%.sif}/image.json" ]] || folders+=("${image%.sif}") # dray, for an adopted image
-  for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
-    [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
-  done
-  for folder in ${layer:+"$layer" "$layer.json"} "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
-    [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
-  done
-  engine::inside "$@"
-}
-
-lib::plan() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
-  local facts answer digest="" tries
-  local -a variables=()
-  for ((tries = 0; tries < 6; tries++)); do # engine, image, digest, layer, variables, and then the plan
-    facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
-    facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
-    facts+=$'\n'"lost=${lost[*]}"
-    answer="$(lib::ask "$facts" "$@")" || exit
-    case "$answer" in
-      attempt=*)
-        attempt="${answer%%$'\n'*}" checkpoints="${answer#*$'\n'checkpoints=}"
-        attempt="${attempt#attempt=}"
-        # What is there is started, outside the image.
-        [[ "${attempt%/*/*}" == "$runs" && "$attempt" != "$runs"/.* && "${attempt##*/}" == attempt-+([0-9]) ]] ||
-          lib::known folder "$attempt" "$runs/RUN/attempt-N"
-        # The recipe shares the run with the group: runs.share = "group".
-        [[ "$(stat --format=%a -- "${attempt%/*}")" != 2750 ]] || umask g=rx
-        return
-        ;;
-      engine=*)
-        engine="${answer#*=}"
-        lib::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc shifter
-        image="$(lib::guess "$@")" || exit
-        ;;
-      image=*)
-        # Besides dray's own, an adopted one, which is a file here.
-        [[ "${answer#*=}" =~ ^[a-z0-9][a-z0-9_-]*$ && -d "$DRAY_HOME/build/dray-${answer#*=}" ]] ||
-          lib::known image "${answer#*=}" cpu cuda cuda12 rocm
-        image="$(engine::image "${answer#*=}")" || exit
-        ;;
-      layer=*)
-        layer="${answer#*=}"
-        lib::plain layer "$layer"
-        [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
-          "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
-        ;;
-      variables=*) read -ra variables <<<"${answer#*=}" ;;
-      image_digest=)
-        [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
-          "fix:    name a squashfs, or leave it out: image_digest="
-        digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
-        ;;
-      *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
-        "fix:    use an image and a checkout of the same version of dray" ;;
-    esac
-  done
-  lib::die 78 "the planner still asks for another image or engine" "where:  $image, started by $engine" "found:  $answer"
-}
-
-lib::ask() { # FACTS [key=value ...]: what the planner in the image answers; the facts hold this environment: no file
-  local -a begun=()
-  [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
-  [[ -z "$gpu_memory" ]] || begun+=(--gpu-memory "$gpu_memory")
-  local -r facts="$1"
-  local code=0
-  shift
-  printf '%s\n' "$facts" | lib::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" \
-    ${recipe:+"$recipe"} "$@" "${command[@]}" || code=$?
-  ((code != 0)) || return 0
-  if ((code != 69 && code != 75 && code != 78)) && ! lib::inside python3 -c 'import dray' 2>/dev/null; then
-    lib::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
-      "found:  exit code $code" "fix:    dray image adopt IMAGE puts dray beside it; or build one with dray (make image-cpu)"
-  fi
-  return "$code"
 }
 
 lib::listen() { # FUNCTION: which is called with each signal's name
@@ -290,7 +186,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
   set -- "${settings[@]}"
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(engine::found)"
-  image="$(lib::guess "$@")"
+  image="$(plan::guess "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
   [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
   runs="$(realpath -m -- "$runs")"
@@ -303,7 +199,7 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
   local failed=-1 code
   while ((failed < ${#lost[@]})); do # once, and again with a spare node for each one that was lost
     failed=${#lost[@]} code=0
-    lib::plan "$@"
+    plan::attempt "$@"
     echo "run folder: ${attempt%/*}"
     lib::lease || true
     lib::start || code=$?

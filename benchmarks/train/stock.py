@@ -48,14 +48,27 @@ class Clock(TrainerCallback):
 class Save(TrainerCallback):
     """Weights and optimizer by torch.save, while all else waits: the least that a checkpoint written at once takes."""
 
-    def __init__(self, every: int, file: Path) -> None:
-        self.every, self.file = every, file
+    def __init__(self, every: int, file: Path, held: list[float]) -> None:
+        self.every, self.file, self.held = every, file, held
 
     def on_step_end(self, _: object, state: TrainerState, __: object, **more: Any) -> None:  # noqa: ANN401
         if state.global_step % self.every == 0:
+            began = time.perf_counter()
             torch.save([more["model"].state_dict(), more["optimizer"].state_dict()], self.file)
             with self.file.open("rb") as written:
                 os.fsync(written.fileno())
+            self.held.append(time.perf_counter() - began)
+
+
+class Timed(Trainer):
+    """How long each of its own checkpoints takes, in which the loop waits."""
+
+    held: list[float]
+
+    def _save_checkpoint(self, *words: Any, **more: Any) -> None:  # noqa: ANN401
+        began = time.perf_counter()
+        super()._save_checkpoint(*words, **more)
+        self.held.append(time.perf_counter() - began)
 
 
 def blocks(text: str, tokenizer: AutoTokenizer, block: int, cache: str, end: str) -> Dataset:
@@ -93,19 +106,20 @@ def main() -> None:
         model, configuration = BertForMaskedLM, BertConfig
         data = data.remove_columns("labels")
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-    clock = Clock()
+    clock, held = Clock(), list[float]()
     arguments = TrainingArguments(
         output_dir=said["out"], per_device_train_batch_size=said["batch"], max_steps=said["steps"],
         learning_rate=said["lr"], logging_steps=1, seed=said["seed"],
         report_to=[], disable_tqdm=True, use_cpu=True, **{"save_strategy": "no", **said["switches"]},
     )  # fmt: skip
-    trainer = Trainer(
+    trainer = Timed(
         model=model(configuration(**said["model"])), args=arguments, train_dataset=data, data_collator=collator,
-        callbacks=[clock, *([Save(every, Path(said["out"], "saved.pt"))] if (every := said.get("save")) else [])],
+        callbacks=[clock, *([Save(every, Path(said["out"], "saved.pt"), held)] if (every := said.get("save")) else [])],
     )  # fmt: skip
+    trainer.held = held
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    print(json.dumps({"ends": clock.ends, "losses": [float(loss) for loss in losses]}))
+    print(json.dumps({"ends": clock.ends, "losses": [float(loss) for loss in losses], "held": held}))
 
 
 main()

@@ -183,6 +183,36 @@ def hurry_on_signals() -> None:
             signal.signal(number, note)
 
 
+def in_front(argv: Sequence[str]) -> int:
+    """Run with this program's terminal to the end; return the exit code as a shell gives it, 128 + signal after one.
+
+    A terminal's Ctrl-C reaches both, and the command answers it. SIGTERM reaches this process alone,
+    which passes it on.
+    """
+    heard: list[int] = []
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def hear(number: int, _frame: object) -> None:
+        heard.append(number)
+        if number == signal.SIGTERM:
+            for command in begun:
+                command.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [one for one in numbers if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in caught}
+    sys.stdout.flush()
+    try:
+        begun.append(subprocess.Popen(list(argv)))  # noqa: S603  a list, never a shell
+        if signal.SIGTERM in heard:  # before there was a command
+            begun[0].send_signal(signal.SIGTERM)
+        code = begun[0].wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + heard[0] if heard else code if code >= 0 else 128 - code
+
+
 def replace(argv: Sequence[str], env: Mapping[str, str] | None = None) -> NoReturn:
     """Start in this program's place, with its terminal and all."""
     program = which(argv[0])

@@ -128,6 +128,25 @@ def test_a_task_of_an_array_puts_back_itself_alone(slurm: Slurm) -> None:
     assert calls == [["scontrol", "requeue", "17_3"]]
 
 
+def test_what_follows_a_task_of_an_array_waits_for_that_task_alone(slurm: Slurm) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
+    _, (_, follow) = slurm.after("requeue\n", answers={"scontrol requeue": "!Job requeue disabled"}, **array)
+    assert follow[:4] == ["sbatch", "--parsable", "--dependency=afterany:17_3", "--nodes=2"]
+
+
+def test_slurm_is_asked_how_a_task_of_an_array_ended(slurm: Slurm) -> None:
+    """By the number of the array it would tell of all its tasks."""
+    (slurm.folder / "scontrol").write_text('#!/bin/bash\necho "$@"\n')
+    script = 'source "$DRAY_HOME/slurm/lib.sh"; stopped_by=""; end::job 1'
+    env = {"PATH": f"{slurm.folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "HOME": "/nowhere"}
+    for array, asked in (({}, "17"), ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3")):
+        argv = ["bash", "-euo", "pipefail", "-c", script]
+        done = subprocess.run(
+            argv, env={**env, "SLURM_JOB_ID": "17", **array}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == f"show job --oneliner {asked}\n"
+
+
 def test_slurm_has_done_it_already(slurm: Slurm) -> None:
     done, calls = slurm.after("requeue\n", answers=REFUSED, state="PENDING")
     assert (len(calls), done.stdout) == (1, "requeued: by Slurm itself; job 17 goes on in this run folder\n")

@@ -285,3 +285,51 @@ def test_runs_of_a_command_one_after_another_here(
     rows, parity = study.look(folder, study.load(folder))
     assert [(row.ranks, row.state) for row in rows] == [(1, "done"), (2, "done")]
     assert not parity.broken
+
+
+ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "begun", "ended_with"),
+    [
+        ("true", 2, 0),
+        ("exit 1", 2, 0),
+        ("kill -TERM $PPID; exec sleep 60", 1, 143),
+        ("kill -INT $PPID; exit 1", 1, 130),
+        ("kill -HUP $PPID", 1, 129),
+        ("exit 75", 1, 75),
+    ],
+)
+def test_inside_an_salloc_each_run_is_a_process_of_its_own(
+    line: str, begun: int, ended_with: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch script takes that one's place, and its Ctrl-C and exit code end the study or do not."""
+    for name in ("ENVIRONMENT", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ALLOCATION.items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "dray"
+    runs, calls = tmp_path / "runs", tmp_path / "calls"
+    script.write_text(f'#!/bin/bash\necho "$@" >>{calls}\nmkdir {runs}/${{2#*=}}\n{line}\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(studies, "_program", lambda: [str(script)])
+    monkeypatch.setattr(scaling, "new_id", lambda name: f"20-{name}")
+    with pytest.raises(typer.Exit) as ended:
+        scaling.scale(RECIPE, ranks="1,2", runs=runs)
+    where = f"--runs={runs} {RECIPE}"
+    assert (calls.read_text().splitlines(), ended.value.exit_code) == (
+        [f"run --run=20-scale-smoke-cpu-{n} --nodes=1 --ranks={n} {where}" for n in (1, 2)][:begun],
+        ended_with,
+    )
+
+
+def test_inside_an_salloc_what_is_refused_leaves_no_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENVIRONMENT", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ALLOCATION.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(studies, "_program", lambda: ["bash", "-c", "exit 78"])
+    with pytest.raises(typer.Exit) as ended:
+        scaling.scale(RECIPE, ranks="1,2", runs=tmp_path / "runs")
+    assert (ended.value.exit_code, list((tmp_path / "runs").iterdir())) == (78, [])

@@ -17,8 +17,9 @@ from dray.cli import run as here
 from dray.cli.options import program
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import counted
 from dray.contract.values import printable
+from dray.runs import allocation
 from dray.runs import study as studies
 from dray.runs.paths import default_runs
 from dray.runs.study import Member, Parity, Row, Study
@@ -28,7 +29,7 @@ Table = Annotated[
 ]
 _BAR = 20
 # After these no other run begins: it would be refused likewise, or the user or Slurm has stopped this one.
-_LAST = (exit_codes.CONFIG, exit_codes.RETRY, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_LAST = (exit_codes.CONFIG, exit_codes.RETRY, *(128 + one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
 
 
 class Start:
@@ -53,12 +54,13 @@ class Start:
             return 0
         self._keep(member)
         print(f"\n== {_about(member.ranks, member.settings)}", flush=True)
+        code = exit_codes.CONFIG
         try:
-            return _run([f"--run={member.run}", *argv])
-        except DrayError:
-            if not (self._folder.parent / member.run).exists():
+            code = _run([f"--run={member.run}", *argv])
+            return code
+        finally:
+            if code == exit_codes.CONFIG and not (self._folder.parent / member.run).exists():
                 self._forget(member)
-            raise
 
     def _keep(self, member: Member) -> None:
         """At once: what has begun is in the study, however this program ends."""
@@ -80,7 +82,12 @@ def _program() -> list[str]:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """`dray run` in this process, so that Ctrl-C ends its ranks as always; what it says to type is a run's."""
+    """`dray run` in this process, so that Ctrl-C ends its ranks as always; what it says to type is a run's.
+
+    Inside an salloc the batch script takes the place of the process of `dray run`, which must not be this one.
+    """
+    if allocation.found(os.environ):
+        return process.in_front([*_program(), "run", *argv])
     before, sys.argv = sys.argv, [sys.argv[0], "run", *argv]
     try:
         app = typer.Typer()

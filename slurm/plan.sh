@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Sourced by slurm/lib.sh: what a job plans, and all else that runs in the image outside of the nodes' own start.
+# The planning itself runs inside the image (docs/adr/0001-planning-runs-inside-the-image.md).
+# It uses what lib::main has set, and sets what it says.
+# shellcheck disable=SC2154
+
+plan::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of these; it is in the image, which may be another user's
+  local -r word="$1" answer="$2"
+  local what
+  shift 2
+  for what in "$@"; do
+    [[ "$answer" != "$what" ]] || return 0
+  done
+  lib::die 78 "the planner answers with an unknown $word" "where:  $image" "wanted: $*" "found:  $(printf '%q' "$answer")" \
+    "fix:    use an image and a checkout of the same version of dray"
+}
+
+plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
+  # shellcheck disable=SC2034 # engine::traits sets all that it knows
+  local setting variant="" file formats suffix never
+  engine::traits
+  for setting in "$@"; do
+    [[ "$setting" != image=* ]] || variant="${setting#image=}"
+  done
+  if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.$suffix" ]]; then
+    for file in "$DRAY_HOME"/build/dray-*."$suffix"; do
+      [[ ! -f "$file" ]] || { realpath -- "$file"; return; }
+    done
+  fi
+  engine::image "${variant:-cpu}"
+}
+
+plan::inside() { # COMMAND...: run in the image, which sees the checkout, the recipe's folder and what the run keeps
+  local -a folders=("$DRAY_HOME")
+  local folder
+  [[ ! -f "$site" ]] || folders+=("$site")
+  [[ ! -f "${image%.sif}/image.json" ]] || folders+=("${image%.sif}") # dray, for an adopted image
+  for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
+    [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
+  done
+  for folder in ${layer:+"$layer" "$layer.json"} "${recipe:+$(dirname -- "$recipe")}" "$runs" "$where"; do
+    [[ -z "$folder" || "$folder/" == "$DRAY_HOME/"* ]] || folders+=("$folder")
+  done
+  engine::inside "$@"
+}
+
+plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine and image as site and recipe want them
+  local facts answer digest="" tries
+  local -a variables=()
+  for ((tries = 0; tries < 6; tries++)); do # engine, image, digest, layer, variables, and then the plan
+    facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
+    facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
+    facts+=$'\n'"lost=${lost[*]}"
+    answer="$(plan::ask "$facts" "$@")" || exit
+    case "$answer" in
+      attempt=*)
+        attempt="${answer%%$'\n'*}" checkpoints="${answer#*$'\n'checkpoints=}"
+        attempt="${attempt#attempt=}"
+        # What is there is started, outside the image.
+        [[ "${attempt%/*/*}" == "$runs" && "$attempt" != "$runs"/.* && "${attempt##*/}" == attempt-+([0-9]) ]] ||
+          plan::known folder "$attempt" "$runs/RUN/attempt-N"
+        # The recipe shares the run with the group: runs.share = "group".
+        [[ "$(stat --format=%a -- "${attempt%/*}")" != 2750 ]] || umask g=rx
+        return
+        ;;
+      engine=*)
+        engine="${answer#*=}"
+        plan::known engine "$engine" apptainer singularity pyxis edf charliecloud podman-hpc shifter
+        image="$(plan::guess "$@")" || exit
+        ;;
+      image=*)
+        # Besides dray's own, an adopted one, which is a file here.
+        [[ "${answer#*=}" =~ ^[a-z0-9][a-z0-9_-]*$ && -d "$DRAY_HOME/build/dray-${answer#*=}" ]] ||
+          plan::known image "${answer#*=}" cpu cuda cuda12 rocm
+        image="$(engine::image "${answer#*=}")" || exit
+        ;;
+      layer=*)
+        layer="${answer#*=}"
+        lib::plain layer "$layer"
+        [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
+          "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
+        ;;
+      variables=*) read -ra variables <<<"${answer#*=}" ;;
+      image_digest=)
+        [[ -f "$image" ]] || lib::die 78 "image_digest pins a file, and the image is a folder" "where:  $image" \
+          "fix:    name a squashfs, or leave it out: image_digest="
+        digest="sha256:$(sha256sum <"$image" | cut --delimiter=' ' --fields=1)"
+        ;;
+      *) lib::die 78 "the planner answers what this checkout does not know" "where:  $image" "found:  $answer" \
+        "fix:    use an image and a checkout of the same version of dray" ;;
+    esac
+  done
+  lib::die 78 "the planner still asks for another image or engine" "where:  $image, started by $engine" "found:  $answer"
+}
+
+plan::ask() { # FACTS [key=value ...]: what the planner in the image answers; the facts hold this environment: no file
+  local -a begun=()
+  [[ -z "$given_run" ]] || begun=(--run "$(basename -- "$given_run")")
+  [[ -z "$gpu_memory" ]] || begun+=(--gpu-memory "$gpu_memory")
+  local -r facts="$1"
+  local code=0
+  shift
+  printf '%s\n' "$facts" | plan::inside python3 -m dray plan --facts - --write --runs "$runs" "${begun[@]}" \
+    ${recipe:+"$recipe"} "$@" "${command[@]}" || code=$?
+  ((code != 0)) || return 0
+  if ((code != 69 && code != 75 && code != 78)) && ! plan::inside python3 -c 'import dray' 2>/dev/null; then
+    lib::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
+      "found:  exit code $code" "fix:    dray image adopt IMAGE puts dray beside it; or build one with dray (make image-cpu)"
+  fi
+  return "$code"
+}
