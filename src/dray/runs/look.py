@@ -121,6 +121,11 @@ class _Attempt:
         """All of its files, of which an attempt that has ended needs two."""
         return RunPaths(self.run, self.number)
 
+    @cached_property
+    def began(self) -> float | None:
+        """When its plan was written."""
+        return written(f"{self.folder}/{run_folder.PLAN}")
+
     def fields(self, *, closely: bool) -> Table:
         """Of the whole state."""
         plan = self.plan
@@ -128,8 +133,7 @@ class _Attempt:
         result = self.result if self._status() else None
         recipe = dig(plan, "recipe") or {}
         names = [str(node.get("name"))[:_WIDE] for node in _list(dig(plan, "world", "nodes")) if isinstance(node, dict)]
-        began = written(f"{self.folder}/{run_folder.PLAN}")
-        first = written(f"{self.run}/{run_folder.attempt(1)}/{run_folder.PLAN}") if self.number > 1 else began
+        first = written(f"{self.run}/{run_folder.attempt(1)}/{run_folder.PLAN}") if self.number > 1 else self.began
         found: Table = {
             "run": self.run.name,
             "folder": str(self.run),
@@ -142,7 +146,7 @@ class _Attempt:
             "nodes": names,
             "ranks": metrics.whole(dig(plan, "world") or {}, "size"),
             "started": _utc(first),
-            "attempt_started": _utc(began),
+            "attempt_started": _utc(self.began),
             "steps": metrics.whole(dig(plan, "recipe", "train") or {}, "steps"),
             "waiting": _waiting(job) if job and state == QUEUED else None,
             "warnings": self.warnings,
@@ -169,10 +173,11 @@ class _Attempt:
             return self._after()
         number = metrics.whole(self.plan, "job") or next(iter(jobs(self.run)), None)
         if number and self.queue.answers:
-            if job := self._job(number):
-                if job.command in _ALLOCATION:  # by salloc, which outlives a run in it
-                    return self._by_files(), job
-                return (QUEUED if job.waits else RUNNING), job
+            job, newer = self._job(number), self.queue.is_older(self.began or 0.0)
+            if job and job.command in _ALLOCATION:  # by salloc, which outlives a run in it
+                return self._by_files(), job
+            if job or newer:
+                return (QUEUED if job and job.waits and not newer else RUNNING), job
             if self._is_gone():
                 self.result = table(self.paths.result, [])  # it may have come since
                 return self._after() if self._status() else (LOST, None)
@@ -194,7 +199,7 @@ class _Attempt:
     def _job(self, number: int | None = None, *, at: float | None = None) -> Job | None:
         folders = {str(self.run), str(self.plan.get("run_folder"))}
         number = number or metrics.whole(self.plan, "job")
-        return self.queue.of(number, at or written(f"{self.folder}/{run_folder.PLAN}") or 0.0, folders)
+        return self.queue.of(number, at or self.began or 0.0, folders)
 
     def _is_gone(self) -> bool:
         """Whether that Slurm does not know the job means that there is none: it knows one user's, on one cluster."""
