@@ -184,6 +184,8 @@ def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path
     slurm(f"60|60|RUNNING|{submitted}|None|2026-11-25T02:00:00|/c/multinode.sh --run={paths.run} x")
     assert look(paths.run, Queue()).state == "running"
     slurm()
+    assert look(paths.run, Queue()).state == "queued"  # job.json is new, and squeue lists a job some seconds later
+    os.utime(paths.run / "job.json", (NOW + 60, NOW + 60))
     assert look(paths.run, Queue()).state == "failed"
 
 

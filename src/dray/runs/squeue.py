@@ -19,7 +19,7 @@ from dray.fitness import host
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last may have any character
 _ANSWER_S = 30.0
-_JUST_S = 10.0  # from sbatch's answer to the job in squeue
+JUST_S = 10.0  # from sbatch's answer to the job in squeue
 _LATE_S = 120.0  # clocks differ, and a job may be in the queue a moment before its number is written down
 
 
@@ -86,9 +86,9 @@ class Queue:
             return True
         return False
 
-    def is_older(self, at: float, cluster: str = "") -> bool:
+    def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
         """Whether it was asked before that time, and so cannot tell of it; a time to come is another clock's."""
-        return self._asked.get(cluster, at) < at < time.time() + _JUST_S
+        return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
 
     @cached_property
     def cluster(self) -> str:
