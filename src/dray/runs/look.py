@@ -92,6 +92,9 @@ def _queued(run: Path, queue: Queue) -> Table:
     if number is None:
         return fields | {"state": NO_RESULT}
     job = queue.of(number, since or 0.0, [str(run)])
+    if queue.is_absent:
+        why = f"whether job {number} waits, runs or has ended is not known here: this machine has no Slurm"
+        return fields | {"state": NO_RESULT, "why": why}
     if job is None:
         asked = queue.answers and not queued.get("cluster") and run.lstat().st_uid == os.geteuid()
         if not asked or queue.is_older(since or 0.0, margin_s=JUST_S):
@@ -194,7 +197,7 @@ class _Attempt:
         if job and (dig(result, "next", "spare") or (job.start or 0.0) > ended_at):
             return RUNNING, job
         untold = again and (not self.queue.answers or self.queue.is_older(submitted, margin_s=JUST_S))
-        return (QUEUED if untold else ended), job
+        return (QUEUED if untold and not self.queue.is_absent else ended), job
 
     def _job(self, number: int | None = None, *, at: float | None = None) -> Job | None:
         folders = {str(self.run), str(self.plan.get("run_folder"))}

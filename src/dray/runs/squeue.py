@@ -86,6 +86,11 @@ class Queue:
             return True
         return False
 
+    @cached_property
+    def is_absent(self) -> bool:
+        """Whether this machine has no Slurm at all, rather than one that is silent."""
+        return not self.answers and not process.which("squeue")
+
     def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
         """Whether it was asked before that time, and so cannot tell of it; a time to come is another clock's."""
         return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
