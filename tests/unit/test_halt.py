@@ -304,3 +304,44 @@ def test_a_result_of_before_reads(paths: RunPaths) -> None:
     assert found
     assert found.next
     assert found.next.exclude == []
+
+
+def test_a_run_with_spare_nodes_goes_on_in_the_same_job(slurm: Slurm, paths: RunPaths, tmp_path: Path) -> None:
+    """Between two attempts neither a second job begins for it, nor does an allocation end."""
+    finish(paths, code=69)
+    told = json.loads(paths.result.read_text()) | {"next": {"requeue": False, "spare": True, "why": "x"}}
+    paths.result.write_text(json.dumps(told))
+    slurm.has(17, "RUNNING")
+    assert live.look(paths.run).kind == "starting"
+    with pytest.raises(ConfigError, match="the run goes on: two jobs would write into it"):
+        submit.require_free(paths.run, [])
+    with pytest.raises(ConfigError, match="the run is in an allocation of yours"):
+        stop(paths.run)
+    (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
+    assert stop(paths.run).startswith("the job had not begun to train, and was cancelled: job 17, RUNNING\n")
+    assert slurm.calls == ["scancel 17"]
+    assert live.look(paths.run).kind == "ended"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_run_that_is_submitted_again(slurm: Slurm, paths: RunPaths, *, silent: bool) -> None:
+    """It has not ended while Slurm cannot tell of its new job; the attempt that has ended is not asked to end."""
+    finish(paths, code=1)
+    queued(paths.run, 17, time.time())
+    assert live.look(paths.run).kind == "ended"  # the job that has begun
+    queued(paths.run, 60, time.time() - 5)
+    if silent:
+        (slurm.folder / "bin" / "squeue").write_text("#!/bin/sh\necho down >&2\nexit 1\n")
+    said = "Slurm does not tell which jobs there are" if silent else (
+        "job 60 was submitted a moment ago, and squeue does not list it yet"
+    )  # fmt: skip
+    assert live.look(paths.run)[0::6] == ("unknown", said)
+    with pytest.raises(ConfigError, match="the run may go on: two jobs would write into it"):
+        submit.require_free(paths.run, [])
+    with pytest.raises(UnfitError, match="whether its job has begun is not known here"):
+        stop(paths.run)
+    assert paths.stop.read_text() == ""
+    if not silent:
+        queued(paths.run, 60, time.time() - 60)
+        assert live.look(paths.run).kind == "ended"
+        submit.require_free(paths.run, [])

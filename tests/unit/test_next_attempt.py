@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,11 @@ def test_a_run_that_goes_on_gets_no_second_job(tmp_path: Path, monkeypatch: pyte
     slurm, run = Slurm(tmp_path, monkeypatch), tmp_path / "mine"
     submit.require_free(run, [])
     run.mkdir()
-    (run / "job.json").write_text(json.dumps({"job": 17, "time": time.time(), "argv": []}))
-    submit.require_free(run, [])
+    for ago, refused_by in ((3600, ""), (1, "job 17 was submitted a moment ago, and squeue does not list it yet")):
+        (run / "job.json").write_text(json.dumps({"job": 17, "time": time.time() - ago, "argv": []}))
+        with pytest.raises(ConfigError) if refused_by else nullcontext() as refused:
+            submit.require_free(run, [])
+        assert not refused or refused.value.finding.found == refused_by
     slurm.has(17, "PENDING")
     with pytest.raises(ConfigError) as refused:
         submit.require_free(run, ["--time=10"])

@@ -184,6 +184,8 @@ def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path
     slurm(f"60|60|RUNNING|{submitted}|None|2026-11-25T02:00:00|/c/multinode.sh --run={paths.run} x")
     assert look(paths.run, Queue()).state == "running"
     slurm()
+    assert look(paths.run, Queue()).state == "queued"  # job.json is new, and squeue lists a job some seconds later
+    os.utime(paths.run / "job.json", (NOW + 60, NOW + 60))
     assert look(paths.run, Queue()).state == "failed"
 
 
@@ -204,11 +206,26 @@ def test_without_slurm_the_files_decide(
         squeue.write_text("#!/bin/sh\nexec sleep 60\n" if answer == "hangs" else "#!/bin/sh\nexit 1\n")
     monkeypatch.setattr("dray.runs.squeue._ANSWER_S", 0.2)
     paths, waits, queue = begun(tmp_path), queued(tmp_path, 1), Queue()
-    assert (look(paths.run, queue).state, look(waits, queue).state) == ("no result", "queued")
+    known = "no result" if answer == "none" else "queued"
+    assert (look(paths.run, queue).state, look(waits, queue).state) == ("no result", known)
     paths.checkpoints.joinpath("lease.json").write_text("{}")  # which is touched while it trains
     assert look(paths.run, queue).state == "running"
     stopped(paths)
     assert look(paths.run, queue).state == "stopped"
+    again = queued(tmp_path, 2, "mine")
+    os.utime(again / "job.json", (time.time() + 5,) * 2)
+    assert look(again, queue).state == ("stopped" if answer == "none" else "queued")
+
+
+def test_a_job_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have ended long ago; nobody waits for it for ever."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    waits = queued(tmp_path, 1)
+    assert status.text(look(waits, Queue())) == [
+        "waits: no result (gpt2, job 1)",
+        "  whether job 1 waits, runs or has ended is not known here: this machine has no Slurm",
+        f"run folder: {waits}",
+    ]
 
 
 def test_a_runner_of_this_machine_holds_its_folder(tmp_path: Path) -> None:
@@ -252,7 +269,7 @@ def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 TABLE = """\
 RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS
-waits   queued     gpt2                            2026-11-25 01:26         0
+waits   no result  gpt2                            2026-11-25 01:26         0
 second  no result  smoke-cpu      2  59/60  0.100  2026-11-25 01:26         1
 first   stopped    smoke-cpu      2  20/60  4.000  2026-11-25 01:26         2
 """
@@ -265,7 +282,7 @@ def test_the_list(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in dray_runs(several, capsys, last=1).splitlines()] == ["RUN", "waits", "the"]
     assert dray_runs(several, capsys, last=1).endswith(more)
     assert dray_runs(several, capsys, states=["stopped"]).splitlines()[1].split()[0] == "first"
-    assert dray_runs(several, capsys, recipe="gpt*").splitlines()[1].split()[:2] == ["waits", "queued"]
+    assert dray_runs(several, capsys, recipe="gpt*").splitlines()[1].split()[:2] == ["waits", "no"]
     assert dray_runs(several, capsys, since="2026-11-26") == f"none of the 3 runs in {several} fits\n"
     assert dray_runs(several / "none", capsys) == f"no runs in {several / 'none'}\n"
     told = json.loads(dray_runs(several, capsys, as_json=True))

@@ -1,4 +1,4 @@
-"""What a verb prints of a run: each line once, nothing that moves a cursor, and Slurm's reasons in words."""
+"""What a verb prints of a run: each line once, nothing that moves a cursor, and how the run is at that moment."""
 
 from __future__ import annotations
 
@@ -6,17 +6,37 @@ import io
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from dray.cli import status
 from dray.cli.streams import _Output
+from dray.facts import Facts
+from dray.runs.finish import finish
 from dray.runs.look import Watched
 from dray.runs.metrics import parsed
+from dray.runs.paths import RunPaths
 from dray.runs.reasons import meaning
 from dray.runs.state import State, Waiting
-from helpers import PYTHON
+from dray.runs.stop import Stop
+from dray.runs.write import read_recipe, write
+from helpers import PYTHON, ROOT
+from slurms import Slurm
+
+FACTS = Facts(
+    scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", home="/h", cluster="local"
+)
+
+
+def begun(runs: Path) -> RunPaths:
+    """The next attempt of `mine`."""
+    return write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ()), FACTS, runs=runs, run="mine")[1]
+
+
+def aged(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
 
 
 def test_an_interrupt_prints_no_line_twice() -> None:
@@ -76,3 +96,26 @@ def test_nobody_watches_an_unknown_run_for_ever(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("dray.runs.look._UNKNOWN_S", -1.0)
     assert watched.over(seen)
     assert not watched.over(seen.model_copy(update={"state": "running"}))
+
+
+def test_an_attempt_that_began_after_slurm_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm is asked four times a minute, and a head line is printed each second."""
+    slurm, first = Slurm(tmp_path, monkeypatch), begun(tmp_path)
+    (slurm.folder / "scontrol").write_text("ClusterName = local\n")
+    aged(first.plan, 60)
+    finish(first, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
+    aged(first.result, 30)
+    slurm.has(17, "PENDING")
+    watched = Watched(first.run)
+    assert watched.look().state == "queued"
+    second = begun(tmp_path)
+    assert status.head(watched.look()) == "mine: running (smoke-cpu, attempt 2, job 17, 2 ranks on n1)"
+    aged(second.plan, -3600)  # its clock is an hour before this one's: Slurm's answer counts
+    assert watched.look().state == "queued"
+    aged(second.plan, 60)
+    assert watched.look().state == "queued"
+    slurm.has(18, "RUNNING")
+    watched = Watched(first.run)
+    assert watched.look().state == "lost"
+    begun(tmp_path)
+    assert watched.look().state == "running"

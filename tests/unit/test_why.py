@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from dray.runs.result import summary
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
+from slurms import Slurm
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
@@ -171,11 +173,32 @@ class TestStates:
         assert [line for line in lines if line.startswith("cause:")] == ([f"cause: {name}"] if name else [])
         assert not any("first to fail" in line for line in lines)  # what ranks die of then is no cause
 
-    def test_no_result_yet(self, paths: RunPaths) -> None:
+    def test_no_result_yet(self, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "/nowhere")
+        os.utime(paths.plan, (1, 1))
         lines = page(paths.run)
         assert lines[0] == "mine, attempt 1: no result: it runs, or it was killed before it could write one"
         assert lines[1] == "first to fail: rank 3 on n2: exit code 3"
         assert "cause: out of memory on the GPU" in lines
+
+    @pytest.mark.parametrize(
+        ("state", "does"),
+        [("RUNNING", "it runs (training, step 2 of 60)"), ("PENDING", "it waits in the queue (job 17 PENDING)"),
+         ("", "it was killed before it could write one")],
+    )  # fmt: skip
+    def test_what_it_does_now(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, does: str) -> None:
+        slurm, paths = Slurm(tmp_path, monkeypatch), begun(tmp_path, "train.steps=60")
+        os.utime(paths.plan, (time.time() - 60,) * 2)
+        paths.metrics.write_text('{"event": "step", "time": 1, "step": 2, "loss": 5}\n')
+        (slurm.folder / "scontrol").write_text("ClusterName = local\n")
+        paths.facts.write_text(f"{paths.facts.read_text()}cluster=local\n")
+        if state:
+            slurm.has(17, state)
+        report = why.look(paths)
+        assert page(paths.run)[0] == f"mine, attempt 1: no result: {does}"
+        assert (report.status, report.now) == ("no result", does)
+        finish(paths, code=1)
+        assert why.look(paths).now == ""
 
     @pytest.mark.parametrize(
         ("state", "name"),

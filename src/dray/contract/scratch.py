@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 
+from dray.contract import node
 from dray.contract.findings import UnfitError
 
 _LOCK = "lock"
@@ -67,6 +68,23 @@ def left_over(parent: str, own: str = "") -> Iterator[str]:
             yield folder
         finally:
             os.close(lock)
+
+
+def held(folder: object) -> bool | None:
+    """Whether a runner of this user holds it, as a plan names it; None where it is not on this machine."""
+    if not isinstance(folder, str) or not folder.startswith(f"{node.OWN}{os.geteuid()}-") or folder.count("/") > 2:
+        return None
+    try:
+        lock = os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _ours(folder: str) -> bool:

@@ -34,7 +34,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         if state.kind == "queued":
             assert state.job
             squeue.cancel(state.job, state.cluster, waiting=True)
-            if (state := live.look(run)).kind == "ended":
+            if state.job.number not in {job.number for job in squeue.jobs(state.cluster)}:
                 say(f"its job waited in the queue, and was cancelled; nothing has run\nrun folder: {run}")
                 return
             continue  # it has begun in the meantime
@@ -43,15 +43,17 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         raise DrayError("the job is still in the queue", where=state.where, fix="squeue --me shows it; scancel JOB")
     if state.kind == "starting":
         assert state.job
+        if state.paths:  # between two attempts, which may be in an allocation
+            _require_batch(state, state.job)
         squeue.cancel(state.job, state.cluster)
         say(f"the job had not begun to train, and was cancelled: {state.where}\nrun folder: {run}")
         return
-    if state.paths is None:
+    if state.paths is None or (state.kind == "unknown" and state.paths.result.exists()):
         raise UnfitError(
             "whether its job has begun is not known here",
             where=run,
             found=state.why,
-            fix="dray stop once Slurm answers",
+            fix="dray stop once Slurm here tells of the job",
         )
     _write(state.paths)
     _say_asked(state, say, now=now)
@@ -88,9 +90,13 @@ def _end(state: State) -> None:
             os.kill(state.process, signal.SIGTERM)
     elif state.job is None:
         raise UnfitError("it cannot be ended from here", found=state.why, fix="dray stop there, or without --now")
-    elif squeue.of_batch(state.job):
-        squeue.cancel(state.job, state.cluster)
     else:
+        _require_batch(state, state.job)
+        squeue.cancel(state.job, state.cluster)
+
+
+def _require_batch(state: State, job: squeue.Job) -> None:
+    if not squeue.of_batch(job):
         raise ConfigError(
             "the run is in an allocation of yours, which would end with it",
             where=state.where,

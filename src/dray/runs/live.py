@@ -16,7 +16,7 @@ from dray.runs.named import cluster_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
 from dray.runs.result import Result
-from dray.runs.squeue import Job, Queue
+from dray.runs.squeue import JUST_S, Job, Queue
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
 _MOST = 1 << 20  # bytes of a file of a run
@@ -73,24 +73,24 @@ def look(run: Path, queue: Queue | None = None) -> State:
     numbers = attempts(run)
     paths = RunPaths(run, numbers[-1]) if numbers else None
     queued = _queued(run)
+    cluster = queued.cluster if queued else ""
+    if queued and queued.job in {job_of(RunPaths(run, number)) for number in numbers}:
+        queued = None  # it has begun
     job = job_of(paths) if paths else 0
     if not job and not queued:
         return _here(run, paths)
-    cluster = (queued.cluster if queued else "") or ""
     ended = paths is not None and paths.result.exists()
+    over = ended and not queued and not _goes_on(paths)
     try:
         known = queue.jobs(cluster)
     except DrayError as silent:
-        kind: Kind = "ended" if ended and not _goes_on(paths) else "unknown"
-        return State(kind, run, paths, cluster=cluster, why=silent.finding.problem)
-    named = _named(run, paths, queued, job, ended=ended)
+        return State("ended" if over else "unknown", run, paths, cluster=cluster, why=silent.finding.problem)
+    named = _named(paths, queued, job, ended=ended)
     found = next((one for one in known if _is(one, run, named, queue)), None)
     if found is None:
-        why = (
-            ""
-            if ended and not _goes_on(paths)
-            else _of_another(run, paths) or ("" if cluster else _elsewhere(paths, queue))
-        )
+        why = "" if over else _of_another(run, paths) or ("" if cluster else _elsewhere(paths, queue))
+        if queued and queue.is_older(queued.time, cluster, margin_s=JUST_S):
+            why = f"job {queued.job} was submitted a moment ago, and squeue does not list it yet"
         return State("unknown" if why else "ended", run, paths, cluster=cluster, why=why)
     if found.waits:
         return State("queued", run, paths, found, cluster)
@@ -117,15 +117,14 @@ def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
     return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
 
 
-def _named(run: Path, paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:
+def _named(paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:
     """The jobs by which the run may go on, and when each was written down."""
     named: dict[int, float] = {}
     if paths and job and not ended:
         named[job] = _time(paths.plan)
     elif paths and job:  # Slurm itself may have put it back, as after a preemption
         named[job] = _time(paths.result)
-    begun = {job_of(RunPaths(run, number)) for number in attempts(run)}
-    if queued and queued.job not in begun:
+    if queued:
         named[queued.job] = queued.time
     return named
 
@@ -138,8 +137,9 @@ def _is(job: Job, run: Path, named: dict[int, float], queue: Queue) -> bool:
 
 
 def _goes_on(paths: RunPaths | None) -> bool:
+    """With the same job, which goes back into the queue or on with other nodes."""
     found = result(paths) if paths else None
-    return bool(found and found.next and found.next.requeue)
+    return bool(found and found.next and (found.next.requeue or found.next.spare))
 
 
 def _here(run: Path, paths: RunPaths | None) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -11,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dray.contract import files, node, run_folder
+from dray.contract import files, run_folder, scratch
 from dray.contract.values import printable
 from dray.runs import metrics, records, stages
 from dray.runs.named import changed, cluster_of, jobs
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reasons import meaning
-from dray.runs.squeue import Job, Queue
+from dray.runs.squeue import JUST_S, Job, Queue
 from dray.runs.stages import Live, dig, written
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
 from dray.runs.stop import utc
@@ -25,7 +24,6 @@ from dray.runs.stop import utc
 FRESH_S = 120.0
 """What was written to since then is alive: the trainer touches its lease every 10 s, and NFS keeps what it knows of a
 file for up to a minute."""
-_JUST_S = 10.0  # from sbatch's answer to the job in squeue
 _ASK_S, _NEXT_S, _UNKNOWN_S = 15.0, 45.0, 600.0
 _LIMIT = 4 << 20
 _ALLOCATION = ("", "(null)")
@@ -94,9 +92,12 @@ def _queued(run: Path, queue: Queue) -> Table:
     if number is None:
         return fields | {"state": NO_RESULT}
     job = queue.of(number, since or 0.0, [str(run)])
+    if queue.is_absent:
+        why = f"whether job {number} waits, runs or has ended is not known here: this machine has no Slurm"
+        return fields | {"state": NO_RESULT, "why": why}
     if job is None:
         asked = queue.answers and not queued.get("cluster") and run.lstat().st_uid == os.geteuid()
-        if not asked or (since or 0) > time.time() - _JUST_S:
+        if not asked or queue.is_older(since or 0.0, margin_s=JUST_S):
             return fields | {"state": QUEUED}
         why = f"job {number} is gone and began no attempt: its output, job-{number}.log, may tell"
         return fields | {"state": LOST, "why": why}
@@ -121,6 +122,11 @@ class _Attempt:
         """All of its files, of which an attempt that has ended needs two."""
         return RunPaths(self.run, self.number)
 
+    @cached_property
+    def began(self) -> float | None:
+        """When its plan was written."""
+        return written(f"{self.folder}/{run_folder.PLAN}")
+
     def fields(self, *, closely: bool) -> Table:
         """Of the whole state."""
         plan = self.plan
@@ -128,8 +134,7 @@ class _Attempt:
         result = self.result if self._status() else None
         recipe = dig(plan, "recipe") or {}
         names = [str(node.get("name"))[:_WIDE] for node in _list(dig(plan, "world", "nodes")) if isinstance(node, dict)]
-        began = written(f"{self.folder}/{run_folder.PLAN}")
-        first = written(f"{self.run}/{run_folder.attempt(1)}/{run_folder.PLAN}") if self.number > 1 else began
+        first = written(f"{self.run}/{run_folder.attempt(1)}/{run_folder.PLAN}") if self.number > 1 else self.began
         found: Table = {
             "run": self.run.name,
             "folder": str(self.run),
@@ -142,7 +147,7 @@ class _Attempt:
             "nodes": names,
             "ranks": metrics.whole(dig(plan, "world") or {}, "size"),
             "started": _utc(first),
-            "attempt_started": _utc(began),
+            "attempt_started": _utc(self.began),
             "steps": metrics.whole(dig(plan, "recipe", "train") or {}, "steps"),
             "waiting": _waiting(job) if job and state == QUEUED else None,
             "warnings": self.warnings,
@@ -169,10 +174,11 @@ class _Attempt:
             return self._after()
         number = metrics.whole(self.plan, "job") or next(iter(jobs(self.run)), None)
         if number and self.queue.answers:
-            if job := self._job(number):
-                if job.command in _ALLOCATION:  # by salloc, which outlives a run in it
-                    return self._by_files(), job
-                return (QUEUED if job.waits else RUNNING), job
+            job, newer = self._job(number), self.queue.is_older(self.began or 0.0)
+            if job and job.command in _ALLOCATION:  # by salloc, which outlives a run in it
+                return self._by_files(), job
+            if job or newer:
+                return (QUEUED if job and job.waits and not newer else RUNNING), job
             if self._is_gone():
                 self.result = table(self.paths.result, [])  # it may have come since
                 return self._after() if self._status() else (LOST, None)
@@ -182,19 +188,21 @@ class _Attempt:
         """Of an attempt with a result, after which the run may go on."""
         result, ended = self.result, self._ended()
         ended_at = written(f"{self.folder}/{run_folder.RESULT}") or 0.0
-        again = (written(f"{self.run}/{run_folder.JOB}") or 0.0) > ended_at  # another job was submitted since
+        submitted = written(f"{self.run}/{run_folder.JOB}") or 0.0
+        again = submitted > ended_at  # another job
         goes_on = ended == STOPPED or again or dig(result, "next", "requeue") or dig(result, "next", "spare")
         job = self._job(at=ended_at) if goes_on else None
         if job and job.waits:
             return QUEUED, job
         if job and (dig(result, "next", "spare") or (job.start or 0.0) > ended_at):
             return RUNNING, job
-        return (QUEUED if again and not self.queue.answers else ended), job
+        untold = again and (not self.queue.answers or self.queue.is_older(submitted, margin_s=JUST_S))
+        return (QUEUED if untold and not self.queue.is_absent else ended), job
 
     def _job(self, number: int | None = None, *, at: float | None = None) -> Job | None:
         folders = {str(self.run), str(self.plan.get("run_folder"))}
         number = number or metrics.whole(self.plan, "job")
-        return self.queue.of(number, at or written(f"{self.folder}/{run_folder.PLAN}") or 0.0, folders)
+        return self.queue.of(number, at or self.began or 0.0, folders)
 
     def _is_gone(self) -> bool:
         """Whether that Slurm does not know the job means that there is none: it knows one user's, on one cluster."""
@@ -202,7 +210,7 @@ class _Attempt:
         return bool(cluster) and cluster == self.queue.cluster and self.run.lstat().st_uid == os.geteuid()
 
     def _by_files(self) -> str:
-        held = _held(self.plan.get("scratch"))
+        held = scratch.held(self.plan.get("scratch"))
         if held is not None:
             return RUNNING if held else LOST
         folder = dig(self.plan, "recipe", "checkpoint", "folder")
@@ -256,23 +264,6 @@ def table(path: Path | str, warnings: list[str]) -> Table | None:
         warnings.append(f"{path} cannot be read: {records.reason(error)}")
         return None
     return found
-
-
-def _held(scratch: object) -> bool | None:
-    """Whether a runner on this machine holds the attempt's own folder; None where it is not here."""
-    if not isinstance(scratch, str) or not scratch.startswith(f"{node.OWN}{os.geteuid()}-") or scratch.count("/") > 2:
-        return None
-    try:
-        lock = os.open(f"{scratch}/lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _waiting(job: Job) -> Waiting:

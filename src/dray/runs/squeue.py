@@ -19,6 +19,7 @@ from dray.fitness import host
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 _COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last may have any character
 _ANSWER_S = 30.0
+JUST_S = 10.0  # from sbatch's answer to the job in squeue
 _LATE_S = 120.0  # clocks differ, and a job may be in the queue a moment before its number is written down
 
 
@@ -62,10 +63,12 @@ class Queue:
     def __init__(self) -> None:
         self._known: dict[str, list[Job] | DrayError] = {}
         self._restarts: dict[int, bool] = {}
+        self._asked: dict[str, float] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All of this user's there. DrayError: Slurm is not here, or does not answer."""
         if cluster not in self._known:
+            self._asked[cluster] = time.time()
             try:
                 self._known[cluster] = jobs(cluster)
             except DrayError as silent:
@@ -82,6 +85,15 @@ class Queue:
             self.jobs()
             return True
         return False
+
+    @cached_property
+    def is_absent(self) -> bool:
+        """Whether this machine has no Slurm at all, rather than one that is silent."""
+        return not self.answers and not process.which("squeue")
+
+    def is_older(self, at: float, cluster: str = "", *, margin_s: float = 0.0) -> bool:
+        """Whether it was asked before that time, and so cannot tell of it; a time to come is another clock's."""
+        return self._asked.get(cluster, at + margin_s) - margin_s < at < time.time() + JUST_S
 
     @cached_property
     def cluster(self) -> str:

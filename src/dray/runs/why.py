@@ -14,9 +14,11 @@ from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, causes, records, stop
+from dray.runs import again, causes, records, state, stop
+from dray.runs import look as looking
 from dray.runs.paths import RunPaths
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
+from dray.runs.squeue import Queue
 from dray.runs.write import read
 
 _RESULT = 4 << 20
@@ -24,7 +26,7 @@ _SHOWN, _WIDE = 12, 400  # last lines, and letters of each
 _AFTER = 6
 _ASK_S = 10.0
 _CLUSTER = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NO_RESULT = "no result"
+NO_RESULT = state.NO_RESULT
 
 
 class Report(BaseModel):
@@ -36,7 +38,9 @@ class Report(BaseModel):
     attempt: int
     folder: str
     status: str
-    """done, failed, stopped, or `no result`: it runs, or was killed before it could write one."""
+    """done, failed, stopped, or `no result`."""
+    now: str = ""
+    """What it does, without a result."""
     exit_code: int | None = None
     reason: str | None = None
     """What stopped it."""
@@ -76,6 +80,7 @@ def look(paths: RunPaths) -> Report:
         attempt=paths.attempt,
         folder=str(paths.run),
         status=status,
+        now="" if result else _now(paths),
         exit_code=result.exit_code if result else None,
         reason=reason,
         at=result.at if result else None,
@@ -115,6 +120,21 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
     except (DrayError, OSError) as error:
         warnings.append(f"{paths.plan} cannot be read: {records.reason(error)}")
         return None
+
+
+def _now(paths: RunPaths) -> str:
+    """As `dray status` sees an attempt without a result."""
+    with suppress(OSError):  # another user's folder
+        seen = looking.look(paths.folder, Queue(), closely=True)
+        match seen.state:
+            case state.RUNNING:
+                step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
+                return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
+            case state.QUEUED:
+                return f"it waits in the queue (job {seen.job}{f' {seen.waiting.state}' if seen.waiting else ''})"
+            case state.LOST:
+                return "it was killed before it could write one"
+    return "it runs, or it was killed before it could write one"
 
 
 def _asked(paths: RunPaths) -> tuple[str, str | None]:
@@ -174,7 +194,7 @@ def _details(report: Report) -> Iterator[tuple[str, str]]:
 
 def _status(report: Report) -> str:
     if report.status == NO_RESULT:
-        return "no result: it runs, or it was killed before it could write one"
+        return f"{NO_RESULT}: {report.now}"
     if report.status == "done":
         return "done, nothing failed"
     stopped = f" by {report.reason} at {report.at}" if report.reason else ""
