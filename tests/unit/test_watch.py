@@ -26,6 +26,7 @@ from dray.runs.finish import finish
 from dray.runs.logs import joined, new, of
 from dray.runs.look import look
 from dray.runs.metrics import rare, tail
+from dray.runs.named import jobs
 from dray.runs.paths import RunPaths
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Queue
@@ -723,6 +724,7 @@ def test_a_job_s_record_that_is_damaged(tmp_path: Path) -> None:
         replace(run / "job.json", content)
         if os.path.lexists(run / "job.json") and kind != "a loop":
             assert look(run, Queue()).state == "no result", kind
+            assert jobs(run) == [], kind
 
 
 def test_events_beside_a_million_steps(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def jobs(run: Path) -> list[int]:
     found = []
     for number in reversed(attempts(run)):
         found.append(job_of(RunPaths(run, number)))
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         found.append(int(json.loads(files.read(run / run_folder.JOB, limit=_MOST))["job"]))
     return [job for job in dict.fromkeys(found) if job]
 
