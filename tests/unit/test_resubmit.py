@@ -17,6 +17,7 @@ from dray.cli import replay as verb
 from dray.contract.findings import ConfigError, DrayError
 from dray.facts import Facts
 from dray.runs import resubmit
+from dray.runs.diff import Difference
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.write import read_recipe, write
@@ -149,6 +150,13 @@ def test_what_cannot_be_the_same_is_told_before_anything_is_made(
         f"  image: image: {tmp_path}/i.sif -> {tmp_path}/other.sif",
     ]
     assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
+def test_an_image_that_only_the_nodes_read_is_not_told_as_another() -> None:
+    """Its digest is known when the job's own plan is made."""
+    other = Difference(kind="image", name="image_sha256", a="41d0", b="77aa")
+    unknown = Difference(kind="image", name="image_sha256", a="41d0", b="(none)")
+    assert resubmit.decided([unknown, other]) == [other]
 
 
 def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path) -> None:

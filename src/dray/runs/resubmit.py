@@ -19,7 +19,7 @@ from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import live, login, write
 from dray.runs import submit as queue
-from dray.runs.diff import Difference
+from dray.runs.diff import ABSENT, Difference
 from dray.runs.paths import RunPaths, attempts, new_id
 from dray.runs.queued import Queued
 from dray.runs.replay import as_files, is_own
@@ -123,8 +123,9 @@ def start(made: Job) -> str:
 
 
 def decided(found: Sequence[Difference]) -> list[Difference]:
-    """Without what is only assumed before Slurm has chosen the nodes."""
-    return [one for one in found if one.kind not in ("nodes", "transport") or one.name in _NODES]
+    """Without what is only assumed before Slurm has chosen the nodes, and the digest of an image that only they read."""
+    known = [one for one in found if (one.name, one.b) != ("image_sha256", ABSENT)]
+    return [one for one in known if one.kind not in ("nodes", "transport") or one.name in _NODES]
 
 
 def require_ended(run: Path) -> None:
