@@ -123,7 +123,7 @@ def start(made: Job) -> str:
 
 
 def decided(found: Sequence[Difference]) -> list[Difference]:
-    """Without what is only assumed before Slurm has chosen the nodes, and the digest of an image that only they read."""
+    """Without what is assumed before Slurm has chosen the nodes, and the digest of an image that only they read."""
     known = [one for one in found if (one.name, one.b) != ("image_sha256", ABSENT)]
     return [one for one in known if one.kind not in ("nodes", "transport") or one.name in _NODES]
 
