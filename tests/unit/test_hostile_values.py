@@ -164,7 +164,7 @@ class TestTheJob:
         assert f"  wanted: {wanted.replace('RUNS', runs)}\n" in ended.stderr
 
     def test_bash_knows_the_same_as_python(self) -> None:
-        text = (ROOT / "slurm" / "lib.sh").read_text()
+        text = (ROOT / "slurm" / "plan.sh").read_text()
         assert f" {' '.join(get_args(Variant))}\n" in text
         names = [name for name in engines.names("slurm") if name != "bare"]
         assert sorted(ENGINES.split()) == sorted(names)

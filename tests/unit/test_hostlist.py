@@ -154,12 +154,16 @@ def test_the_limit_itself_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("text", ["n[00001-10000]", "r[001-100]n[1-100]", ",".join(f"n{i}" for i in range(10_000))])
-def test_ten_thousand_hosts_take_less_than_20_ms(text: str) -> None:
-    """CPU time, and the best of several: the code is measured, and not the other work of the machine."""
-    best = float("inf")
+def test_ten_thousand_hosts_take_little_more_than_to_write_their_names(text: str) -> None:
+    """CPU time, and the best of several: the code is measured, not the other work of the machine, nor how fast it is.
+
+    20 ms where the plain loop takes 1.7.
+    """
+    best = {"expand": float("inf"), "plain": float("inf")}
     for _ in range(20):
-        start = process_time()
-        hosts = expand(text)
-        best = min(best, process_time() - start)
-    assert len(hosts) == 10_000
-    assert best < 0.020
+        for name, make in (("expand", lambda: expand(text)), ("plain", lambda: [f"n{i:05}" for i in range(10_000)])):
+            start = process_time()
+            hosts = make()
+            best[name] = min(best[name], process_time() - start)
+            assert len(hosts) == 10_000
+    assert best["expand"] < 12 * best["plain"]
