@@ -13,6 +13,9 @@ source "$DRAY_HOME/slurm/lib.sh"
 # out here, and the image gets a door to them.
 readonly -a login__commands=(sbatch squeue scancel scontrol sinfo sacct sacctmgr)
 
+# What the site files name; bash reads no TOML.
+readonly -a login__of_sites=(CFS FAST MEMBERWORK MYSCRATCH MYSOFTWARE PROJECT PROJECTDIR PROJECTHOME PROJWORK PSCRATCH SCRATCH SCRATCHDIR USER WORK)
+
 login::door() { # sets `door`, a folder of this user's: bin/ has a program for each of Slurm's that is here
   local name
   door="$(mktemp -d -- "${TMPDIR:-/tmp}/dray-door-XXXXXX")"
@@ -47,8 +50,7 @@ login::answer() { # FOLDER
 login::environment() { # sets `environment`: what a plan at a login node looks at, and neither PATH nor what may be a secret
   local name
   environment=("DRAY_RUNS=$folder/runs" "DRAY_IMAGE=$image" "TERM=dumb")
-  for name in HF_HOME DRAY_SITE SLURM_CLUSTER_NAME SBATCH_{ACCOUNT,PARTITION} \
-    $(grep --only-matching --no-filename --extended-regexp '[$][{]?[A-Z][A-Z0-9_]*' "$DRAY_HOME"/slurm/sites/*.toml | tr --delete '{$'); do
+  for name in HF_HOME DRAY_SITE SLURM_CLUSTER_NAME SBATCH_{ACCOUNT,PARTITION} "${login__of_sites[@]}"; do
     [[ -z "${!name:-}" || "_${name}_" =~ _(TOKEN|KEY|SECRET|PASSWORD|PATH)_ ]] || environment+=("$name=${!name}")
   done
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path, PurePosixPath
@@ -170,6 +171,9 @@ class TestTheJob:
         assert sorted(ENGINES.split()) == sorted(names)
         sites = get_args(Site.model_fields["engine"].annotation)
         assert sorted(sites) == sorted({"", *names} - {"apptainer", "singularity"})
+        texts = [file.read_text() for file in ROOT.glob("slurm/sites/*.toml")]
+        variables = {name for text in texts for name in re.findall(r"[$][{]?([A-Z][A-Z0-9_]*)", text)}
+        assert f"login__of_sites=({' '.join(sorted(variables))})\n" in (ROOT / "slurm" / "login.sh").read_text()
 
     def test_the_planner_gets_no_secret(self, tmp_path: Path) -> None:
         secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSHPASS", "MY_AUTH", "x_password"), "hush")
