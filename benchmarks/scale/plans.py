@@ -33,11 +33,11 @@ def rows() -> list[Row]:
         took, _ = _timed(lambda count=count: _plan(f"n[1-{count}]", count))  # type: ignore[misc]
         found.append(Row("plan and render", count, took, "s", 1))
     for name, text in LISTS.items():
-        took, said = _timed(lambda text=text: expand(text))  # type: ignore[misc]
-        print(f"{name}: {said}")
+        took, answer = _timed(lambda text=text: expand(text))  # type: ignore[misc]
+        print(f"{name}: {answer}")
         found.append(Row(f"host list: {name}", 0, took, "s", 1))
-    took, said = _timed(lambda: _plan(TWICE, 10_000))
-    print(f"one name 10,000 times: {said}")
+    took, answer = _timed(lambda: _plan(TWICE, 10_000))
+    print(f"one name 10,000 times: {answer}")
     found.append(Row("plan: one name 10,000 times", 10_000, took, "s", 1))
     return found
 
@@ -52,12 +52,12 @@ def _plan(nodelist: str, count: int) -> None:
 
 
 def _timed(call: Callable[[], object]) -> tuple[float, str]:
-    took, said = [], "taken"
+    took, answer = [], "taken"
     for _ in range(3):
         begun = time.perf_counter()
         try:
             call()
         except DrayError as error:
-            said = " / ".join(str(error).splitlines()[:2])
+            answer = " / ".join(str(error).splitlines()[:2])
         took.append(time.perf_counter() - begun)
-    return min(took), said
+    return min(took), answer

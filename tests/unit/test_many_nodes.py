@@ -95,9 +95,9 @@ def test_a_list_that_no_message_can_hold_is_in_the_log(plan: dict[str, Any], cap
     assert error
     assert len(error.finding.found) < 9000
     assert error.finding.found.endswith(" ..., all in logs/node-0.log")
-    said = capsys.readouterr().out
-    assert said.startswith("dray: missing: n")
-    assert all(f"{name.partition(chr(45))[0]}-" in said for name in names[1:])
+    told = capsys.readouterr().out
+    assert told.startswith("dray: missing: n")
+    assert all(f"{name.partition(chr(45))[0]}-" in told for name in names[1:])
 
 
 def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monkeypatch) -> None:

@@ -190,8 +190,8 @@ def test_a_replay_that_has_failed_ends_with_its_code(slurm: Slurm, tmp_path: Pat
     ran(tmp_path / "runs", 2.0)
     failed = ran(tmp_path / "runs", 2.0, run="again", code=75)
     assert replay("mine", "--compare", "again") == 75
-    said = f"the replay has failed, with exit code 75: dray why {failed.run}"
-    assert capsys.readouterr().out.splitlines() == [said, "the one loss is identical to the last bit"]
+    told = f"the replay has failed, with exit code 75: dray why {failed.run}"
+    assert capsys.readouterr().out.splitlines() == [told, "the one loss is identical to the last bit"]
 
 
 def test_other_things_that_differ_are_named(slurm: Slurm, tmp_path: Path, capsys: Capture) -> None:
@@ -275,7 +275,7 @@ def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "told"),
     [
         (("--compare", "mine"), "a run is no replay of itself"),
         (("--compare", "nothing"), "there is no such run"),
@@ -290,9 +290,9 @@ def test_a_replay_that_goes_on_is_not_compared(slurm: Slurm, tmp_path: Path) -> 
         (("--yes", "--sbatch=--comment=a\nb"), "a value has a control character"),
     ],
 )
-def test_what_is_refused(slurm: Slurm, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_what_is_refused(slurm: Slurm, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
     ran(tmp_path / "runs", 2.0)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=told):
         replay("mine", *words)
     assert not (tmp_path / "argv").exists()
     assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
