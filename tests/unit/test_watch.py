@@ -269,7 +269,7 @@ def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TABLE = """\
-RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS
+RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS  COST
 waits   no result  gpt2                            2026-11-25 01:26         0
 second  no result  smoke-cpu      2  59/60  0.100  2026-11-25 01:26         1
 first   stopped    smoke-cpu      2  20/60  4.000  2026-11-25 01:26         2

@@ -31,6 +31,7 @@ SRUN_OPTIONS = "srun.options"
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
+STARTUP = "startup.json"  # how long each part of the start took, on each node
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"

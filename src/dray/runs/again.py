@@ -57,6 +57,7 @@ def attempt(result: Result, number: int) -> Attempt:
         lost_s=result.lost_s,
         finished=result.finished,
         requeued=bool(result.next and result.next.requeue),
+        cost=result.cost,
     )
 
 

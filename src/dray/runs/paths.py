@@ -36,6 +36,7 @@ class RunPaths:
         self.failures = self.folder / names.FAILURES
         self.preflight = self.folder / names.PREFLIGHT
         self.preflight_report = self.folder / names.PREFLIGHT_REPORT
+        self.startup = self.folder / names.STARTUP
         self.metrics = self.folder / names.METRICS
         self.result = self.folder / names.RESULT
         self.capsule = self.folder / names.CAPSULE

@@ -8,8 +8,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from dray.contract.findings import counted
+from dray.runs import cost as costs
+from dray.runs import startup as startups
+from dray.runs.cost import Cost, Spent
 from dray.runs.paths import RunPaths
 from dray.runs.recovery import Recovery
+from dray.runs.startup import Startup
 
 UNKNOWN = "unknown"
 _MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
@@ -60,6 +64,7 @@ class Attempt(BaseModel):
     finished: str | None = None
     requeued: bool = False
     """Whether dray put the job back into the queue after it."""
+    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
 
 
 class SlowRank(BaseModel):
@@ -136,6 +141,12 @@ class Result(BaseModel):
     """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
     history: list[Attempt] = []
     """The attempts before this one."""
+    startup: Annotated[Startup | None, BeforeValidator(startups.of)] = None
+    """How long each part of the start took; None where nothing was measured."""
+    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    """What this attempt cost; None where nobody knows."""
+    spent: Annotated[Spent | None, BeforeValidator(costs.spent_of)] = None
+    """What all attempts together cost, this one too."""
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []

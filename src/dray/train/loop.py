@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
-from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, STEP
+from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, STEP
 from dray.train import divergence, host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
@@ -80,6 +80,7 @@ class Loop:
         if self.config.checkpoint.at_start and self.checkpoints.newest is None:
             with heartbeat.during(CHECKPOINT):
                 self.checkpoints.save(0, self.feed.state())
+            heartbeat.lap(LOAD)
         while True:
             try:
                 self._steps(self.checkpoints.newest or 0, evaluate)
@@ -114,6 +115,7 @@ class Loop:
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
             if taken == begin + 1:  # all ranks have compiled: their losses are logged
+                heartbeat.first_step(self.compiled.nanoseconds)
                 self.compiled.keep()
             if due(taken, config.checkpoint.every):
                 self._check(taken, norm)
