@@ -34,7 +34,7 @@ lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from o
     [[ "$word" != -- ]] || break
     lib::plain "the command line" "$word"
   done
-  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
+  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,ARRAY_{JOB,TASK}_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
     lib::plain "$name" "${!name:-}"
   done
 }

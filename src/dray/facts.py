@@ -31,6 +31,8 @@ class Facts(BaseModel):
     """Who started the nodes, and so which variables tell a node who it is."""
     job: Annotated[int, Field(ge=0)] = 0
     """Slurm's job number."""
+    task: Annotated[str, Field(pattern=r"^([0-9]{1,18}_[0-9]{1,18})?$")] = ""
+    """What Slurm calls the job where it is a task of an array, such as 12_3; the last task's number is the array's."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often Slurm has requeued it."""
     nodelist: Annotated[str, Field(min_length=1)]

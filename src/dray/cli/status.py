@@ -66,7 +66,7 @@ def head(seen: State) -> str:
     """Its name, state and what it is."""
     parts = [seen.recipe] if seen.recipe else []
     parts += [f"attempt {seen.attempt}"] if seen.attempt else []
-    parts += [f"job {seen.job}"] if seen.job else []
+    parts += [f"job {seen.job_id or seen.job}"] if seen.job else []
     where = " ".join(seen.nodes[:_NODES]) + " ..." * (len(seen.nodes) > _NODES)
     parts += [f"{counted(seen.ranks, 'rank')} on {where}"] if seen.ranks and seen.nodes else []
     return f"{seen.run}: {seen.state}" + (f" ({', '.join(parts)})" if parts else "")
@@ -78,9 +78,11 @@ def waiting(seen: State) -> list[str]:
     if told is None:
         if seen.state != state.QUEUED:
             return []
-        return [f"  job {seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"]
+        return [
+            f"  job {seen.job_id or seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"
+        ]
     why = ": ".join(word for word in (told.reason, told.meaning) if word not in ("", "None"))
-    lines = [f"  Slurm: job {told.job} {told.state}{', ' * bool(why)}{why}"]
+    lines = [f"  Slurm: job {told.id or told.job} {told.state}{', ' * bool(why)}{why}"]
     if told.start:
         at, when = times.seconds(told.start), times.local(told.start)
         left = max(0.0, (at or 0.0) - time.time())

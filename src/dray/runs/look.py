@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from dray.contract import files, run_folder, scratch
 from dray.contract.values import printable
 from dray.runs import metrics, records, stages
-from dray.runs.named import changed, cluster_of, jobs
+from dray.runs.named import changed, cluster_of, id_of, jobs
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reasons import meaning
 from dray.runs.result import require_version
@@ -88,21 +88,24 @@ def _queued(run: Path, queue: Queue) -> Table:
     warnings: list[str] = []
     queued = table(run / run_folder.JOB, warnings) or {}
     number, since = metrics.whole(queued, "job"), metrics.number(queued, "time")
+    task = metrics.whole(queued, "task")
+    name = number if task is None else f"{number}_{task}"
     fields = {"run": run.name, "folder": str(run), "job": number, "started": _utc(since), "warnings": warnings}
     argv = queued.get("argv")
     named = [word[11:] for word in argv if str(word).startswith("--job-name=")] if isinstance(argv, list) else []
     fields["recipe"] = str(named[0])[:_WIDE] if named else None
     if number is None:
         return fields | {"state": NO_RESULT}
-    job = queue.of(number, since or 0.0, [str(run)])
+    fields["job_id"] = str(name)
+    job = queue.of(name, since or 0.0, [str(run)])
     if queue.is_absent:
-        why = f"whether job {number} waits, runs or has ended is not known here: this machine has no Slurm"
+        why = f"whether job {name} waits, runs or has ended is not known here: this machine has no Slurm"
         return fields | {"state": NO_RESULT, "why": why}
     if job is None:
         asked = queue.answers and not queued.get("cluster") and run.lstat().st_uid == os.geteuid()
         if not asked or queue.is_older(since or 0.0, margin_s=JUST_S):
             return fields | {"state": QUEUED}
-        why = f"job {number} is gone and began no attempt: its output, job-{number}.log, may tell"
+        why = f"job {name} is gone and began no attempt: its output, job-{name}.log, may tell"
         return fields | {"state": LOST, "why": why}
     if job.waits:
         return fields | {"state": QUEUED, "waiting": _waiting(job)}
@@ -148,6 +151,7 @@ class _Attempt:
             "recipe": _text(recipe.get("name")) if isinstance(recipe, dict) else None,
             "command": bool(dig(plan, "recipe", "command")),
             "job": (job.number if job else metrics.whole(plan, "job")) or None,
+            "job_id": job.id if job else str(id_of(self.paths) or "") or None if closely else None,
             "attempt": self.number,
             "attempts": self.count,
             "nodes": names,
@@ -277,7 +281,12 @@ def table(
 
 def _waiting(job: Job) -> Waiting:
     return Waiting(
-        job=job.number, state=job.state, reason=job.reason, meaning=meaning(job.reason), start=_utc(job.start)
+        job=job.number,
+        id=job.id,
+        state=job.state,
+        reason=job.reason,
+        meaning=meaning(job.reason),
+        start=_utc(job.start),
     )
 
 

@@ -131,7 +131,8 @@ def _now(paths: RunPaths) -> str:
                 step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
                 return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
             case state.QUEUED:
-                return f"it waits in the queue (job {seen.job}{f' {seen.waiting.state}' if seen.waiting else ''})"
+                waits = f" {seen.waiting.state}" if seen.waiting else ""
+                return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
             case state.LOST:
                 return "it was killed before it could write one"
     return "it runs, or it was killed before it could write one"
@@ -143,10 +144,10 @@ def _asked(paths: RunPaths) -> tuple[str, str | None]:
         known = facts.parse(files.read(paths.facts, limit=_LIMIT).decode(errors="replace"), where=str(paths.facts))
         if known.job and process.which("sacct"):
             cluster = [f"--clusters={known.cluster}"] if _CLUSTER.fullmatch(known.cluster) else []
-            argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.job}", *cluster, "--format=State"]
+            argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.task or known.job}", *cluster, "--format=State"]
             lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
             if lines:  # else its accounting does not know the job
-                return f"Slurm: job {known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
+                return f"Slurm: job {known.task or known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
     return "", None
 
 
