@@ -15,7 +15,7 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.runs.named import cluster_of, id_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
-from dray.runs.result import Result
+from dray.runs.result import Result, read
 from dray.runs.squeue import JUST_S, Job, Queue
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
@@ -62,8 +62,8 @@ def own(folder: Path) -> Path:
 
 def result(paths: RunPaths) -> Result | None:
     """How the attempt has ended; None while it goes on, or where nobody has written it down."""
-    with suppress(OSError, ValidationError, ValueError):
-        return Result.model_validate_json(files.read(paths.result, limit=_MOST))
+    with suppress(OSError, ValueError):
+        return read(paths.result)
     return None
 
 

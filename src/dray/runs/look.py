@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from dray.contract import files, run_folder, scratch
 from dray.contract.values import printable
@@ -16,6 +18,7 @@ from dray.runs import metrics, records, stages
 from dray.runs.named import changed, cluster_of, id_of, jobs
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reasons import meaning
+from dray.runs.result import require_version
 from dray.runs.squeue import JUST_S, Job, Queue
 from dray.runs.stages import Live, dig, written
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
@@ -117,8 +120,11 @@ class _Attempt:
         self.count, self.newest = len(numbers), max(numbers, default=number)
         self.folder = f"{run}/{run_folder.attempt(number)}"  # text: a Path each would be half the time of a list
         self.warnings: list[str] = []
-        self.result = table(f"{self.folder}/{run_folder.RESULT}", self.warnings)
+        self.result = self._read_result()
         self.plan = table(f"{self.folder}/{run_folder.PLAN}", self.warnings) or {}
+
+    def _read_result(self) -> Table | None:
+        return table(f"{self.folder}/{run_folder.RESULT}", self.warnings, require_version)
 
     @cached_property
     def paths(self) -> RunPaths:
@@ -184,7 +190,7 @@ class _Attempt:
             if job or newer:
                 return (QUEUED if job and job.waits and not newer else RUNNING), job
             if self._is_gone():
-                self.result = table(self.paths.result, [])  # it may have come since
+                self.result = self._read_result()  # it may have come since
                 return self._after() if self._status() else (LOST, None)
         return self._by_files(), None
 
@@ -256,15 +262,18 @@ def _ended(result: Table, *, closely: bool) -> Table:
     return found | ({"warnings": [str(one)[:_WIDE] for one in _list(result.get("warnings"))]} if closely else {})
 
 
-def table(path: Path | str, warnings: list[str]) -> Table | None:
+def table(
+    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
+) -> Table | None:
     """A file's JSON object; None where there is none, and a warning where it cannot be read."""
     try:
-        found = json.loads(files.read(path, limit=_LIMIT))
+        found = from_json(files.read(path, limit=_LIMIT))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
+        check(found, path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         warnings.append(f"{path} cannot be read: {records.reason(error)}")
         return None
     return found
