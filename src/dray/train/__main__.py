@@ -90,13 +90,15 @@ def main(path: str) -> None:
         )
     if data.test is not None:
         evaluator.dataset("test", config.steps, data.test)
-    final = Path(config.final_model)
-    _save(strategy, tokens, final, config.model.name)
+    final, sample = Path(config.final_model), ""
+    if config.checkpoint.final:
+        _save(strategy, tokens, final, config.model.name)
     if dist.get_rank() == 0:
-        card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - resumed
         speed = steps * config.step_tokens / seconds if steps else 0.0
-        sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
+        if config.checkpoint.final:
+            card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
+            sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     checkpoints.close()
     metrics.close()
