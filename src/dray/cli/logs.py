@@ -17,8 +17,9 @@ from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
 from dray.runs import logs as files
+from dray.runs import records
 from dray.runs.logs import Log
-from dray.runs.look import Watched, table
+from dray.runs.look import Watched
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
 from dray.runs.stages import dig
@@ -145,7 +146,7 @@ class _Shown:
             found = files.of_job(Path(seen.folder))
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
-            each = dig(table(paths.plan, []), "world", "ranks_per_node")
+            each = dig(records.table(paths.plan, []), "world", "ranks_per_node")
             found = files.of(
                 paths, node=self._number(seen), rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1
             )

@@ -42,10 +42,11 @@ class Spent(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     node_hours: float
+    """Hours of a node."""
     gpu_hours: float | None = None
-    """None where the job had no GPUs."""
+    """Hours of a GPU; None where the job had no GPUs."""
     kwh: float | None = None
-    """None where Slurm's accounting has counted no energy, or not that of each attempt."""
+    """Energy of the nodes; None where Slurm's accounting has counted no energy, or not that of each attempt."""
     unknown: list[int] = []
     """Attempts whose cost nobody has written down: the figures are without them."""
 

@@ -23,10 +23,12 @@ _LINES = 8
 class Slowest(BaseModel):
     """The node that took the longest for a part."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     node: str
+    """The node's name."""
     s: float
+    """What was measured there."""
 
 
 def _parts(told: Any) -> dict[str, float]:  # noqa: ANN401  any JSON value

@@ -62,9 +62,8 @@ def main(path: str) -> None:
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
-    load_s = _resume(data, checkpoints)
+    load_s = _resume(config, data, checkpoints)
     resumed = checkpoints.newest or 0
-    _require_steps(config, resumed)
     _write_start(
         config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
         load_s=load_s, strategy=strategy,
@@ -72,7 +71,6 @@ def main(path: str) -> None:
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
     barrier()  # the first node to have its datasets waits for the last
-    heartbeat.lap(MODEL)
     began = time.monotonic()
     loop = Loop(
         config, strategy=strategy, feed=data.training, objective=objective, metrics=metrics, checkpoints=checkpoints,
@@ -91,13 +89,15 @@ def main(path: str) -> None:
         )
     if data.test is not None:
         evaluator.dataset("test", config.steps, data.test)
-    final = Path(config.final_model)
-    _save(strategy, tokens, final, config.model.name)
+    final, sample = Path(config.final_model), ""
+    if config.checkpoint.final:
+        _save(strategy, tokens, final, config.model.name)
     if dist.get_rank() == 0:
-        card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - resumed
         speed = steps * config.step_tokens / seconds if steps else 0.0
-        sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
+        if config.checkpoint.final:
+            card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
+            sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     checkpoints.close()
     metrics.close()
@@ -117,12 +117,13 @@ def _sizes(network: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def _resume(data: Datasets, checkpoints: Checkpoints) -> float:
-    """Go on from the newest checkpoint, if there is one; seconds of reading it."""
+def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
+    """Go on from the newest checkpoint, if there is one and steps are left; seconds of reading it."""
     heartbeat.lap(MODEL)
     loading = time.monotonic()
     data.training.load(checkpoints.resume())
     heartbeat.lap(LOAD)
+    _require_steps(config, checkpoints.newest or 0)
     return time.monotonic() - loading
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
-from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, STEP
+from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, MODEL, STEP
 from dray.train import divergence, host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
@@ -76,6 +76,7 @@ class Loop:
 
     def run(self, evaluate: Callable[[int], None]) -> None:
         """Take the steps that are left, with checkpoints and evaluations between them."""
+        heartbeat.lap(MODEL)
         self.strategy.network.train()
         if self.config.checkpoint.at_start and self.checkpoints.newest is None:
             with heartbeat.during(CHECKPOINT):
