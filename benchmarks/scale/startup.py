@@ -67,7 +67,7 @@ def _plan(count: int) -> float:
 
 
 def _meet(count: int) -> float:
-    return rendezvous._meet(count)[0]
+    return rendezvous._meet(count, limit=300)[0]
 
 
 def _stage() -> list[Row]:

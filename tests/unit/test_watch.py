@@ -396,6 +396,7 @@ def test_a_run_that_trains(tmp_path: Path, slurm: Callable[..., Path], monkeypat
         "  n2: slow: rank 1 on n2, 1.31 times the median rank",
         "  the checkpoint of step 2 is not saved: No space left\ufffd[2J",
         "  it was asked to save and end (USR1)",
+        "  start-up: queue 20 h 26 min",
         f"run folder: {paths.run}",
     ]
 

@@ -103,7 +103,7 @@ def lines(found: Startup | None) -> list[str]:
     if 1 < len(found.nodes) <= _LINES:
         return [*told, *(f"start-up of {name}: {_text(parts)}" for name, parts in found.nodes.items())]
     slower = [
-        f"{NAMES[part]} {one.s:.1f} s on {one.node}"
+        f"{NAMES[part]} {_took(one.s)} on {one.node}"
         for part, one in found.slowest.items()
         if part in NAMES and one.s > found.parts.get(part, one.s)
     ]
@@ -111,4 +111,12 @@ def lines(found: Startup | None) -> list[str]:
 
 
 def _text(parts: dict[str, float]) -> str:
-    return ", ".join(f"{NAMES[part]} {seconds:.1f} s" for part, seconds in parts.items())
+    return ", ".join(f"{NAMES[part]} {_took(seconds)}" for part, seconds in parts.items())
+
+
+def _took(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
