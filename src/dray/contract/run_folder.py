@@ -28,6 +28,7 @@ MODES = {"none": 0o700, "group": 0o2750}
 PLAN = "plan.json"
 NODE_SCRIPT = "node.sh"
 SRUN_OPTIONS = "srun.options"
+STAGE_SCRIPT = "stage.sh"  # holds the place of the image's copy on each node, as long as sbcast brings it
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"

@@ -27,6 +27,7 @@ class RunPaths:
         self.plan = self.folder / names.PLAN
         self.node_script = self.folder / names.NODE_SCRIPT
         self.srun_options = self.folder / names.SRUN_OPTIONS
+        self.stage_script = self.folder / names.STAGE_SCRIPT
         self.stop = self.folder / names.STOP
         self.process = self.folder / names.PROCESS
         self.enter_script = self.folder / names.ENTER_SCRIPT
