@@ -1,4 +1,4 @@
-"""A task of an array, as its batch script sees it: the run and the settings that a line of the study's file gives it."""
+"""A task of an array, as its batch script sees it: a line of the study's file gives it its run and its settings."""
 
 from __future__ import annotations
 
