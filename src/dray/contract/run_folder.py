@@ -10,12 +10,14 @@ RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, m
 RUN/attempt-2/...           the next, after a requeue or by hand
 
 STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
+STUDY/tasks                 with Slurm: a line for each run, which the task of an array with its number reads
 """
 
 from __future__ import annotations
 
 JOB = "job.json"
 STUDY = "study.json"
+TASKS = "tasks"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"
