@@ -10,12 +10,14 @@ RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, m
 RUN/attempt-2/...           the next, after a requeue or by hand
 
 STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
+TUNING/tune.json            what dray tune has measured; its runs, their recipes and what they printed are beside it
 """
 
 from __future__ import annotations
 
 JOB = "job.json"
 STUDY = "study.json"
+TUNE = "tune.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"
