@@ -11,6 +11,7 @@ RUN/attempt-2/...           the next, after a requeue or by hand
 
 STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
 STUDY/tasks                 with Slurm: a line for each run, which the task of an array with its number reads
+TUNING/tune.json            what dray tune has measured; its runs, their recipes and what they printed are beside it
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 JOB = "job.json"
 STUDY = "study.json"
 TASKS = "tasks"
+TUNE = "tune.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"
