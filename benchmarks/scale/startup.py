@@ -40,14 +40,14 @@ _PARTS = dict.fromkeys((startup.STAGE, *startup.RANK, startup.CONTAINER, startup
 def rows() -> list[Row]:
     """Of each part what is measured, and what its growth predicts for more nodes than that."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    return [*_grow("planning", _plan, 1), *_stage(), *_each(), *_grow("rendezvous", _meet, 10), *_groups(),
-            *_grow("collecting the parts", _collect, 10)]  # fmt: skip
+    found = [*_grow("planning", _plan, 1), *_stage(), *_each(), *_groups()]
+    return [*found, *_grow("collecting the parts", _collect, 10), *_grow("rendezvous", _meet, 10)]
 
 
 def _grow(name: str, measure: Callable[[int], float], aim: float) -> list[Row]:
     """Measured up to 1,024 nodes, predicted by that for 10,000, and simulated there too."""
     points = [(float(count), measure(count)) for count in _MEASURED]
-    print(f"{name}: seconds = {fit(points)}")
+    print(f"{name}: seconds = {fit(points)}", flush=True)
     found = [Row(name, count, took, "s") for count, took in ((int(count), took) for count, took in points)]
     most = SIZES[-1]
     found.append(Row(f"  {name}, predicted", most, _at(points, most), "s"))
@@ -100,7 +100,7 @@ def _child(code: str) -> float:
 def _groups() -> list[Row]:
     """gloo connects each rank with each other: real connections of ranks that are threads of this process."""
     points = [(float(count), _mesh(count) / count) for count in _MESHES]
-    print(f"process groups: CPU seconds of a rank = {fit(points)} (N ranks)")
+    print(f"process groups: CPU seconds of a rank = {fit(points)} (N ranks)", flush=True)
     found = [Row("process groups, of each rank", _MESHES[-1] // RANKS, points[-1][1], "s")]
     predicted = _at(points, _SIMULATED_RANKS)
     found.append(Row(f"  predicted for {_SIMULATED_RANKS} ranks", _SIMULATED_RANKS // RANKS, predicted, "s"))

@@ -36,10 +36,17 @@ class TestBeforeTheRunner:
             ("boot=b began=10.00", {"container": 5.5}),
             ("boot=b began=10.00 staging=10.50 staged=13.75", {"stage": 3.25, "container": 2.25}),
             (
-                "boot=b step=0 asked_boot=b begun=4.00 asked=8.50 began=10.00",
-                {"plan": 4.5, "srun": 1.5, "container": 5.5},
+                "boot=b step=0 asked_boot=b begun=4.00 planned=8.00 asked=8.50 began=10.00",
+                {"plan": 4.0, "srun": 1.5, "container": 5.5},
             ),
-            ("boot=b asked_boot=other begun=4.00 asked=8.50 began=10.00", {"container": 5.5}),  # not the first node
+            (
+                "boot=b asked_boot=b begun=1.00 planned=2.00 asked=8.50 began=10.00 staging=10.00 staged=10.25",
+                {"plan": 1.0, "srun": 1.5, "stage": 6.75, "container": 5.25},  # sbcast sends it before srun
+            ),
+            (
+                "boot=b asked_boot=other begun=4.00 planned=8.00 asked=8.50 began=10.00",
+                {"container": 5.5},
+            ),  # not the first node
             ("boot=other began=10.00", {}),  # Docker on another machine: another clock
             ("boot=b began=16.00", {}),  # after the runner
             ("boot=b began=10.00 staging=13.00 staged=11.00", {"container": 5.5}),

@@ -17,7 +17,7 @@ from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
 from dray.runs import logs as files
-from dray.runs import records
+from dray.runs.live import table
 from dray.runs.logs import Log
 from dray.runs.look import Watched
 from dray.runs.named import find
@@ -146,7 +146,7 @@ class _Shown:
             found = files.of_job(Path(seen.folder))
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
-            each = dig(records.table(paths.plan, []), "world", "ranks_per_node")
+            each = dig(table(paths.plan, []), "world", "ranks_per_node")
             found = files.of(
                 paths, node=self._number(seen), rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1
             )

@@ -48,14 +48,15 @@ def before(text: str, boot: str, runner: float) -> dict[str, float]:
     fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if not boot or fields.get("boot") != boot:
         return {}
-    at = {name: _seconds(fields.get(name, "")) for name in ("begun", "asked", "began", "staging", "staged")}
+    at = {name: _seconds(fields.get(name, "")) for name in ("begun", "planned", "asked", "began", "staging", "staged")}
     same_machine = fields.get("asked_boot") == boot
     stage = _between(at["staging"], at["staged"])
     whole = _between(at["began"], runner)
+    sent = _between(at["planned"], at["asked"]) if same_machine else None  # by sbcast, to all nodes at once
     parts = {
-        "plan": _between(at["begun"], at["asked"]) if same_machine else None,
+        "plan": _between(at["begun"], at["planned"]) if same_machine else None,
         "srun": _between(at["asked"], at["began"]) if same_machine else None,
-        STAGE: stage,
+        STAGE: stage if stage is None else stage + (sent or 0.0),
         CONTAINER: None if whole is None or (stage or 0.0) > whole else whole - (stage or 0.0),
     }
     return clean(parts)

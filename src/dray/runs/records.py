@@ -8,9 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pydantic_core import from_json
+from typing import NamedTuple
 
 from dray.contract import exit_codes, files, secrets
 from dray.contract.findings import DrayError
@@ -21,7 +19,6 @@ from dray.runs.result import Cause
 RECORD = 1 << 20
 """Bytes of a record, a report or a line of metrics."""
 _MOST = 65_536
-_TABLE = 4 << 20
 _UNNOTICED_S = 5.0
 """Seconds in which ranks may die of a node that is lost before its loss is noticed."""
 SRUN_LOG = "srun.log"
@@ -96,23 +93,6 @@ def redacted(cause: Cause, plan: Plan | None) -> Cause:
 
     changed = {"last_lines": clean(cause.last_lines), "evidence": clean(cause.evidence)}
     return cause.model_copy(update={"why": secrets.redacted(cause.why, values), **changed})
-
-
-def table(
-    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
-) -> dict[str, Any] | None:
-    """A file's JSON object; None where there is none, and a warning where it cannot be read."""
-    try:
-        found = from_json(files.read(path, limit=_TABLE))
-        if not isinstance(found, dict):
-            raise ValueError("no JSON object")
-        check(found, path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        warnings.append(f"{path} cannot be read: {reason(error)}")
-        return None
-    return found
 
 
 def modified(path: Path) -> float:
