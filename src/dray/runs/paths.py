@@ -33,6 +33,7 @@ class RunPaths:
     plan = _In(names.PLAN)
     node_script = _In(names.NODE_SCRIPT)
     srun_options = _In(names.SRUN_OPTIONS)
+    stage_script = _In(names.STAGE_SCRIPT)
     stop = _In(names.STOP)
     process = _In(names.PROCESS)
     enter_script = _In(names.ENTER_SCRIPT)
