@@ -5,6 +5,8 @@
 source "$DRAY_HOME/slurm/engines.sh"
 # shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
+# shellcheck source=slurm/stage.sh
+source "$DRAY_HOME/slurm/stage.sh"
 # shellcheck source=slurm/end.sh
 source "$DRAY_HOME/slurm/end.sh"
 
@@ -145,6 +147,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
+  stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.

@@ -240,10 +240,11 @@ def _table(study: Study, rows: Sequence[Row]) -> list[str]:
             ]
         )  # fmt: skip
     left = {"settings", "state", "run"}
-    return _columns(lines, [title in left for title in titles]) + (_plot(rows) if scaling else [])
+    return columns(lines, [title in left for title in titles]) + (_plot(rows) if scaling else [])
 
 
-def _columns(lines: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
+def columns(lines: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
+    """A table as text; `left` says which of its columns are aligned there."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
         [

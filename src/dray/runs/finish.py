@@ -209,7 +209,8 @@ class _Left:
             return None
         config = final / "config.json"
         left = [] if ended else [f"no `end` in {self.paths.metrics.name}"]
-        left += [] if self.tried(config, config.is_file) else [f"no model in {final}"]
+        kept = plan.recipe.checkpoint.final
+        left += [f"no model in {final}"] if kept and not self.tried(config, config.is_file) else []
         why = f"it ended with exit code 0, and left {' and '.join(left)}"
         node, lines = plan.world.nodes[0].name, files.tail(log)
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)

@@ -14,6 +14,7 @@ class Recovery(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     why: str
+    """What failed."""
     step: int
     """The first step that was logged after it."""
     detect_s: float

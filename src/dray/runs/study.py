@@ -128,12 +128,12 @@ def load(folder: Path) -> Study:
         raise ConfigError("the study is damaged", where=path, found=explained(wrong)) from wrong
 
 
-def find(named: str, runs: Path) -> Path:
-    """A study by its folder, its name or the beginning of it."""
+def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
+    """A study by its folder, its name or the beginning of it; `file` is what makes a folder one."""
     folder = Path(named).absolute()
-    if "/" in named or os.path.lexists(folder / run_folder.STUDY):
+    if "/" in named or os.path.lexists(folder / file):
         return folder
-    names = sorted(path.parent.name for path in runs.glob(f"*/{run_folder.STUDY}"))
+    names = sorted(path.parent.name for path in runs.glob(f"*/{file}"))
     fitting = [name for name in names if name == named] or [name for name in names if name.startswith(named)]
     if len(fitting) != 1:
         raise ConfigError(

@@ -90,13 +90,13 @@ def main(path: str) -> None:
         )
     if data.test is not None:
         evaluator.dataset("test", config.steps, data.test)
-    final = Path(config.final_model)
-    _save(strategy, tokens, final, config.model.name)
+    sample = ""
+    if config.checkpoint.final:
+        validation = next(iter(data.validation.values()))
+        sample = _keep(config, strategy, tokens, validation, parameters=parameters, figures=evaluator.found)
     if dist.get_rank() == 0:
-        card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - resumed
         speed = steps * config.step_tokens / seconds if steps else 0.0
-        sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     checkpoints.close()
     metrics.close()
@@ -156,6 +156,19 @@ def _write_start(
         imported=round(_IMPORTED, 3),
         data=data.contents,
     )
+
+
+def _keep(
+    config: Config, strategy: Strategy, tokens: Any, validation: Tokens, *, parameters: int,  # noqa: ANN401  a tokenizer
+    figures: dict[str, dict[str, float]],
+) -> str:  # fmt: skip
+    """Save the model and its card; on the first rank, what it generates once it is loaded again."""
+    final = Path(config.final_model)
+    _save(strategy, tokens, final, config.model.name)
+    if dist.get_rank():
+        return ""
+    card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=figures)
+    return _reload(final, validation, config) if parameters < _LARGE else ""
 
 
 def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # noqa: ANN401  a tokenizer
