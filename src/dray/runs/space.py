@@ -93,7 +93,8 @@ def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
     if in_a_step and not asked.on_this_machine:
         raise ConfigError(
             "each task of a step would measure the same", where=f"step {env['SLURM_STEP_ID']}",
-            wanted="one dray tune, which starts the tasks itself", fix="leave out srun; --local measures on this machine alone",
+            wanted="one dray tune, which starts the tasks itself",
+            fix="leave out srun; --local measures on this machine alone",
         )  # fmt: skip
     named = (f"--site={asked.site}",) if asked.site else ()
     if allocated and not asked.on_this_machine:
