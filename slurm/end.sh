@@ -111,7 +111,11 @@ end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another on
       gres=*) value="${value//gres\/gpu/gpu}" value="${value//gres\//}" ;;
       exclude=*) value+="${value:+${1:+,}}${1:-}" ;;
       mem*=*) [[ "$value" != 0 ]] || value="" ;; # --mem=0 would be all of it
-      output=*) [[ -z "$value" ]] || words+=(--open-mode=append) ;;
+      output=*)
+        [[ -z "$value" ]] || words+=(--open-mode=append)
+        # The next job is no task of an array, and would take these for other numbers.
+        [[ -z "${SLURM_ARRAY_TASK_ID:-}" ]] || value="${value//%A/$SLURM_ARRAY_JOB_ID}" value="${value//%a/$SLURM_ARRAY_TASK_ID}"
+        ;;
     esac
     [[ -z "$value" ]] || words+=("--${option%%=*}=$value")
   done

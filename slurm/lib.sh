@@ -5,6 +5,8 @@
 source "$DRAY_HOME/slurm/engines.sh"
 # shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
+# shellcheck source=slurm/stage.sh
+source "$DRAY_HOME/slurm/stage.sh"
 # shellcheck source=slurm/end.sh
 source "$DRAY_HOME/slurm/end.sh"
 
@@ -124,8 +126,9 @@ lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
   local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" folder="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}"
   # A number of another cluster's that has the same disk is unknown here too.
   grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
-  if answer="$(timeout 10 squeue --noheader --jobs="$job" 2>&1)"; then
-    [[ -z "$answer" ]] || return 0 # also while its nodes are still ending its processes
+  if answer="$(timeout 10 squeue --array --noheader --format=%A --jobs="$job" 2>&1)"; then
+    # Also while its nodes are still ending its processes. The other tasks of an array that has this number are other jobs.
+    [[ "$answer" =~ ^[0-9$'\n']*$ && $'\n'"$answer"$'\n' != *$'\n'"$job"$'\n'* ]] || return 0
   else
     [[ "$answer" == *"Invalid job id specified"* ]] || return 0
   fi
@@ -144,6 +147,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
+  stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.

@@ -178,7 +178,7 @@ def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path
     paths = begun(tmp_path)
     finish(paths, code=1)
     os.utime(paths.result, (NOW, NOW))
-    queued(tmp_path, 60, "mine")
+    queued(tmp_path, 60, "mine", since=time.time())
     submitted = "2026-11-25T01:30:00"
     slurm(f"60|60|PENDING|{submitted}|Priority|N/A|/c/multinode.sh --run={paths.run} x")
     assert look(paths.run, Queue()).state == "queued"
@@ -186,7 +186,7 @@ def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path
     assert look(paths.run, Queue()).state == "running"
     slurm()
     assert look(paths.run, Queue()).state == "queued"  # job.json is new, and squeue lists a job some seconds later
-    os.utime(paths.run / "job.json", (NOW + 60, NOW + 60))
+    queued(tmp_path, 60, "mine", since=NOW + 60)
     assert look(paths.run, Queue()).state == "failed"
 
 

@@ -34,6 +34,14 @@ def node_script(plan: Plan) -> str:
     return _script(plan, "Starts", own, ["node::start" if waits else "exec", *start_argv(plan)])
 
 
+def stage_script(plan: Plan) -> str:
+    """The script that one task on each node runs while Slurm's sbcast brings the image; nothing where it does not."""
+    if "sbcast" not in plan.stage_by:
+        return ""
+    head, call = _head(plan, "Stages"), shlex.join(["node::hold", plan.image, plan.stage, plan.image_sha256])
+    return "\n\n".join([f"{head}\nimage_id=''", _file("disk"), _file("sbcast"), call]) + "\n"
+
+
 def enter_script(plan: Plan) -> str:
     """A script for a node of a run that goes on: it runs its own arguments in a container as the run's is."""
     plan = plan.model_copy(update={"stage": ""})  # the copy on the node's disk is the run's, which takes it away
@@ -46,9 +54,7 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
     first, *rest = argv
     start = f"{first} " + " \\\n  ".join(map(_quoted, rest))
     parts = [
-        "#!/usr/bin/env bash\n"
-        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
-        "set -euo pipefail",
+        _head(plan, does),
         _SHARED if plan.recipe.runs.share == "group" else "",
         _unset() if engine.env_prefix else "",
         *_lines(_exports(plan, engine.env_prefix)),
@@ -66,6 +72,14 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
         start,
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _head(plan: Plan, does: str) -> str:
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
+        "set -euo pipefail"
+    )
 
 
 def srun_options(plan: Plan) -> str:
@@ -235,7 +249,8 @@ def _missing_secrets(plan: Plan) -> Iterator[str]:
 
 def _stage(plan: Plan) -> str:
     call = shlex.join(["node::stage", plan.image, plan.stage, plan.image_sha256])
-    return f'image_id="${{{plan.world.identity["image"]}}}"\n{_file("stage")}\n\n{call}'
+    identity = f'image_id="${{{plan.world.identity["image"]}}}"'
+    return "\n\n".join([f"{identity}\n{_file('disk')}", _file("stage"), call])
 
 
 def _signed(plan: Plan) -> str:

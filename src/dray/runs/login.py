@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dray.config import checkout, sites
@@ -29,10 +29,11 @@ def facts(
     ranks: int | None,
     options: Sequence[str],
     gpu_memory: float | None,
+    slurm: Mapping[str, str] | None = None,
 ) -> tuple[Facts, sites.Choice]:
-    """What this login node can know, and the site."""
+    """What this login node can know, and the site. `slurm` is what scontrol has told, if it was asked before."""
     count = nodes or recipe.nodes
-    slurm = host.slurm_config()
+    slurm = host.slurm_config() if slurm is None else slurm
     given_image = os.environ.get("DRAY_IMAGE", "")
     seen = Facts(
         scheduler="slurm",
