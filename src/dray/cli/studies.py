@@ -37,7 +37,7 @@ RecipeFile = Annotated[
 Table = Annotated[
     str, typer.Option("--table", metavar="STUDY", help="Start nothing: show the runs of this study as they are now.")
 ]
-AtMost = Annotated[
+AtOnce = Annotated[
     int | None,
     typer.Option(
         "--at-most", metavar="M", min=1, help="With Slurm: at most so many tasks of an array at once; else as it can."
