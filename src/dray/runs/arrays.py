@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +28,7 @@ class Common(NamedTuple):
     site: str = ""
     options: Sequence[str] = ()
     """Of sbatch."""
-    slurm: Mapping[str, str] | None = None
-    """What scontrol tells of the cluster, which is asked once."""
+    known: login.Known | None = None
 
 
 class Size(NamedTuple):
@@ -66,7 +65,7 @@ def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Si
     recipe = write.read_recipe(common.recipe, [*common.settings, *own])
     facts, choice = login.facts(
         recipe, size.nodes, size.gpus, common.site, ranks=size.ranks or None, options=common.options,
-        gpu_memory=None, slurm=common.slurm,
+        gpu_memory=None, known=common.known,
     )  # fmt: skip
     plan = write.decide(recipe, facts, choice, RunPaths(run))
     plan.refuse()
