@@ -113,13 +113,14 @@ class Start:
         """Plan all of them, so that one that is refused leaves nothing; then submit them."""
         submit.check(self.sbatch)
         site = str(Path(self.site).absolute()) if self.site.endswith(".toml") else self.site
-        common = Common(self.recipe.absolute(), self.settings, site, self.sbatch, login.known(site))
+        known = login.known(site)
+        common = Common(self.recipe.absolute(), self.settings, site, self.sbatch, known)
         jobs = [
             arrays.planned(common, number, folder.parent / member.run, settings, size)
             for number, (member, settings, size) in enumerate(zip(study.members, own, sizes, strict=True), 1)
         ]
         _report(jobs)
-        found = arrays.groups(jobs)
+        found = arrays.groups(jobs, known.slurm)
         code = source.look(self.recipe.absolute().parent)
         studies.save(folder, study)
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dray import process
@@ -81,11 +82,16 @@ def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Si
     return Job(number, run, plan, argv, own)
 
 
-def groups(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Those that sbatch is called alike for, in the order of the first of each."""
+def groups(jobs: Sequence[Job], slurm: Mapping[str, str] = MappingProxyType({})) -> list[list[Job]]:
+    """Those that sbatch is called alike for, in the order of the first of each.
+
+    Each alone where the cluster takes no arrays of so many: its MaxArraySize is above the largest number of a task.
+    """
+    largest = slurm.get("MaxArraySize", "")
+    apart = largest.isdecimal() and int(largest) <= len(jobs)
     found = dict[tuple[str, ...], list[Job]]()
     for job in jobs:
-        found.setdefault(tuple(job.alike()), []).append(job)
+        found.setdefault((str(job.number),) if apart else tuple(job.alike()), []).append(job)
     return list(found.values())
 
 
