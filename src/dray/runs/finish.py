@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import again, capsule, causes, grace, noted, records
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.paths import RunPaths
+from dray.runs.paths import RunPaths, newest_checkpoint
 from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
@@ -217,11 +216,10 @@ class _Left:
         return cause if left else None
 
     def newest_checkpoint(self, plan: Plan | None) -> str | None:
-        """A checkpoint gets its name when it is complete."""
+        """By the plan's folder, or the run's own."""
         folder = Path((plan.recipe.checkpoint.folder if plan else "") or self.paths.checkpoints)
-        found = self.tried(folder, lambda: [path for path in folder.glob("step-*") if path.is_dir()]) or []
-        steps = [int(path.name[5:]) for path in found if re.fullmatch("step-[0-9]{1,18}", path.name)]
-        return str(folder / f"step-{max(steps)}") if steps else None
+        found = self.tried(folder, lambda: newest_checkpoint(folder))
+        return str(found) if found else None
 
     def preflight(self) -> str | None:
         """What the nodes proved before the launch, in a line."""

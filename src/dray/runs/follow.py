@@ -29,14 +29,14 @@ class Growing:
         file = files.open_regular(self.path)
         try:
             found = os.fstat(file.fileno())
-            there = (found.st_dev, found.st_ino)
-            same = self._file in (None, there) and self.position <= found.st_size
+            this = (found.st_dev, found.st_ino)
+            same = self._file in (None, this) and self.position <= found.st_size
             if same and self._mark:
                 file.seek(self.position - len(self._mark))
                 same = file.read(len(self._mark)) == self._mark
             if not same:
                 self.position, self._mark, self.again = 0, b"", self.again + 1
-            self._file = there
+            self._file = this
             file.seek(self.position)
         except BaseException:
             file.close()

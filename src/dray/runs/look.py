@@ -177,19 +177,19 @@ class _Attempt(Left):
 
     def _reached(self, state: str, read: Read | None, *, closely: bool) -> Table:
         """By the metrics of one without a result."""
-        step: metrics.Event = {}
-        start: metrics.Event = {}
+        file, step = f"{self.folder}/{run_folder.METRICS}", metrics.Event()
+        steps = metrics.whole(dig(self.plan, "recipe", "train") or {}, "steps")
         try:
-            step, start = metrics.newest(self.paths.metrics)
+            step = metrics.last_step(file)
+            steps = steps or metrics.whole(metrics.first(file) if step else {}, "steps")
         except OSError as wrong:
-            self.warnings.append(f"{self.paths.metrics} cannot be read: {records.reason(wrong)}")
+            self.warnings.append(f"{file} cannot be read: {records.reason(wrong)}")
         found: Table = {"step": metrics.whole(step, "step")}
         found |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
         at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
         if at is not None and left is not None and state == RUNNING:
             found["left_s"] = round(max(0.0, left - max(0.0, time.time() - at)), 1)
-        if steps := metrics.whole(start, "steps"):
-            found["steps"] = steps
+        found["steps"] = steps
         if closely and state != QUEUED:
             rare = ({} if read is None else read).setdefault(self.paths.metrics, Rare(self.paths.metrics))
             found["live"] = stages.live(self.paths, self.plan, rare)

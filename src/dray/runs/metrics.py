@@ -18,7 +18,7 @@ from dray.runs.records import RECORD
 
 Event = dict[str, Any]
 _STEP = b'{"event": "step", '
-_TAIL = 1 << 16  # bytes of the end that is read
+_FEW, _TAIL = 1 << 13, 1 << 16  # bytes of the end that is read
 _KEPT = 4096
 
 
@@ -49,35 +49,38 @@ class Metrics:
 
 def tail(path: Path) -> list[Event]:
     """The events in the end of the file."""
-    return list(filter(None, map(parsed, _end(path).split(b"\n"))))
+    return list(filter(None, map(parsed, _end(path, _TAIL).split(b"\n"))))
 
 
-def newest(path: Path) -> tuple[Event, Event]:
-    """The last step and the last start in the end of the file, empty where there is none. Other lines are not parsed:
-    there are lists of thousands of runs."""
-    end = _end(path)
-    step, start = (_last(end, kind) for kind in ("step", "start"))
-    return step, start
+def last_step(path: Path | str) -> Event:
+    """The last one, in the end of the file; empty where there is none. Other lines are not parsed: there are lists of
+    thousands of runs."""
+    for most in (_FEW, _TAIL, _TAIL + RECORD):
+        end = _end(path, most)
+        found, begin = len(end), b'\n{"event": "step",'
+        while (found := end.rfind(begin, 0, found)) >= 0:
+            if event := parsed(end[found + 1 :].partition(b"\n")[0]):
+                return event
+    return {}
 
 
-def _end(path: Path) -> bytes:
+def first(path: Path | str) -> Event:
+    """The start, with which a file begins."""
+    with suppress(FileNotFoundError), files.open_regular(path) as file:
+        return parsed(file.readline(RECORD)) or {}
+    return {}
+
+
+def _end(path: Path | str, most: int) -> bytes:
     """From the beginning of a line on; a step of thousands of nodes is a longer line than many of others are."""
     with suppress(FileNotFoundError), files.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        for most in (_TAIL, _TAIL + RECORD):
-            file.seek(max(0, size - most))
-            end = b"\n" + file.read(most) if size <= most else file.read(most)
-            if size <= most or b"\n" in end[:-1]:
-                return end[end.index(b"\n") :]
+        for much in (most, _TAIL + RECORD):
+            file.seek(max(0, size - much))
+            end = file.read(much) if size > much else b"\n" + file.read(much)
+            if size <= much or b"\n" in end[:-1]:
+                return end[end.find(b"\n") :]
     return b""
-
-
-def _last(end: bytes, kind: str) -> Event:
-    found, begin = len(end), b'\n{"event": "%s"' % kind.encode()
-    while (found := end.rfind(begin, 0, found)) >= 0:
-        if event := parsed(end[found + 1 :].partition(b"\n")[0]):
-            return event
-    return {}
 
 
 class Rare:

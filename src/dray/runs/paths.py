@@ -13,6 +13,7 @@ from dray.contract import run_folder as names
 from dray.contract.findings import ConfigError
 
 _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
+_CHECKPOINT = re.compile("step-[0-9]{1,18}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -195,6 +196,12 @@ def first_attempt(run: Path) -> RunPaths | None:
     """The first attempt of a run that was planned."""
     found = (RunPaths(run, number) for number in attempts(run))
     return next((paths for paths in found if paths.plan.is_file()), None)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """One gets its name when it is complete. OSError where the folder cannot be read."""
+    found = [path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
 def newest_attempt(folder: Path) -> RunPaths:

@@ -228,7 +228,7 @@ def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> li
             listed = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
             file = shlex.quote(str(paths.failing_nodes))
             lines += [f'failing nodes: {listed} (sbatch --exclude="$(cat {file})")']
-        return [*lines, *_left(result, again)] if result.checkpoint else lines
+        return [*lines, *left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
 
 
@@ -286,10 +286,11 @@ def _done(result: Result) -> list[str]:
 def _stopped(result: Result, again: str) -> list[str]:
     """What stopped it, how far it was, what is safe, and how to go on."""
     reached = f", after step {result.steps}" if result.steps else ", before the first step was logged"
-    return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *_left(result, again)]
+    return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *left(result, again)]
 
 
-def _left(result: Result, again: str) -> list[str]:
+def left(result: Result, again: str) -> list[str]:
+    """What is safe, and how to go on."""
     if result.checkpoint:
         step = result.checkpoint.rpartition("-")[2]
         return [f"  safe:   all up to step {step}, in {result.checkpoint}", f"  resume: {again}"]
