@@ -36,9 +36,48 @@ lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from o
     [[ "$word" != -- ]] || break
     lib::plain "the command line" "$word"
   done
-  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
+  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,ARRAY_{JOB,TASK}_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
     lib::plain "$name" "${!name:-}"
   done
+}
+
+lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
+  given=("$@")
+  [[ "${1:-}" == --tasks=* ]] || return 0
+  local -r file="${1#*=}" task="${SLURM_ARRAY_TASK_ID:-}"
+  local -a lines=() words=()
+  local word mode="" wrong=""
+  shift
+  lib::plain --tasks "$file" SLURM_ARRAY_TASK_ID "$task"
+  [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "this job is no task of an array, and --tasks is for those" \
+    "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    dray sweep and dray scale submit such a job; leave it out and name a recipe"
+  if [[ "$file" != /*/*/* ]]; then
+    wrong="no whole path of a file in the folder of a study"
+  elif [[ -L "$file" ]]; then
+    wrong="a link"
+  elif [[ ! -f "$file" ]]; then
+    wrong="$([[ -e "$file" ]] && stat --format="a %F" -- "$file" || echo "no file")"
+  else
+    mode="$(stat --format=%a -- "$file")"
+    # What is in it decides what is started.
+    [[ -O "$file" && -r "$file" ]] && ((!(8#$mode & 8#22))) || wrong="$(stat --format="a file of user %u, mode %a" -- "$file")"
+  fi
+  [[ -z "$wrong" ]] || lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
+    "wanted: a file of user $EUID, which nobody else may write" "found:  $wrong" "fix:    submit the study again"
+  mapfile -t -s "$((task - 1))" -n 1 lines <"$file"
+  ((${#lines[@]} == 0)) || mapfile -t -d $'\t' words < <(printf '%s' "${lines[0]}")
+  [[ "${words[0]:-}" =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$ ]] || wrong="$(printf '%q' "${lines[0]-no such line}")"
+  for word in "${words[@]:1}"; do
+    [[ "$word" =~ ^[a-z][^=]*= ]] || wrong="$(printf '%q' "${lines[0]}")" # no option, and no -- before a command
+  done
+  [[ -z "$wrong" ]] || lib::die 78 "the array's file does not tell what this task runs" "where:  $file, line $task" \
+    "wanted: a run's name, and its settings behind tabs" "found:  ${wrong:0:200}" "fix:    submit the study again"
+  given=("--run=${file%/*/*}/${words[0]}")
+  while (($#)) && [[ "$1" != -- ]]; do
+    given+=("$1")
+    shift
+  done
+  given+=("${words[@]:1}" "$@")
 }
 
 lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
@@ -150,9 +189,11 @@ lib::slurm() { # what Slurm hands to a job; half of it would start half a world
     "found:  SLURM_HET_SIZE=$SLURM_HET_SIZE" "fix:    submit without --het-group and without : between options"
 }
 
-lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+  local -a given=()
+  lib::task "$@"
+  set -- "${given[@]}"
   lib::given "$@"
-  local -a given=("$@")
   local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in

@@ -28,7 +28,7 @@ from slurms import Slurm
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
 )
-ASKED = f"squeue --noheader --user={os.geteuid()} --format=%A|%i|%T|%V|%r|%S|%o"
+ASKED = f"squeue --array --noheader --user={os.geteuid()} --format=%A|%i|%T|%V|%r|%S|%o"
 
 
 @pytest.fixture

@@ -15,9 +15,12 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.planning.plan import Plan
 from dray.runs.capsule import Capsule
+from dray.runs.result import Result
 from helpers import GOLDEN, ROOT, golden
 
-MODELS: dict[str, type[BaseModel]] = {"capsule": Capsule, "image": Image, "plan": Plan, "recipe": Recipe, "site": Site}
+MODELS: dict[str, type[BaseModel]] = {
+    "capsule": Capsule, "image": Image, "plan": Plan, "recipe": Recipe, "result": Result, "site": Site,
+}  # fmt: skip
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FILES = [
     *(("recipe", path) for path in sorted((ROOT / "recipes").glob("*.toml"))),

@@ -144,7 +144,7 @@ def test_states_by_slurm_in_one_call(tmp_path: Path, slurm: Callable[..., Path])
         "begun-16": "no result",
     }
     assert asked.read_text().splitlines() == [
-        "standard", "--noheader", f"--user={os.geteuid()}", "--format=%A|%i|%T|%V|%r|%S|%o",
+        "standard", "--array", "--noheader", f"--user={os.geteuid()}", "--format=%A|%i|%T|%V|%r|%S|%o",
     ]  # fmt: skip
     assert found["begun-13"].waiting
     assert found["begun-13"].waiting.start == "2030-01-01T00:00:00Z"

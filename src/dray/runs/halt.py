@@ -34,7 +34,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         if state.kind == "queued":
             assert state.job
             squeue.cancel(state.job, state.cluster, waiting=True)
-            if state.job.number not in {job.number for job in squeue.jobs(state.cluster)}:
+            if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
                 say(f"its job waited in the queue, and was cancelled; nothing has run\nrun folder: {run}")
                 return
             continue  # it has begun in the meantime

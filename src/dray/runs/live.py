@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from dray.contract import files, processes, run_folder
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs.named import cluster_of, is_run, job_of
+from dray.runs.named import cluster_of, id_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
-from dray.runs.result import Result
+from dray.runs.result import Result, read
 from dray.runs.squeue import JUST_S, Job, Queue
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
@@ -62,8 +62,8 @@ def own(folder: Path) -> Path:
 
 def result(paths: RunPaths) -> Result | None:
     """How the attempt has ended; None while it goes on, or where nobody has written it down."""
-    with suppress(OSError, ValidationError, ValueError):
-        return Result.model_validate_json(files.read(paths.result, limit=_MOST))
+    with suppress(OSError, ValueError):
+        return read(paths.result)
     return None
 
 
@@ -74,7 +74,7 @@ def look(run: Path, queue: Queue | None = None) -> State:
     paths = RunPaths(run, numbers[-1]) if numbers else None
     queued = _queued(run)
     cluster = queued.cluster if queued else ""
-    if queued and queued.job in {job_of(RunPaths(run, number)) for number in numbers}:
+    if queued and queued.id in {id_of(RunPaths(run, number)) for number in numbers}:
         queued = None  # it has begun
     job = job_of(paths) if paths else 0
     if not job and not queued:
@@ -90,7 +90,7 @@ def look(run: Path, queue: Queue | None = None) -> State:
     if found is None:
         why = "" if over else _of_another(run, paths) or ("" if cluster else _elsewhere(paths, queue))
         if queued and queue.is_older(queued.time, cluster, margin_s=JUST_S):
-            why = f"job {queued.job} was submitted a moment ago, and squeue does not list it yet"
+            why = f"job {queued.id} was submitted a moment ago, and squeue does not list it yet"
         return State("unknown" if why else "ended", run, paths, cluster=cluster, why=why)
     if found.waits:
         return State("queued", run, paths, found, cluster)
@@ -117,23 +117,24 @@ def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
     return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
 
 
-def _named(paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int, float]:
+def _named(paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int | str, float]:
     """The jobs by which the run may go on, and when each was written down."""
-    named: dict[int, float] = {}
+    named: dict[int | str, float] = {}
     if paths and job and not ended:
         named[job] = _time(paths.plan)
     elif paths and job:  # Slurm itself may have put it back, as after a preemption
         named[job] = _time(paths.result)
     if queued:
-        named[queued.job] = queued.time
+        named[queued.id] = queued.time
     return named
 
 
-def _is(job: Job, run: Path, named: dict[int, float], queue: Queue) -> bool:
+def _is(job: Job, run: Path, named: dict[int | str, float], queue: Queue) -> bool:
     """By its number, unless another job has got that since; or by its own command line, as of a follow-on job."""
     if f" --run={run} " in f" {job.command} ":
         return True
-    return job.number in named and queue.was_there(job, named[job.number])
+    since = named.get(job.id, named.get(job.number))
+    return since is not None and queue.was_there(job, since)
 
 
 def _goes_on(paths: RunPaths | None) -> bool:

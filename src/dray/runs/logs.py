@@ -69,9 +69,9 @@ def of(paths: RunPaths, *, node: int | None = None, rank: int | None = None, eac
 def of_job(run: Path) -> list[Log]:
     """The output of jobs that `dray submit` has queued: all that there is before the first attempt."""
     return [
-        Log(f"job {match[1]}", path, "job", int(match[1]))
+        Log(f"job {match[1]}", path, "job", int(match[2]))
         for path in sorted(run.glob("job-*.log"))
-        if (match := re.fullmatch(r"job-([0-9]{1,18})\.log", path.name))
+        if (match := re.fullmatch(r"job-(([0-9]{1,18})(?:_[0-9]{1,18})?)\.log", path.name))
     ]
 
 

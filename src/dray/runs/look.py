@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from dray.contract import files, run_folder, scratch
 from dray.contract.values import printable
 from dray.runs import metrics, records, stages
-from dray.runs.named import changed, cluster_of, jobs
+from dray.runs.named import changed, cluster_of, id_of, jobs
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reasons import meaning
+from dray.runs.result import require_version
 from dray.runs.squeue import JUST_S, Job, Queue
 from dray.runs.stages import Live, dig, written
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
@@ -85,21 +88,24 @@ def _queued(run: Path, queue: Queue) -> Table:
     warnings: list[str] = []
     queued = table(run / run_folder.JOB, warnings) or {}
     number, since = metrics.whole(queued, "job"), metrics.number(queued, "time")
+    task = metrics.whole(queued, "task")
+    name = number if task is None else f"{number}_{task}"
     fields = {"run": run.name, "folder": str(run), "job": number, "started": _utc(since), "warnings": warnings}
     argv = queued.get("argv")
     named = [word[11:] for word in argv if str(word).startswith("--job-name=")] if isinstance(argv, list) else []
     fields["recipe"] = str(named[0])[:_WIDE] if named else None
     if number is None:
         return fields | {"state": NO_RESULT}
-    job = queue.of(number, since or 0.0, [str(run)])
+    fields["job_id"] = str(name)
+    job = queue.of(name, since or 0.0, [str(run)])
     if queue.is_absent:
-        why = f"whether job {number} waits, runs or has ended is not known here: this machine has no Slurm"
+        why = f"whether job {name} waits, runs or has ended is not known here: this machine has no Slurm"
         return fields | {"state": NO_RESULT, "why": why}
     if job is None:
         asked = queue.answers and not queued.get("cluster") and run.lstat().st_uid == os.geteuid()
         if not asked or queue.is_older(since or 0.0, margin_s=JUST_S):
             return fields | {"state": QUEUED}
-        why = f"job {number} is gone and began no attempt: its output, job-{number}.log, may tell"
+        why = f"job {name} is gone and began no attempt: its output, job-{name}.log, may tell"
         return fields | {"state": LOST, "why": why}
     if job.waits:
         return fields | {"state": QUEUED, "waiting": _waiting(job)}
@@ -114,8 +120,11 @@ class _Attempt:
         self.count, self.newest = len(numbers), max(numbers, default=number)
         self.folder = f"{run}/{run_folder.attempt(number)}"  # text: a Path each would be half the time of a list
         self.warnings: list[str] = []
-        self.result = table(f"{self.folder}/{run_folder.RESULT}", self.warnings)
+        self.result = self._read_result()
         self.plan = table(f"{self.folder}/{run_folder.PLAN}", self.warnings) or {}
+
+    def _read_result(self) -> Table | None:
+        return table(f"{self.folder}/{run_folder.RESULT}", self.warnings, require_version)
 
     @cached_property
     def paths(self) -> RunPaths:
@@ -142,6 +151,7 @@ class _Attempt:
             "recipe": _text(recipe.get("name")) if isinstance(recipe, dict) else None,
             "command": bool(dig(plan, "recipe", "command")),
             "job": (job.number if job else metrics.whole(plan, "job")) or None,
+            "job_id": job.id if job else str(id_of(self.paths) or "") or None if closely else None,
             "attempt": self.number,
             "attempts": self.count,
             "nodes": names,
@@ -180,7 +190,7 @@ class _Attempt:
             if job or newer:
                 return (QUEUED if job and job.waits and not newer else RUNNING), job
             if self._is_gone():
-                self.result = table(self.paths.result, [])  # it may have come since
+                self.result = self._read_result()  # it may have come since
                 return self._after() if self._status() else (LOST, None)
         return self._by_files(), None
 
@@ -252,15 +262,18 @@ def _ended(result: Table, *, closely: bool) -> Table:
     return found | ({"warnings": [str(one)[:_WIDE] for one in _list(result.get("warnings"))]} if closely else {})
 
 
-def table(path: Path | str, warnings: list[str]) -> Table | None:
+def table(
+    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
+) -> Table | None:
     """A file's JSON object; None where there is none, and a warning where it cannot be read."""
     try:
-        found = json.loads(files.read(path, limit=_LIMIT))
+        found = from_json(files.read(path, limit=_LIMIT))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
+        check(found, path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         warnings.append(f"{path} cannot be read: {records.reason(error)}")
         return None
     return found
@@ -268,7 +281,12 @@ def table(path: Path | str, warnings: list[str]) -> Table | None:
 
 def _waiting(job: Job) -> Waiting:
     return Waiting(
-        job=job.number, state=job.state, reason=job.reason, meaning=meaning(job.reason), start=_utc(job.start)
+        job=job.number,
+        id=job.id,
+        state=job.state,
+        reason=job.reason,
+        meaning=meaning(job.reason),
+        start=_utc(job.start),
     )
 
 

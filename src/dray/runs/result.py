@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
 
+from dray.contract import files
 from dray.contract.findings import counted
+from dray.contract.values import printable
 from dray.runs.paths import RunPaths
 from dray.runs.recovery import Recovery
 
 UNKNOWN = "unknown"
+VERSION = 1
+LIMIT = 4 << 20
+"""Bytes of a result."""
 _MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
 _SHOWN = 20  # nodes in a line
 
@@ -88,10 +96,12 @@ class Next(BaseModel):
 
 
 class Result(BaseModel):
-    """How a run ended."""
+    """How an attempt ended."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
+    version: Literal[1] = 1
+    """Increases when a valid file becomes invalid; files of before it have none."""
     run: str
     status: str
     exit_code: int
@@ -140,6 +150,21 @@ class Result(BaseModel):
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
     """What of the run's files could not be read; what its metrics warn of; a grace that is too short."""
+
+
+def read(path: Path | str) -> Result:
+    """A result, of this version or of before there was one. OSError and ValueError say what is wrong with it."""
+    found = from_json(files.read(path, limit=LIMIT))
+    require_version(found, path)
+    return Result.model_validate(printable(found))
+
+
+def require_version(found: object, path: Path | str) -> None:
+    """OSError: it is no object, or another version of dray wrote it."""
+    version = found.get("version", VERSION) if isinstance(found, dict) else None
+    if version != VERSION:
+        wrong = f"result version {ascii(version)[:40]}, and this dray reads {VERSION}"
+        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:

@@ -17,6 +17,8 @@ class Waiting(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     job: int
+    id: str = ""
+    """The same as Slurm's commands take it."""
     state: str
     reason: str
     meaning: str = ""
@@ -39,6 +41,8 @@ class State(BaseModel):
     command: bool = False
     """Whether a command runs in the place of dray's trainer."""
     job: int | None = None
+    job_id: str | None = None
+    """The same as Slurm's commands take it: 12, or 12_3 where it is a task of an array."""
     attempt: int | None = None
     attempts: int = 0
     nodes: list[str] = []

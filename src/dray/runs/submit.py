@@ -85,7 +85,7 @@ def require_free(run: Path, options: Sequence[str]) -> None:
     # A job that Slurm here does not know may be another cluster's, on the same disk.
     may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths))
     if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
-        after = f"; or after it: --sbatch=--dependency=afterany:{state.job.number}" if state.job else ""
+        after = f"; or after it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
         raise ConfigError(
             f"the run {'may go' if state.kind == 'unknown' else 'goes'} on: two jobs would write into it",
             where=run,
