@@ -20,7 +20,9 @@ from dray.runs.capsule_schema import Capsule
 from dray.runs.result import Result
 from helpers import GOLDEN, ROOT, golden
 
-MODELS: dict[str, type[BaseModel]] = {"capsule": Capsule, "image": Image, "plan": Plan, "recipe": Recipe, "site": Site}
+MODELS: dict[str, type[BaseModel]] = {
+    "capsule": Capsule, "image": Image, "plan": Plan, "recipe": Recipe, "result": Result, "site": Site,
+}  # fmt: skip
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 FILES = [
     *(("recipe", path) for path in sorted((ROOT / "recipes").glob("*.toml"))),
@@ -47,7 +49,7 @@ def test_the_schema_is_that_of_the_model(kind: str) -> None:
     golden(file(kind), json.dumps(schema(kind), indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-@pytest.mark.parametrize("model", [*MODELS.values(), Result], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_every_key_has_a_text(model: type[BaseModel]) -> None:
     described = Schema(model).describe()
     assert [key for key, _, _, text in described if not re.fullmatch(r"[^ ].*[.;]", text, re.DOTALL)] == []

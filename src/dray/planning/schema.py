@@ -12,6 +12,7 @@ from dray.config.site import Fabric
 from dray.config.training import Batch
 from dray.contract import findings
 from dray.facts import Engine, Layer
+from dray.planning import staging
 from dray.planning.binds import Bind
 from dray.planning.environment import Variable
 from dray.planning.world import SLURM, World
@@ -61,7 +62,9 @@ class Plan(BaseModel):
     signers: tuple[str, ...]
     """Fingerprints of keys, one of which must have signed the image and the layer, where recipe or site demand it."""
     stage: str
-    """The node's own folder to which each node copies the image; empty where the image is read where it is."""
+    """The node's own folder in which a copy of the image is; empty where the image is read where it is."""
+    stage_by: tuple[staging.Way, ...] = ()
+    """How the image comes to the folder `stage` of each node; what did not come, the node copies."""
     variant: str
     """The variant of the image: cpu, cuda, cuda12 or rocm."""
     site: str

@@ -146,9 +146,12 @@ def same(found: Parting) -> bool:
     return found.first is None and found.steps > 0 and not found.only_a
 
 
-def as_files(recipe: Recipe, stem: str) -> dict[str, str]:
-    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text."""
-    table = recipe.model_dump(mode="json", exclude_none=True)
+def as_files(recipe: Recipe, stem: str, *, whole: bool = True) -> dict[str, str]:
+    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text.
+
+    Not `whole`: without what it leaves to the defaults.
+    """
+    table = recipe.model_dump(mode="json", exclude_none=True, exclude_unset=not whole)
     files = dict[str, str]()
     for part, key in (
         (table.get("train", {}), "deepspeed"),

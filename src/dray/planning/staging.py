@@ -1,0 +1,33 @@
+"""How the nodes get a copy of the image on their own disks, where the site has a folder for it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from dray.config.site import Site
+from dray.engines.base import Engine
+from dray.facts import Facts
+from dray.planning.world import World
+
+Way = Literal["sbcast"]
+_WORDS: dict[Way, str] = {"sbcast": "Slurm's sbcast"}
+
+
+class Staging(NamedTuple):
+    """The folder on each node, none where nothing is copied; what is tried before each node copies the file; why."""
+
+    folder: str = ""
+    by: tuple[Way, ...] = ()
+    why: str = ""
+
+
+def chosen(site: Site, facts: Facts, engine: Engine, world: World) -> Staging:
+    """What the site says, where the engine starts a file that a node can copy first."""
+    if not site.stage or engine.image != "file" or not engine.script_mounts:
+        return Staging()
+    tried: list[Way] = []
+    # It copies to all nodes of a job, and the digest proves its copies. One node alone has nobody to copy for.
+    if site.stage_by in ("auto", "sbcast") and facts.scheduler == "slurm" and len(world.nodes) > 1:
+        tried += ["sbcast"] if facts.image_sha256 and not facts.spares and not facts.lost else []
+    ways = [*(_WORDS[way] for way in tried), "each node copies the shared file"]
+    return Staging(site.stage, tuple(tried), f"copied to {site.stage} of each node: {', else '.join(ways)}")
