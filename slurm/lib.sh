@@ -146,6 +146,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
+  local staged=""
   stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
@@ -155,7 +156,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # --disable-status: the first INT is passed on, and no second one kills. It has a process group of its own, where no
   # terminal's Ctrl-C comes too.
   set -m
-  srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m

@@ -32,6 +32,7 @@ STAGE_SCRIPT = "stage.sh"  # holds the place of the image's copy on each node, a
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
+STAGE = "stage.json"  # where the first node tells the others from whom they get the image
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"
