@@ -6,9 +6,10 @@ import sys
 
 import plans
 import rendezvous
+import staging
 import table
 
-SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows}
+SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows, "staging": staging.rows}
 
 
 def main(names: list[str]) -> int:
