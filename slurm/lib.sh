@@ -161,6 +161,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   cd -- "$attempt" || return
   lib::uptime
   local -r planned_at="$now"
+  local staged=""
   stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
@@ -171,7 +172,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # terminal's Ctrl-C comes too.
   lib::asked
   set -m
-  srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m

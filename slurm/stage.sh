@@ -2,11 +2,11 @@
 # Sourced by slurm/lib.sh: Slurm's own sbcast brings the image to the disks of all nodes, before they start. The planner has
 # written stage.sh, which one task on each node runs meanwhile. Where it does not come this way, node.sh brings it.
 # It uses what lib::main has set: image, stopped_by; it stands in the attempt's folder.
-# shellcheck disable=SC2154
+# shellcheck disable=SC2154,SC2034
 
 readonly stage__answer_s=120 stage__sbcast_s=900
 
-stage::nodes() { # by sbcast, where the plan says so and every node is free to take the image
+stage::nodes() { # by sbcast, where the plan says so and every node is free to take the image; sets `staged` if all have it
   [[ -f stage.sh ]] || return 0
   if ! type -P sbcast >/dev/null; then
     echo "image: not copied by sbcast: sbcast is not on the PATH of node $(</proc/sys/kernel/hostname)"
@@ -37,7 +37,10 @@ stage::bring() { # fails where a task does not answer, and must be ended
     stage::without "not all nodes answered"
     return 1
   fi
-  [[ -z "${answers[there]:-}" ]] || ((answers[there] < SLURM_JOB_NUM_NODES)) || return 0
+  if ((${answers[there]:-0} == SLURM_JOB_NUM_NODES)); then
+    staged=1
+    return 0
+  fi
   part="${!answers[*]}"
   if [[ "$part" != "free /"*"/dray-images-$UID/"*.sif.part ]] || ((${#answers[@]} != 1)); then
     stage::without "$(stage::counted)"
@@ -55,6 +58,7 @@ stage::bring() { # fails where a task does not answer, and must be ended
     stage::without "after sbcast $(stage::counted)"
     return 1
   fi
+  staged=1
   echo "image: sbcast has copied it to $SLURM_JOB_NUM_NODES nodes in $((SECONDS - began)) s"
 }
 
@@ -82,11 +86,11 @@ stage::sbcast() { # a signal ends it at once: the run is to end
 }
 
 stage::counted() { # what the nodes say, in words
-  local -A words=([there]="have the image" [busy]="are getting it for another job" [full]="have no room for it"
+  local -A meant=([there]="have the image" [busy]="are getting it for another job" [full]="have no room for it"
     [none]="have no folder for it" [differs]="got another file")
   local answer text=""
   for answer in there busy full none differs; do
-    [[ -z "${answers[$answer]:-}" ]] || text+="${text:+, }${answers[$answer]} of $SLURM_JOB_NUM_NODES nodes ${words[$answer]}"
+    [[ -z "${answers[$answer]:-}" ]] || text+="${text:+, }${answers[$answer]} of $SLURM_JOB_NUM_NODES nodes ${meant[$answer]}"
   done
   printf '%s' "${text:-the nodes do not answer alike}"
 }

@@ -179,17 +179,22 @@ node::differs() { # FOUND WANTED: of the copy's digest
 copied="" part=""
 
 node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one where there is no room
-  local copy found making
+  local copy="" found making
   image="$1"
   [[ -f "$1" ]] || return 0 # a folder starts where it is
-  node::disk "$@" || return 0
-  node::join || { node::full "$1"; return 0; }
-  exec {making}>>"$copy.making"
+  if node::disk "$@" && ! { node::join && { exec {making}>>"$copy.making"; } 2>/dev/null; }; then
+    node::full "$1"
+    copy=""
+  fi
+  # Where sbcast has brought it to all nodes, there is nothing to bring.
+  ! declare -F node::tree >/dev/null || [[ -n "${DRAY_STAGED:-}" ]] || node::tree "$1" "$3"
+  [[ -n "$copy" ]] || return 0
   flock --exclusive "$making"
   if [[ ! -f "$copy" ]]; then
     part="$copy.part"
     if ! found="$(set -o pipefail; tee -- "$part" <"$1" | sha256sum)"; then
       rm --force -- "$part"
+      exec {making}>&- # another job may find room
       node::full "$1"
       return 0
     fi
@@ -213,6 +218,47 @@ node::unstage() {
   [[ -z "$part" ]] || rm --force -- "$part" # of a copy that was broken off
   if [[ -n "$copied" ]] && flock --exclusive --nonblock "$staged"; then
     rm --force -- "$copied" "$copied.making" "$copied.lock"
+  fi
+}
+
+node::fetch() {
+  apptainer \
+    --quiet \
+    exec \
+    --cleanenv \
+    --no-eval \
+    --no-mount=home,cwd \
+    "${mounts[@]}" \
+    --pwd=/runs/r/attempt-1 \
+    '/my images/i.sif' \
+    python3 \
+    -m \
+    dray.runner.stage \
+    /runs/r/attempt-1/plan.json
+}
+
+# The image comes from node to node, from the first one, which reads it. node.sh contains this file after stage.sh, and defines
+# node::fetch, which runs dray.runner.stage in a container of the shared image.
+# shellcheck disable=SC2154,SC2034
+
+node::tree() { # IMAGE SHA256: makes `copy`, or leaves it to what comes next; every node takes part, for all wait for one another
+  local found
+  if [[ -z "$copy" ]] || ! flock --exclusive --nonblock "$making"; then # a node that has the lock must not wait for another lock
+    node::fetch <"$1" >/dev/null || true
+  elif [[ -f "$copy" ]]; then
+    node::fetch <"$copy" >/dev/null || true
+  else
+    part="$copy.part"
+    rm --force -- "$part" # of a job that was killed
+    if node::fetch <"$1" 1<>"$part" && found="$(sha256sum <"$part")"; then
+      if [[ "${found%% *}" == "$2" ]]; then
+        chmod 600 -- "$part"
+        mv -- "$part" "$copy"
+      else
+        node::differs "${found%% *}" "$2"
+      fi
+    fi
+    rm --force -- "$part"
   fi
 }
 

@@ -50,7 +50,7 @@ class TestStage:
             decided = made(
                 root,
                 tmp_path / "run",
-                site=Site(name="s", about="", stage=str(disk)),
+                site=Site(name="s", about="", stage=str(disk), stage_by="copy"),
                 engine="apptainer",
                 image=str(tmp_path / "my image.sif"),
                 image_sha256=sha256,

@@ -149,7 +149,7 @@ class TestWhichSite:
         ("stage = '/tmp'\nstage_by = 'rsync'", 'stage_by = "rsync"'),
         ("stage = '/tmp'\nstage_by = ['copy']", "stage_by"),
         ("stage = '/tmp'\nstage_by = ''", 'stage_by = ""'),
-        ("stage_by = 'sbcast'", 'stage_by = "sbcast" needs stage, the folder on each node for the copy'),
+        ("stage_by = 'tree'", 'stage_by = "tree" needs stage, the folder on each node for the copy'),
         ("stage = ''\nstage_by = 'copy'", 'stage_by = "copy" needs stage'),
         ("engine = 'pyxis'\nstage_by = 'sbcast'", 'stage_by = "sbcast" needs stage'),
         ("stage = '/tmp'\nstage-by = 'copy'", "stage-by"),

@@ -10,16 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from copies import decided as made_of
 from dray import render
-from dray.config.site import Site
-from dray.facts import Facts
-from dray.planning.plan import plan
-from dray.planning.schema import Plan
-from dray.runs.write import read_recipe
 from helpers import ROOT, golden
 
 IMAGE = os.urandom(70_000)
@@ -68,15 +65,7 @@ for name in {NODES!r}:
 """
 
 
-def decided(
-    disk: Path, image: Path, *, by: str = "auto", nodes: int = 3, sha256: str = SHA256, **facts: object
-) -> Plan:
-    said = {"scheduler": "slurm", "job": 7, "nodelist": f"n[1-{nodes}]", "nodes": nodes, "uid": 1000, "gid": 1000}
-    said |= {"engine": "apptainer", "image": str(image), "image_sha256": sha256}
-    site = Site.model_validate({"name": "s", "about": "", "stage": str(disk), "stage_by": by})
-    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"batch.global_size={8 * nodes}"])
-    seen = Facts.model_validate({**said, **facts})
-    return plan(recipe, site, seen, run_folder=PurePosixPath("/runs/r"), scratch="/tmp/dray-7-r", dray="0")
+decided = partial(made_of, sha256=SHA256)
 
 
 class Nodes:
@@ -149,25 +138,32 @@ def test_the_scripts() -> None:
     golden("node-stage.sh", render.node_script(known))
 
 
+SLURM, TREE, COPY = "Slurm's sbcast", "from node to node, in a tree", "each node copies the shared file"
+
+
 @pytest.mark.parametrize(
-    ("changed", "why"),
+    ("changed", "ways"),
     [
-        ({}, "Slurm's sbcast, else each node copies the shared file"),
-        ({"by": "sbcast"}, "Slurm's sbcast, else each node copies the shared file"),
-        ({"by": "copy"}, "each node copies the shared file"),
-        ({"nodes": 1}, "each node copies the shared file"),
-        ({"sha256": ""}, "each node copies the shared file"),
-        ({"lost": ("n3",)}, "each node copies the shared file"),
-        ({"spares": ("n3",)}, "each node copies the shared file"),
-        ({"scheduler": "hosts", "nodelist": "n1,n2,n3"}, "each node copies the shared file"),
+        ({}, (SLURM, TREE)),
+        ({"by": "sbcast"}, (SLURM,)),
+        ({"by": "tree"}, (TREE,)),
+        ({"by": "copy"}, ()),
+        ({"nodes": 1}, ()),
+        ({"signers": ("A" * 40,)}, (SLURM,)),
+        ({"sha256": ""}, ()),
+        ({"lost": ("n3",)}, (TREE,)),
+        ({"spares": ("n3",)}, (TREE,)),
+        ({"scheduler": "hosts", "nodelist": "n1,n2,n3"}, ()),
     ],
 )
-def test_where_sbcast_is_tried(changed: dict, why: str) -> None:
-    """A copy without a digest could not be proved; a file of hosts has no Slurm."""
+def test_what_is_tried(changed: dict, ways: tuple[str, ...]) -> None:
+    """Without a digest no copy could be proved. Machines of a file have no Slurm, and share no folder. The
+    tree's program is in the image, and would start before its signature is checked."""
     made = decided(Path("/tmp"), Path("/i.sif"), **changed)
-    assert made.reasons["stage"] == f"copied to /tmp of each node: {why}"
+    assert made.reasons["stage"] == f"copied to /tmp of each node: {', else '.join((*ways, COPY))}"
     assert f"\n  stage   {made.reasons['stage']}\n" in render.text(made)
-    assert bool(render.stage_script(made)) == ("sbcast" in why)
+    assert bool(render.stage_script(made)) == (SLURM in ways)
+    assert ("node::fetch() {" in render.node_script(made)) == (TREE in ways)
 
 
 def test_each_node_gets_one_copy(nodes: Nodes) -> None:

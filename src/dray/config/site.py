@@ -164,9 +164,9 @@ class Site(Spec):
     `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". Each beats dray's own."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
-    stage_by: Literal["auto", "sbcast", "copy"] = "auto"
-    """How the copies come: Slurm's sbcast brings them to all nodes, or each node copies the shared file. `auto` tries
-    them in this order, and so does `sbcast`: a node copies what did not come."""
+    stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
+    """How the copies come: by Slurm's sbcast, in a tree in which nodes hand on what the first one reads, or each node
+    copies the shared file. `auto` tries all in this order. With the others, a node copies what did not come."""
     cores: tuple[Cores, ...] = ()
     """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()

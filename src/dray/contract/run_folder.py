@@ -37,6 +37,7 @@ FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
 STARTUP = "startup.json"  # how long each part of the start took, on each node
+STAGE = "stage.json"  # where the first node tells the others from whom they get the image
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"

@@ -67,7 +67,8 @@ def plan(
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
     passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)
-    copies = staging.chosen(site, facts, engine, ranks)
+    signers = signatures.signers(recipe, site)
+    copies = staging.chosen(site, facts, engine, ranks, signed=bool(signers))
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
@@ -86,7 +87,7 @@ def plan(
         image=facts.image,
         image_sha256=facts.image_sha256,
         layer=files.layer,
-        signers=signatures.signers(recipe, site),
+        signers=signers,
         stage=copies.folder,
         stage_by=copies.by,
         variant=recipe.image,

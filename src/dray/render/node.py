@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 
 from dray import engines
@@ -257,7 +258,17 @@ def _missing_secrets(plan: Plan) -> Iterator[str]:
 def _stage(plan: Plan) -> str:
     call = shlex.join(["node::stage", plan.image, plan.stage, plan.image_sha256])
     identity = f'image_id="${{{plan.world.identity["image"]}}}"'
-    return "\n\n".join([f"{identity}\n{_file('disk')}", _file("stage"), call])
+    tree = [_fetch(plan), _file("tree")] if "tree" in plan.stage_by else []
+    return "\n\n".join([f"{identity}\n{_file('disk')}", _file("stage"), *tree, call])
+
+
+def _fetch(plan: Plan) -> str:
+    """The program of the tree, in the shared image: it needs no GPU, no layer, and no mount beside the run's."""
+    engine = engines.get(plan.engine)
+    container = replace(_container(plan), staged=False, accelerator="cpu", layer="", fabric="")
+    inner = [engine.python(plan.image), "-m", "dray.runner.stage", f"{plan.folder}/{names.PLAN}"]
+    argv = " \\\n    ".join(map(_quoted, engine.argv(container, inner)))
+    return f"node::fetch() {{\n  {argv}\n}}"
 
 
 def _signed(plan: Plan) -> str:

@@ -6,17 +6,22 @@
 copied="" part=""
 
 node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one where there is no room
-  local copy found making
+  local copy="" found making
   image="$1"
   [[ -f "$1" ]] || return 0 # a folder starts where it is
-  node::disk "$@" || return 0
-  node::join || { node::full "$1"; return 0; }
-  exec {making}>>"$copy.making"
+  if node::disk "$@" && ! { node::join && { exec {making}>>"$copy.making"; } 2>/dev/null; }; then
+    node::full "$1"
+    copy=""
+  fi
+  # Where sbcast has brought it to all nodes, there is nothing to bring.
+  ! declare -F node::tree >/dev/null || [[ -n "${DRAY_STAGED:-}" ]] || node::tree "$1" "$3"
+  [[ -n "$copy" ]] || return 0
   flock --exclusive "$making"
   if [[ ! -f "$copy" ]]; then
     part="$copy.part"
     if ! found="$(set -o pipefail; tee -- "$part" <"$1" | sha256sum)"; then
       rm --force -- "$part"
+      exec {making}>&- # another job may find room
       node::full "$1"
       return 0
     fi
