@@ -6,9 +6,10 @@ import sys
 
 import plans
 import rendezvous
+import startup
 import table
 
-SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows}
+SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows, "startup": startup.rows}
 
 
 def main(names: list[str]) -> int:

@@ -163,6 +163,20 @@ def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
     assert arrays._ranges([3, 1, 2, 7, 9, 8]) == "1-3,7-9"
 
 
+@pytest.mark.parametrize(("largest", "calls"), [("0", 2), ("2", 2), ("3", 1), ("1001", 1), ("(null)", 1)])
+def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Queue, largest: str, calls: int) -> None:
+    """MaxArraySize is above the largest number of a task; the default allows 1000."""
+    (queue.slurm.folder / "scontrol").write_text(f"MaxArraySize            = {largest}\n")
+    assert sweep(queue, "train.lr=1e-3,4e-3") == 0
+    runs = [queue.runs / f"{queue.study.name}-{number}" for number in (1, 2)]
+    assert [[word for word in argv if word.startswith(("--run=", "--tasks="))] for argv in queue.calls] == (
+        [[f"--run={run}"] for run in runs] if calls == 2 else [[f"--tasks={queue.study}/tasks"]]
+    )
+    assert [one.job_id for one in study.load(queue.study).members] == (
+        ["42", "43"] if calls == 2 else ["42_1", "42_2"]
+    )  # fmt: skip
+
+
 def test_a_task_is_what_a_job_for_it_alone_would_be(queue: Queue, tmp_path: Path) -> None:
     sweep(queue, "train.lr=1e-3,4e-3", site="generic")
     (argv,) = queue.calls
@@ -312,6 +326,18 @@ def test_a_hostile_study(tmp_path: Path, content: object, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as refused:
         study.load(path.parent)
     assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give a file away")
+def test_another_user_s_study_is_shown(tmp_path: Path, capsys: Capture) -> None:
+    """It names runs beside it, which are only read."""
+    whole = {"version": 1, "kind": "sweep", "recipe": "x", "members": [MEMBER | {"job": 42, "task": 1}]}
+    (tmp_path / "study.json").write_text(json.dumps(whole))
+    os.chown(tmp_path / "study.json", 4321, -1)
+    with pytest.raises(typer.Exit) as ended:
+        studies.show(tmp_path)
+    assert ended.value.exit_code == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["queued", "r"]
 
 
 def test_a_study_s_escape_sequences_are_shown_as_text(tmp_path: Path, capsys: Capture) -> None:

@@ -22,6 +22,7 @@ from dray.contract import exit_codes
 from dray.contract.findings import ConfigError
 from dray.runs import allocation, space, tune, tuned
 from dray.runs.write import read_recipe
+from grids import CAUSAL, MASKED, among_the_best
 from helpers import ROOT
 
 pytestmark = pytest.mark.torch
@@ -229,6 +230,12 @@ again: dray tune --table {folder}
             f"{desk.study()}/001\n"
         )
         assert "8 runs, of 64 candidates (the search; it has not ended)" in out
+
+    def test_it_gives_up_where_nothing_fits(self, desk: Desk, dray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tune, "_PLANS", 3)
+        monkeypatch.setattr(space.Place, "refusal", lambda *_: "no room")
+        code, out, err = dray(desk.recipe)
+        assert (code, out.count("left out: no room\n"), err.splitlines()[0]) == (78, 4, "dray: no candidate fits")
 
     def test_json(self, desk: Desk, dray: Any) -> None:
         desk.plant(**PLANTED)
@@ -464,3 +471,22 @@ def test_a_real_search_on_cpus(tmp_path: Path) -> None:
     assert kept.best
     assert read_recipe(out).batch.per_device == kept.best.values["batch.per_device"]  # type: ignore[union-attr]
     assert not list(path.parent.glob("*/checkpoints/*"))
+
+
+@pytest.mark.parametrize("text", [CAUSAL, MASKED], ids=["causal", "masked"])
+def test_a_real_search_finds_what_the_grid_finds(text: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(text)
+    argv = [sys.executable, "-m", "dray", "tune", str(recipe), "batch.per_device=1,8", "train.strategy=ddp,fsdp",
+            "--keys=per_device,strategy", "--steps=6", f"--runs={tmp_path}/runs", "--json"]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DRAY_"))}
+    found = []
+    for more in ([], ["--all"]):
+        ended = subprocess.run([*argv, *more], env=env, capture_output=True, text=True, check=False)
+        assert ended.returncode == exit_codes.DONE, ended.stdout + ended.stderr
+        found.append(json.loads(ended.stdout))
+        assert {row["state"] for row in found[-1]["rows"]} == {"done"}, ended.stderr
+    by_search, by_grid = found
+    assert (len(by_grid["rows"]), by_search["tolerance"]) == (4, 1e-4)
+    assert among_the_best(by_search, by_grid)
+    assert by_search["best"]["values"]["batch.per_device"] == 8

@@ -71,6 +71,11 @@ class TestSpace:
         assert found.axes == (Axis(LOSS, ("full", "chunked")),)
         assert tuning.space(planned("train.loss=chunked"), {}, (LOSS,)).axes == (Axis(LOSS, ("chunked", "full")),)
 
+    def test_a_huge_batch_has_its_divisors_at_once(self) -> None:
+        found = tuning.space(planned("batch.global_size=2000000000", "ranks_per_node=2"), {}, (ROWS,))
+        assert len(found.axes[0].values) == 100
+        assert found.axes[0].values[-1] == 10**9
+
     def test_a_batch_that_no_rank_can_take(self) -> None:
         with pytest.raises(ConfigError, match="global batch 16 is not divisible by 2 ranks of 3"):
             tuning.space(planned(), {ROWS: (2, 3)}, KEYS)

@@ -269,7 +269,7 @@ def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TABLE = """\
-RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS
+RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS  COST
 waits   no result  gpt2                            2026-11-25 01:26         0
 second  no result  smoke-cpu      2  59/60  0.100  2026-11-25 01:26         1
 first   stopped    smoke-cpu      2  20/60  4.000  2026-11-25 01:26         2
@@ -396,6 +396,7 @@ def test_a_run_that_trains(tmp_path: Path, slurm: Callable[..., Path], monkeypat
         "  n2: slow: rank 1 on n2, 1.31 times the median rank",
         "  the checkpoint of step 2 is not saved: No space left\ufffd[2J",
         "  it was asked to save and end (USR1)",
+        "  start-up: queue 20 h 26 min",
         f"run folder: {paths.run}",
     ]
 

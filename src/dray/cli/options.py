@@ -165,7 +165,7 @@ Run = Annotated[
     str,
     typer.Argument(
         metavar="[RUN]",
-        help="A run's folder, name or its beginning, or a job's number; else the newest.",
+        help="A run's folder, name or its beginning, or a job's number (42, or 42_3 of an array); else the newest.",
         autocompletion=candidates.runs,
     ),
 ]

@@ -30,7 +30,7 @@ def scale(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-    at_most: studies.AtMost = None,
+    at_most: studies.AtOnce = None,
     table: studies.Table = "",
     as_json: Json = False,
 ) -> None:

@@ -22,9 +22,8 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
 from dray.contract.values import printable
-from dray.fitness import host
 from dray.images import store
-from dray.runs import allocation, arrays, source, state, submit, write
+from dray.runs import allocation, arrays, login, source, state, submit, write
 from dray.runs import study as studies
 from dray.runs.arrays import Common, Size
 from dray.runs.paths import default_runs, new_id
@@ -37,7 +36,7 @@ RecipeFile = Annotated[
 Table = Annotated[
     str, typer.Option("--table", metavar="STUDY", help="Start nothing: show the runs of this study as they are now.")
 ]
-AtMost = Annotated[
+AtOnce = Annotated[
     int | None,
     typer.Option(
         "--at-most", metavar="M", min=1, help="With Slurm: at most so many tasks of an array at once; else as it can."
@@ -114,13 +113,14 @@ class Start:
         """Plan all of them, so that one that is refused leaves nothing; then submit them."""
         submit.check(self.sbatch)
         site = str(Path(self.site).absolute()) if self.site.endswith(".toml") else self.site
-        common = Common(self.recipe.absolute(), self.settings, site, self.sbatch, host.slurm_config())
+        known = login.known(site)
+        common = Common(self.recipe.absolute(), self.settings, site, self.sbatch, known)
         jobs = [
             arrays.planned(common, number, folder.parent / member.run, settings, size)
             for number, (member, settings, size) in enumerate(zip(study.members, own, sizes, strict=True), 1)
         ]
         _report(jobs)
-        found = arrays.groups(jobs)
+        found = arrays.groups(jobs, known.slurm)
         code = source.look(self.recipe.absolute().parent)
         studies.save(folder, study)
         try:

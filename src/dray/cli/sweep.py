@@ -22,7 +22,7 @@ def sweep(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
-    at_most: studies.AtMost = None,
+    at_most: studies.AtOnce = None,
     table: studies.Table = "",
     as_json: Json = False,
 ) -> None:

@@ -36,6 +36,7 @@ STAGE_SCRIPT = "stage.sh"  # holds the place of the image's copy on each node, a
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
+STARTUP = "startup.json"  # how long each part of the start took, on each node
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"

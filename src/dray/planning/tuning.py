@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     sharded = len(ranks.nodes) > 1 and ranks.ranks_per_node > 1
     known: dict[str, Sequence[Value]] = {
         STRATEGY: tuple(STRATEGIES) if ranks.size > 1 and not train.deepspeed else (),
-        ROWS: [count for count in range(1, rows + 1) if rows % count == 0],
+        ROWS: _divisors(rows),
         CHECKPOINTING: (False, True),
         COMPILE: (False, True),
         LOSS: ("full", "chunked") if recipe.image == "cpu" else ("full", "chunked", "triton"),
@@ -134,6 +135,11 @@ def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str])
     if SHARD not in {axis.key for axis in axes}:
         own.pop(SHARD)
     return Space(Candidate(tuple(own.items())).changed({}), tuple(axes))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})
 
 
 _CHOICES: dict[str, tuple[Value, ...]] = {

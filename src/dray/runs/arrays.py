@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dray import process
@@ -28,8 +29,7 @@ class Common(NamedTuple):
     site: str = ""
     options: Sequence[str] = ()
     """Of sbatch."""
-    slurm: Mapping[str, str] | None = None
-    """What scontrol tells of the cluster, which is asked once."""
+    known: login.Known | None = None
 
 
 class Size(NamedTuple):
@@ -66,7 +66,7 @@ def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Si
     recipe = write.read_recipe(common.recipe, [*common.settings, *own])
     facts, choice = login.facts(
         recipe, size.nodes, size.gpus, common.site, ranks=size.ranks or None, options=common.options,
-        gpu_memory=None, slurm=common.slurm,
+        gpu_memory=None, known=common.known,
     )  # fmt: skip
     plan = write.decide(recipe, facts, choice, RunPaths(run))
     plan.refuse()
@@ -82,11 +82,16 @@ def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Si
     return Job(number, run, plan, argv, own)
 
 
-def groups(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Those that sbatch is called alike for, in the order of the first of each."""
+def groups(jobs: Sequence[Job], slurm: Mapping[str, str] = MappingProxyType({})) -> list[list[Job]]:
+    """Those that sbatch is called alike for, in the order of the first of each.
+
+    Each alone where the cluster takes no arrays of so many: its MaxArraySize is above the largest number of a task.
+    """
+    largest = slurm.get("MaxArraySize", "")
+    apart = largest.isdecimal() and int(largest) <= len(jobs)
     found = dict[tuple[str, ...], list[Job]]()
     for job in jobs:
-        found.setdefault(tuple(job.alike()), []).append(job)
+        found.setdefault((str(job.number),) if apart else tuple(job.alike()), []).append(job)
     return list(found.values())
 
 

@@ -11,10 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, capsule, causes, grace, noted, records
+from dray.runs import again, capsule, causes, cost, grace, noted, records, startup
+from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, newest_checkpoint
 from dray.runs.records import RECORD
@@ -27,10 +30,14 @@ T = TypeVar("T")
 _ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 
 
-def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False) -> Result:
+def finish(
+    paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False, known: str = "",
+    spent: Cost | None = None,
+) -> Result:  # fmt: skip
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it.
 
-    It also decides what comes next; a `batch` job can go back into the queue.
+    It also decides what comes next; a `batch` job can go back into the queue. `known` is what Slurm and the job's
+    script tell of it; what a run without a job has `spent`, only this machine knows.
 
     It does not fail: what cannot be read is a warning, and where nothing can be written, the text is printed.
     """
@@ -53,6 +60,9 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
+    own = spent or (cost.parse(known, plan.job, startup.step(paths)) if plan and known else None)
+    history = left.tried(paths.run, lambda: again.history(paths)) or []
+    hosts = [node.name for node in plan.world.nodes] if plan else []
     cause, first = (one and records.redacted(left.explained(one), plan) for one in (cause, first))
     result = Result(
         **printable(
@@ -62,7 +72,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "exit_code": cause.code if cause else code,
                 "finished": utc(),
                 "world_size": plan.world.size if plan else None,
-                "hosts": [node.name for node in plan.world.nodes] if plan else [],
+                "hosts": hosts,
                 "cause": cause.model_dump() if cause else None,
                 "failing_nodes": left.tried(paths.failing_nodes, lambda: again.failing_nodes(paths, plan)) or [],
                 "restarts": len(failures),
@@ -75,7 +85,10 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
                 "recoveries": left.tried(paths.failures, lambda: left.recoveries(failures)) or [],
-                "history": [one.model_dump() for one in left.tried(paths.run, lambda: again.history(paths)) or ()],
+                "history": [one.model_dump() for one in history],
+                "startup": left.tried(paths.startup, lambda: _dumped(startup.read(paths, hosts, cost.queue_s(known)))),
+                "cost": _dumped(own),
+                "spent": _dumped(cost.spent([*((one.attempt, one.cost) for one in history), (paths.attempt, own)])),
                 "command": plan is not None and plan.recipe.train is None,
                 "warnings": left.warnings,
             }
@@ -101,6 +114,10 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
         line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
+
+
+def _dumped(found: BaseModel | None) -> dict[str, Any] | None:
+    return found.model_dump() if found else None
 
 
 class _Left:

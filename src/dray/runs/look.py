@@ -9,7 +9,7 @@ from typing import Any
 
 from dray.contract import run_folder, scratch
 from dray.contract.values import printable
-from dray.runs import live, metrics, records, stages
+from dray.runs import cost, live, metrics, records, stages, startup
 from dray.runs.live import Left, Table, table
 from dray.runs.metrics import Rare
 from dray.runs.named import changed, id_of
@@ -139,7 +139,14 @@ class _Attempt(Left):
             found["goes_on"] = self.goes_on
             found["live"] = Live(stage="the job plans the next attempt") if state == RUNNING else None
             return found | _ended(result, closely=closely)
+        if closely and state != QUEUED:
+            found["startup"] = startup.read(self.paths, names, self._waited(job))
         return found | self._reached(state, read, closely=closely)
+
+    def _waited(self, job: Job | None) -> float | None:
+        """Seconds in the queue, by Slurm's clock; a later attempt may be of the same job."""
+        first = self.number == 1 and job is not None and job.command not in _ALLOCATION
+        return job.start - job.submitted if first and job and job.start and job.submitted else None
 
     def _status(self) -> str | None:
         """By the result, once there is one."""
@@ -199,14 +206,16 @@ class _Attempt(Left):
 def _ended(result: Table, *, closely: bool) -> Table:
     cause = dig(result, "cause", "why")
     why = cause.partition("\n")[0] if isinstance(cause, str) else result.get("reason")
-    found = {
+    found: Table = {
         "finished": _text(result.get("finished")),
         "step": metrics.whole(result, "steps"),
         "loss": metrics.number(result, "loss_last"),
         "tokens_per_s": metrics.number(result, "tokens_per_s"),
         "exit_code": metrics.whole(result, "exit_code"),
         "why": _text(why),
+        "spent": cost.spent_of(result.get("spent")),
     }
+    found |= {"startup": startup.of(result.get("startup"))} if closely else {}
     return found | ({"warnings": [str(one)[:_WIDE] for one in _list(result.get("warnings"))]} if closely else {})
 
 

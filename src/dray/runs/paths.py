@@ -43,6 +43,7 @@ class RunPaths:
     failures = _In(names.FAILURES)
     preflight = _In(names.PREFLIGHT)
     preflight_report = _In(names.PREFLIGHT_REPORT)
+    startup = _In(names.STARTUP)
     metrics = _In(names.METRICS)
     result = _In(names.RESULT)
     capsule = _In(names.CAPSULE)

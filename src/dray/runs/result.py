@@ -13,8 +13,12 @@ from pydantic_core import from_json
 from dray.contract import files
 from dray.contract.findings import counted
 from dray.contract.values import printable
+from dray.runs import cost as costs
+from dray.runs import startup as startups
+from dray.runs.cost import Cost, Spent
 from dray.runs.paths import RunPaths
-from dray.runs.recovery import Recovery
+from dray.runs.recovery import Next, Recovery
+from dray.runs.startup import Startup
 
 UNKNOWN = "unknown"
 VERSION = 1
@@ -83,6 +87,8 @@ class Attempt(BaseModel):
     """When it ended, in UTC."""
     requeued: bool = False
     """Whether dray put the job back into the queue after it."""
+    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    """What it cost; None where nobody knows."""
 
 
 class SlowRank(BaseModel):
@@ -98,21 +104,6 @@ class SlowRank(BaseModel):
     """How many times as long as the median rank's its own part of a step took."""
     step: int | None
     """When it was named."""
-
-
-class Next(BaseModel):
-    """Whether the job goes back into the queue, or on with other nodes or fewer, and why."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
-
-    requeue: bool
-    """Whether the job goes back into the queue."""
-    spare: bool = False
-    """Whether the job goes on at once, with spare nodes or with fewer."""
-    exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
-    """Nodes that were lost or found unfit, and that the next attempt is not to have; null in older files."""
-    why: str
-    """Why the job goes on, or does not."""
 
 
 class Result(BaseModel):
@@ -181,6 +172,12 @@ class Result(BaseModel):
     """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
     history: list[Attempt] = []
     """The attempts before this one."""
+    startup: Annotated[Startup | None, BeforeValidator(startups.of)] = None
+    """How long each part of the start took; None where nothing was measured."""
+    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    """What this attempt cost; None where nobody knows."""
+    spent: Annotated[Spent | None, BeforeValidator(costs.spent_of)] = None
+    """What all attempts together cost, this one too."""
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []

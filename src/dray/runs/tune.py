@@ -19,7 +19,8 @@ from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
 from dray.runs.tuned import Tuning
 
 _TRIES = 8
-"""So many runs may fail before one does not."""
+_PLANS = 512
+"""So many runs may fail, or candidates be left out, before one runs."""
 _GRACE = 30.0  # seconds for each of two signals; a run ends its ranks by itself
 
 
@@ -61,7 +62,9 @@ class Tuner:
 
     def _require_hope(self) -> None:
         begun = [row for row in self._known.values() if row.run]
-        if len(begun) >= _TRIES and not any(row.state == DONE for row in begun):
+        if any(row.state == DONE for row in begun):
+            return
+        if len(begun) >= _TRIES or len(self._known) >= _PLANS:
             raise none_runs(self.tuning, self._folder)
 
     def _keep(self, tuning: Tuning) -> None:
@@ -134,7 +137,7 @@ def none_runs(tuning: Tuning, folder: Path) -> DrayError:
     if not begun:
         return ConfigError(
             "no candidate fits", wanted="one that could be started", found=tuning.rows[0].why if tuning.rows else "",
-            fix="more nodes, a smaller model or [lora]; if the estimate of the memory is wrong: --gpu-memory=0",
+            fix="more nodes, a smaller model or [lora]",
         )  # fmt: skip
     return DrayError(
         "no candidate runs", where=str(folder), found="\n".join(dict.fromkeys(row.why for row in begun)),

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
+from dray.contract.heartbeat import LOAD, MODEL
 from dray.train import checkpoint, manifest, numerics, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
@@ -27,7 +28,7 @@ from dray.train.data.datasets import Datasets
 from dray.train.data.token_cache import IDS, Tokens
 from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
-from dray.train.heartbeat import heartbeat
+from dray.train.heartbeat import boottime, heartbeat
 from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics, flops_per_token
 from dray.train.model import attention, build, lora
@@ -35,7 +36,7 @@ from dray.train.outputs import card
 from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy, check_same
 
-_IMPORTED = time.time()
+_IMPORTED, _IMPORTED_NS = time.time(), boottime()
 _LARGE = 500_000_000  # weights; a larger model is not loaded once more only to be seen
 
 
@@ -43,7 +44,7 @@ def main(path: str) -> None:
     """One rank from the first line to the last."""
     _be_quiet()
     config = read(path)
-    heartbeat.begin(config.hang_timeout_s)
+    heartbeat.begin(config.hang_timeout_s, _IMPORTED_NS)
     device = init_distributed(config.variant)
     stop = Stop()
     numerics.set_up(config, device)
@@ -61,13 +62,11 @@ def main(path: str) -> None:
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
-    loading = time.monotonic()
-    data.training.load(checkpoints.resume())
+    load_s = _resume(config, data, checkpoints)
     resumed = checkpoints.newest or 0
-    _require_steps(config, resumed)
     _write_start(
         config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
-        load_s=time.monotonic() - loading, strategy=strategy,
+        load_s=load_s, strategy=strategy,
     )  # fmt: skip
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
@@ -114,6 +113,16 @@ def _sizes(network: torch.nn.Module) -> tuple[int, int]:
     """How many parameters it has, and how many of them are trained."""
     sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
+    """Go on from the newest checkpoint, if there is one and steps are left; seconds of reading it."""
+    heartbeat.lap(MODEL)
+    loading = time.monotonic()
+    data.training.load(checkpoints.resume())
+    heartbeat.lap(LOAD)
+    _require_steps(config, checkpoints.newest or 0)
+    return time.monotonic() - loading
 
 
 def _require_steps(config: Config, resumed: int) -> None:
