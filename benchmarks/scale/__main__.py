@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import files
 import plans
 import rendezvous
 import table
 
-SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows}
+SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows, "files": files.rows}
 
 
 def main(names: list[str]) -> int:

@@ -150,7 +150,7 @@ def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, *
                 f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
                 wanted=f"{expected} ({rank.plan['site']})",
                 found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
-                fix=(used and used.fix) or "see preflight/nccl-*.log in the run folder, and docs/fabric.md",
+                fix=(used and used.fix) or f"see {rank.logs} in the run folder, and docs/fabric.md",
                 node=rank.node,
                 rank=rank.number,
             )
@@ -159,5 +159,5 @@ def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, *
             "bus bandwidth between the nodes is below the site's minimum",
             wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {rank.plan['site']})",
             found=f"{best} GB/s",
-            fix="see preflight/nccl-*.log for a slower network in use; preflight.when=never skips this check",
+            fix=f"see {rank.logs} for a slower network in use; preflight.when=never skips this check",
         )

@@ -17,6 +17,8 @@ SIZE = 64
 PROGRAM = struct.Struct("<q")
 BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
 """Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
+WRITTEN, WRITTEN_AT = struct.Struct("<q"), BEAT_AT + BEAT.size
+"""How many bytes the rank has written, by its supervisor, where the ranks of a node share a log."""
 
 START, COMPILE, STEP, CHECKPOINT, EVALUATE, END = range(6)
 LEAST = {START: 3600, COMPILE: 1800, STEP: 600, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}

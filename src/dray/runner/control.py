@@ -18,6 +18,8 @@ from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
+from dray.runner.gathered import MESSAGES as GATHERED
+from dray.runner.gathered import Gathered
 from dray.runner.hang import MESSAGES, Hang
 from dray.runner.start import Start
 
@@ -44,6 +46,7 @@ class Control:
         start: Start = Start(),  # noqa: B008  it cannot be changed
         stop: str = "",
         hang: Hang | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
@@ -53,7 +56,7 @@ class Control:
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self._stop_file = stop
-        self.hang = hang
+        self.hang, self.gathered = hang, gathered
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -131,6 +134,13 @@ class Control:
         self.cause = finding
         self._tell_all({"failed": finding._asdict()})
 
+    def report(self, what: str, told: Any) -> None:  # noqa: ANN401  any JSON value
+        """Tell the first node, which gathers it; what it tells itself is its own."""
+        if self.gathered:
+            self.gathered.hear(0, {what: told})
+        else:
+            self._tell_all({what: told})
+
     def may_restart(self) -> bool:
         """Whether the first node, whose own ranks have ended, may have all nodes start theirs again."""
         if self._me or not self.cause or self.cause.code in _FINAL or self.stopped or self.asked:
@@ -187,6 +197,8 @@ class Control:
                         self.hang.open = False
                     self._end(channel.finding(message["failed"]))
                     self._pass_on(message)
+                elif self.gathered and any(name in message for name in GATHERED):
+                    self.gathered.hear(node, message)
                 elif any(name in message for name in MESSAGES):
                     self._hear_of_a_hang(node, message)
                 elif "idle" in message:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, capsule, causes, grace, noted, records
+from dray.runs import again, capsule, causes, grace, noted, rank_log, records
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths
 from dray.runs.records import RECORD
@@ -203,7 +203,8 @@ class _Left:
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
         """Rank 0 is the cause where a training ended with 0 and left less than one does that ended well."""
-        log, final = self.paths.rank_log(0), self.paths.final_model
+        own, final = rank_log.find(self.paths.folder, 0), self.paths.final_model
+        log = own.path
         here = plan.world.shared_folder or self.tried(log, log.is_file)  # else another machine has the files
         if plan.recipe.train is None or not here:
             return None
@@ -211,7 +212,7 @@ class _Left:
         left = [] if ended else [f"no `end` in {self.paths.metrics.name}"]
         left += [] if self.tried(config, config.is_file) else [f"no model in {final}"]
         why = f"it ended with exit code 0, and left {' and '.join(left)}"
-        node, lines = plan.world.nodes[0].name, files.tail(log)
+        node, lines = plan.world.nodes[0].name, own.tail()
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
         return cause if left else None
 
