@@ -232,6 +232,7 @@ class _Left:
         transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
         best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
         slow = "".join(sorted({f"; {rank['warning']}" for rank in report["ranks"] if "warning" in rank}))
+        slow += "".join(f"; slow: {line}" for line in report.get("slow_links", ()))
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:
