@@ -35,7 +35,7 @@ class Link(NamedTuple):
 
 
 def rounds(nodes: int) -> int:
-    """In how many each node meets both neighbours."""
+    """In how many each node has exchanged data with both neighbours."""
     return 2 + nodes % 2
 
 
