@@ -5,6 +5,8 @@
 source "$DRAY_HOME/slurm/engines.sh"
 # shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
+# shellcheck source=slurm/stage.sh
+source "$DRAY_HOME/slurm/stage.sh"
 # shellcheck source=slurm/end.sh
 source "$DRAY_HOME/slurm/end.sh"
 
@@ -34,9 +36,48 @@ lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from o
     [[ "$word" != -- ]] || break
     lib::plain "the command line" "$word"
   done
-  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
+  for name in DRAY_{HOME,IMAGE,SITE,SITES,RUNS} HOME XDG_CONFIG_HOME HF_HOME PWD SLURM_{SUBMIT_DIR,JOB_ID,ARRAY_{JOB,TASK}_ID,JOB_NODELIST,JOB_NUM_NODES,CLUSTER_NAME}; do
     lib::plain "$name" "${!name:-}"
   done
+}
+
+lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
+  given=("$@")
+  [[ "${1:-}" == --tasks=* ]] || return 0
+  local -r file="${1#*=}" task="${SLURM_ARRAY_TASK_ID:-}"
+  local -a lines=() words=()
+  local word mode="" wrong=""
+  shift
+  lib::plain --tasks "$file" SLURM_ARRAY_TASK_ID "$task"
+  [[ "$task" =~ ^[1-9][0-9]{0,8}$ ]] || lib::die 78 "this job is no task of an array, and --tasks is for those" \
+    "found:  SLURM_ARRAY_TASK_ID=$task" "fix:    dray sweep and dray scale submit such a job; leave it out and name a recipe"
+  if [[ "$file" != /*/*/* ]]; then
+    wrong="no whole path of a file in the folder of a study"
+  elif [[ -L "$file" ]]; then
+    wrong="a link"
+  elif [[ ! -f "$file" ]]; then
+    wrong="$([[ -e "$file" ]] && stat --format="a %F" -- "$file" || echo "no file")"
+  else
+    mode="$(stat --format=%a -- "$file")"
+    # What is in it decides what is started.
+    [[ -O "$file" && -r "$file" ]] && ((!(8#$mode & 8#22))) || wrong="$(stat --format="a file of user %u, mode %a" -- "$file")"
+  fi
+  [[ -z "$wrong" ]] || lib::die 78 "the file with the tasks of this array is not used" "where:  $file" \
+    "wanted: a file of user $EUID, which nobody else may write" "found:  $wrong" "fix:    submit the study again"
+  mapfile -t -s "$((task - 1))" -n 1 lines <"$file"
+  ((${#lines[@]} == 0)) || mapfile -t -d $'\t' words < <(printf '%s' "${lines[0]}")
+  [[ "${words[0]:-}" =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$ ]] || wrong="$(printf '%q' "${lines[0]-no such line}")"
+  for word in "${words[@]:1}"; do
+    [[ "$word" =~ ^[a-z][^=]*= ]] || wrong="$(printf '%q' "${lines[0]}")" # no option, and no -- before a command
+  done
+  [[ -z "$wrong" ]] || lib::die 78 "the array's file does not tell what this task runs" "where:  $file, line $task" \
+    "wanted: a run's name, and its settings behind tabs" "found:  ${wrong:0:200}" "fix:    submit the study again"
+  given=("--run=${file%/*/*}/${words[0]}")
+  while (($#)) && [[ "$1" != -- ]]; do
+    given+=("$1")
+    shift
+  done
+  given+=("${words[@]:1}" "$@")
 }
 
 lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or from the checkout
@@ -54,6 +95,18 @@ lib::listen() { # FUNCTION: which is called with each signal's name
     # shellcheck disable=SC2064 # now, not then
     trap "$1 $signal" "$signal"
   done
+}
+
+lib::uptime() { # sets `now`: seconds by a clock that nobody sets
+  now=""
+  { read -r now _ </proc/uptime; } 2>/dev/null || true
+}
+
+lib::asked() { # for the nodes' script: when this one began the attempt, had the plan, and asked for the nodes
+  local now boot=""
+  { read -r boot </proc/sys/kernel/random/boot_id; } 2>/dev/null || true
+  lib::uptime
+  export DRAY_ASKED="asked_boot=$boot begun=$began_at planned=$planned_at asked=$now"
 }
 
 lib::late() { # SIGNAL: between the nodes' end and the next start of nodes, if there is one
@@ -85,8 +138,9 @@ lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
   local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" folder="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}"
   # A number of another cluster's that has the same disk is unknown here too.
   grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
-  if answer="$(timeout 10 squeue --noheader --jobs="$job" 2>&1)"; then
-    [[ -z "$answer" ]] || return 0 # also while its nodes are still ending its processes
+  if answer="$(timeout 10 squeue --array --noheader --format=%A --jobs="$job" 2>&1)"; then
+    # Also while its nodes are still ending its processes. The other tasks of an array that has this number are other jobs.
+    [[ "$answer" =~ ^[0-9$'\n']*$ && $'\n'"$answer"$'\n' != *$'\n'"$job"$'\n'* ]] || return 0
   else
     [[ "$answer" == *"Invalid job id specified"* ]] || return 0
   fi
@@ -109,6 +163,10 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
+  lib::uptime
+  local -r planned_at="$now"
+  local staged=""
+  stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
   # --cpu-bind=none: the one task of a node starts all its ranks, and must not be bound to one core.
@@ -116,8 +174,9 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
   # --disable-status: the first INT is passed on, and no second one kills. It has a process group of its own, where no
   # terminal's Ctrl-C comes too.
+  lib::asked
   set -m
-  srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m
@@ -155,9 +214,11 @@ lib::slurm() { # what Slurm hands to a job; half of it would start half a world
     "found:  SLURM_HET_SIZE=$SLURM_HET_SIZE" "fix:    submit without --het-group and without : between options"
 }
 
-lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [RECIPE] [key=value ...] [-- COMMAND ...]
+  local -a given=()
+  lib::task "$@"
+  set -- "${given[@]}"
   lib::given "$@"
-  local -a given=("$@")
   local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in
@@ -171,7 +232,9 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     shift
   done
   lib::slurm
-  local nodes_pid="" stopped_by="" stopped_at="" late=""
+  local nodes_pid="" stopped_by="" stopped_at="" late="" now began_at
+  lib::uptime
+  began_at="$now"
   lib::listen lib::heard
   local recipe="" engine image layer="" attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
@@ -211,7 +274,8 @@ lib::main() { # [--run=FOLDER] [--image=FILE] [--site=SITE] [--gpu-memory=GB] [R
     echo "run folder: ${attempt%/*}"
     lib::lease || true
     lib::start || code=$?
-    given_run="${attempt%/*}" nodes_pid=""
+    lib::uptime
+    given_run="${attempt%/*}" nodes_pid="" began_at="$now"
     cd -- "$here" || return
     lib::listen lib::heard
     [[ -z "$late" ]] || lib::heard "$late"

@@ -33,6 +33,7 @@ probe::main() {
   cat <<FACTS
 scheduler=slurm
 job=$SLURM_JOB_ID
+task=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID:-}_$SLURM_ARRAY_TASK_ID}
 restarts=${SLURM_RESTART_COUNT:-0}
 nodelist=$SLURM_JOB_NODELIST
 nodes=$SLURM_JOB_NUM_NODES

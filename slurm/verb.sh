@@ -10,6 +10,7 @@ python3 -m dray "$@" </dev/null &
 verb=$!
 { cat >/dev/null; kill -INT "$verb"; } 2>/dev/null &
 watch=$!
+disown "$watch" # or bash tells of its end
 code=0
 wait "$verb" || code=$?
 kill -- "-$watch" 2>/dev/null || true

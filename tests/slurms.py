@@ -13,7 +13,12 @@ printf '%s\\n' "$(basename "$0")${{*:+ }}$*" >>"$here/calls"
 case "$0" in
   */squeue) cat "$here/squeue" ;;
   */scontrol) cat "$here/scontrol" ;;
-  */scancel) : >"$here/squeue"; [[ ! -x "$here/cancelled" ]] || "$here/cancelled" ;;
+  */scancel)
+    mapfile -t jobs <"$here/squeue"; : >"$here/squeue"
+    for job in "${{jobs[@]}}"; do # an array's number is all of its tasks
+      [[ "$job" =~ ^[0-9]+[|]${{*: -1}}(_[0-9]+)?[|] ]] || printf '%s\\n' "$job" >>"$here/squeue"
+    done
+    [[ ! -x "$here/cancelled" ]] || "$here/cancelled" ;;
 esac
 """
 
@@ -37,7 +42,14 @@ class Slurm:
 
     def has(self, number: int, state: str, *, submitted: str = "2026-11-24T05:00:00", command: str = "run.sh") -> None:
         """One job."""
-        (self.folder / "squeue").write_text(f"{number}|{number}|{state}|{submitted}|None|N/A|{command}\n")
+        self.lists((number, str(number), state), submitted=submitted, command=command)
+
+    def lists(
+        self, *jobs: tuple[int, str, str], submitted: str = "2026-11-24T05:00:00", command: str = "run.sh"
+    ) -> None:
+        """Several, by number, as scancel takes it, and state, as `squeue --array` prints them."""
+        lines = [f"{number}|{id_}|{state}|{submitted}|None|N/A|{command}\n" for number, id_, state in jobs]
+        (self.folder / "squeue").write_text("".join(lines))
 
     @property
     def calls(self) -> list[str]:

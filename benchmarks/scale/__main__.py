@@ -7,9 +7,17 @@ import sys
 import files
 import plans
 import rendezvous
+import staging
+import startup
 import table
 
-SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows, "files": files.rows}
+SIMULATIONS = {
+    "rendezvous": rendezvous.rows,
+    "plan": plans.rows,
+    "startup": startup.rows,
+    "staging": staging.rows,
+    "files": files.rows,
+}
 
 
 def main(names: list[str]) -> int:

@@ -32,6 +32,12 @@ def show(rows: Iterable[Row]) -> None:
 
 def fit(points: Sequence[tuple[float, float]]) -> str:
     """`a + b N` by least squares, and R2."""
+    start, slope, r2 = line(points)
+    return f"{start:.3g} + {slope:.3g} N, R2 = {r2:.4f}"
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """`a`, `b` and R2 of `a + b x` by least squares."""
     count = len(points)
     mean_x, mean_y = (sum(point[axis] for point in points) / count for axis in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -39,4 +45,4 @@ def fit(points: Sequence[tuple[float, float]]) -> str:
     start = mean_y - slope * mean_x
     left = sum((y - start - slope * x) ** 2 for x, y in points)
     whole = sum((y - mean_y) ** 2 for _, y in points)
-    return f"{start:.3g} + {slope:.3g} N, R2 = {1 - left / whole if whole else 1:.4f}"
+    return start, slope, 1 - left / whole if whole else 1.0

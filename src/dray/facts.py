@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +14,7 @@ from dray.contract.findings import ConfigError, Finding, counted
 from dray.hostlist import expand
 
 _VARIABLE, _SHELL = "variable.", "shell."
+_SHOWN = 3  # names that a node list has more than once
 # Variables that libraries of this field read; a container gets none by itself.
 _LIBRARIES = re.compile(
     "(NCCL|RCCL|FI|UCX|GLOO|HSA|HIP|ROCR|CUDA|MIOPEN|OMP|KMP|MKL|TORCH|PYTORCH|TRITON|HF|WANDB|DS|ACCELERATE)_"
@@ -29,6 +31,8 @@ class Facts(BaseModel):
     """Who started the nodes, and so which variables tell a node who it is."""
     job: Annotated[int, Field(ge=0)] = 0
     """Slurm's job number."""
+    task: Annotated[str, Field(pattern=r"^([0-9]{1,18}_[0-9]{1,18})?$")] = ""
+    """What Slurm calls the job where it is a task of an array, such as 12_3; the last task's number is the array's."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often Slurm has requeued it."""
     nodelist: Annotated[str, Field(min_length=1)]
@@ -101,8 +105,17 @@ class Facts(BaseModel):
     A job's probe tells the values of libraries' variables alone."""
 
     def hosts(self) -> list[str]:
-        """The nodes by name; their number must be what the scheduler says."""
+        """The nodes by name; each is named once, and their number must be what the scheduler says."""
         hosts = expand(self.nodelist)
+        if len(named := Counter(hosts)) < len(hosts):
+            again = [f"{name} ({count} times)" for name, count in named.items() if count > 1]
+            shown = ", ".join(again[:_SHOWN]) + ", ..." * bool(again[_SHOWN:])
+            raise ConfigError(
+                "the node list names a node more than once",
+                wanted=f"each node once, as SLURM_JOB_NODELIST has it: {counted(len(named), 'name')}",
+                found=f"{shown} among {counted(len(hosts), 'name')}",
+                fix="submit again; if it stays, SLURM_JOB_NODELIST was changed by hand",
+            )
         if len(hosts) != self.nodes:
             raise ConfigError(
                 "the node list and the node count do not agree",

@@ -75,6 +75,6 @@ def test_a_run_from_submit_to_report(cluster, dray: Dray, root: Path, short, tmp
     assert "has ended already" in dray("stop", "--on", "sandbox", run).stdout
     dray("report", "--on", "sandbox", run, "--out", "page.html")
     assert run in (tmp_path / "page.html").read_text(encoding="utf-8")
-    left = "pgrep -u dray -fa '[d]ray|[s]shd'; ls -d /tmp/dray-door-* 2>/dev/null; true"
-    assert cluster.exec(["bash", "-c", left]).out == ""
+    assert cluster.exec(["pgrep", "-u", "dray", "-fa", "dray|sshd"], user="root").out == ""
+    assert cluster.exec(["find", "/tmp", "-name", "dray-door-*"], user="root").out == ""
     assert dray("status", "--on", "sandbox", "no-such-run", code=78).stderr

@@ -74,11 +74,24 @@ class Running:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def until(self, seen: Callable[[], object], limit: float = 90) -> None:
-        """Until it is seen; what the job printed where it is not."""
-        deadline = time.monotonic() + limit
+        """Until it is seen, if the job goes on to print; what it printed where it does not."""
+        check = self.speaking(limit)
         while not seen():
-            assert time.monotonic() < deadline, f"{self}\n{self.output()[-3000:]}\n{self.show()}"
+            check()
             time.sleep(0.05)
+
+    def speaking(self, limit: float) -> Callable[[], None]:
+        """Fails when the job has printed nothing for so many seconds: a slow machine still prints, a hang does not."""
+        size, deadline = -1, 0.0
+
+        def check() -> None:
+            nonlocal size, deadline
+            now = self.log.stat().st_size if self.log.exists() else 0
+            if now != size:
+                size, deadline = now, time.monotonic() + limit
+            assert time.monotonic() < deadline, f"{self}\n{self.output()[-3000:]}\n{self.show()}"
+
+        return check
 
     def show(self) -> str:
         return self.cluster.exec(["scontrol", "show", "job", "--oneliner", self.jobs[-1]]).out
@@ -133,10 +146,10 @@ class Running:
 
     def follow(self, limit: float = 150) -> None:
         """Until no job of the run is left; Slurm's two minutes before a requeued one starts are cut short."""
-        deadline = time.monotonic() + limit
+        check = self.speaking(limit)
         hurried: set[str] = set()
         while True:
-            assert time.monotonic() < deadline, f"{self}\n{self.output()[-3000:]}\n{self.show()}"
+            check()
             follow = re.findall(r"^follow-on: job (\d+)", self.output(), re.MULTILINE)
             if follow and follow[-1] not in self.jobs:
                 self.jobs.append(follow[-1])

@@ -105,7 +105,7 @@ def test_too_few_files_are_said_before_anybody_waits(plan: dict[str, Any], monke
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("nothing is raised"))
     with pytest.raises(UnfitError) as refused:
-        host._allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
+        host.allow_files({**plan["world"], "nodes": plan["world"]["nodes"] * 2})
     assert str(refused.value).splitlines() == [
         "the first node may open 4096 files, too few for 8000 nodes",
         "  where:  node1",
@@ -130,7 +130,7 @@ def test_the_limit_is_raised_as_far_as_it_goes(monkeypatch, nodes: int, limits, 
     asked: list[int] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: asked.append(both[0]))
-    assert host._allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
+    assert host.allow_files({"nodes": [{"name": "n"}] * nodes}) == unproved
     assert asked == ([raised] if raised else [])
 
 
@@ -140,4 +140,4 @@ def test_many_nodes_do_not_try_in_one_wave(nodes: int, longest: float) -> None:
     for _ in range(20):
         pause = rendezvous.longer(pause, nodes)
     assert pause == longest
-    assert all(longest / 2 <= rendezvous._jittered(longest) < 1.5 * longest for _ in range(100))
+    assert all(longest / 2 <= rendezvous.jittered(longest) < 1.5 * longest for _ in range(100))

@@ -188,6 +188,22 @@ def test_a_node_list_that_does_not_fit_the_count_is_refused(root: Path) -> None:
         made(root, nodelist="n[1-3]")
 
 
+@pytest.mark.parametrize(
+    ("nodelist", "nodes", "found"),
+    [
+        ("n[1-2],n2", 3, "n2 (2 times) among 3 names"),
+        ("n1,n1", 1, "n1 (2 times) among 2 names"),
+        ("n[1-9],n[5-9]", 14, "n5 (2 times), n6 (2 times), n7 (2 times), ... among 14 names"),
+        (",".join(["n1"] * 10_000), 10_000, "n1 (10000 times) among 10000 names"),
+    ],
+)
+def test_a_node_that_is_listed_twice_is_refused(root: Path, nodelist: str, nodes: int, found: str) -> None:
+    """Slurm's own list never does that; two runners would take one node."""
+    with pytest.raises(ConfigError, match="the node list names a node more than once") as refused:
+        made(root, nodelist=nodelist, nodes=nodes)
+    assert refused.value.finding.found == found
+
+
 def test_facts_survive_their_text() -> None:
     facts = Facts.model_validate(FACTS)
     assert parse(to_text(facts), where="test") == facts

@@ -1,19 +1,16 @@
-"""`--on` through a real sshd on the loopback; on its other side Apptainer and Slurm are stand-ins."""
+"""`--on` through a real sshd on the loopback."""
 
 from __future__ import annotations
 
-import getpass
-import os
 import re
 import shlex
-import socket
 import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from desk import Desk, at
 from dray.contract.findings import ConfigError
 from dray.remote import names, parcel
 from dray.remote.names import Remote
@@ -21,110 +18,11 @@ from helpers import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
 
-# Everything before the image is the engine's; the program sees the host's own files, and no variable but env's.
-APPTAINER = """#!/bin/bash
-[[ "$1" != --version ]] || {{ echo apptainer version 1.4.0; exit; }}
-while [[ "$1" != *.sif ]]; do
-  [[ "$1" != --pwd ]] || {{ cd -- "$2" || exit; }}
-  shift
-done
-shift
-exec env -i PATH={python}:/usr/bin:/bin DRAY_HOME="$APPTAINERENV_DRAY_HOME" HOME=/nonexistent "$@"
-"""
-SLURM = """#!/bin/bash
-printf '%s\\n' "$(basename "$0")${{*:+ }}$*" >>{folder}/calls
-case "$0" in
-  */sbatch) [[ "$1" == --version ]] && echo slurm 24.11 || echo 4711 ;;
-  */scontrol) echo 'ClusterName = there' ;;
-esac
-"""
-CONFIG = """ListenAddress 127.0.0.1
-Port {port}
-HostKey {folder}/host
-AuthorizedKeysFile {folder}/user.pub
-StrictModes no
-UsePAM no
-PidFile none
-SetEnv PATH={folder}/bin:/usr/bin:/bin HOME={folder}/home
-"""
-
-
-class Desk:
-    """dray here, and the folder that is the other machine's."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder = folder
-        self.there = folder / "it's $(touch pwned) mine"
-        self.image = folder / "dray-cpu.sif"
-        self.image.write_bytes(b"#!/usr/bin/env run-singularity\n" + b"SIF_MAGIC\0" * 9 + os.urandom(300_000))
-        self.port = port
-
-    def dray(self, *argv: str, code: int = 0) -> tuple[str, str]:
-        env = {
-            "PATH": f"{self.folder}/here:{os.environ['PATH']}",
-            "XDG_CONFIG_HOME": f"{self.folder}/config",
-            "DRAY_IMAGE": str(self.image),
-            "HOME": str(self.folder / "home"),
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "dray", *argv],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout, done.stderr
-
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("remote")
-    for name in ("bin", "here", "home"):
-        (folder / name).mkdir()
-    for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (folder / "sshd").write_text(CONFIG.format(port=port, folder=folder))
-    (folder / "known").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
-    common = f"HostName 127.0.0.1\nPort {port}\nIdentityFile {folder}/user\nIdentitiesOnly yes\nBatchMode yes\n"
-    common += f"User {getpass.getuser()}\n"
-    (folder / "config_ssh").write_text(
-        f"Host cluster\n{common}UserKnownHostsFile {folder}/known\n"
-        f"Host unknown\n{common}UserKnownHostsFile /dev/null\nStrictHostKeyChecking yes\n"
-        f"Host closed\nHostName 127.0.0.1\nPort 1\nBatchMode yes\n"
-    )
-    tools = {"here/ssh": f'#!/bin/bash\nexec /usr/bin/ssh -F {folder}/config_ssh "$@"\n'}
-    tools["bin/apptainer"] = APPTAINER.format(python=Path(sys.executable).parent)
-    tools |= {f"bin/{name}": SLURM.format(folder=folder) for name in ("sbatch", "squeue", "scancel", "scontrol")}
-    # A profile that prints, as many do; it would also set PATH anew.
-    tools["home/.bash_profile"] = f"echo Welcome; export PATH={folder}/bin:/usr/bin:/bin\n"
-    for name, text in tools.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    log = (folder / "sshd.log").open("wb")
-    server = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "sshd"], stderr=log)
-    try:
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline, (folder / "sshd.log").read_text()
-                time.sleep(0.02)
-        made = Desk(folder, port)
-        made.dray("remote", "add", "mine", f"cluster:{made.there}")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    with at(tmp_path_factory.mktemp("remote")) as made:
         yield made
-    finally:
-        server.terminate()
-        server.wait()
-        log.close()
 
 
 def test_a_run_is_submitted_and_seen_from_here(desk: Desk) -> None:

@@ -266,7 +266,7 @@ def test_another_plan_without_the_secret_is_nobody_s(plan: dict[str, Any], start
         line.sendall(json.dumps(other).encode().ljust(channel.GREETING) + b"\n")
         assert shown_out(line)
     with socket.create_connection(where) as line:
-        nonce = channel._read(line, channel.NONCE, time.monotonic() + 30)
+        nonce = channel.read(line, channel.NONCE, time.monotonic() + 30)
         line.sendall(nonce + channel._proof(b"another secret", b"guest", nonce, nonce))
         channel.Channel(line, b"key", host=False).send(other)
         assert shown_out(line)
@@ -337,7 +337,7 @@ def test_an_answer_of_the_wrong_kind_is_not_believed(plan: dict[str, Any], start
             line, _ = listener.accept()
             nonce = os.urandom(channel.NONCE)
             line.sendall(nonce)
-            seen = channel._read(line, channel.GREETING, time.monotonic() + 30)
+            seen = channel.read(line, channel.GREETING, time.monotonic() + 30)
             one = channel.answer(line, SECRET.encode(), nonce, seen)
             assert one
             one.receive_one(time.monotonic() + 30)

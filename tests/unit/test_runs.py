@@ -428,6 +428,7 @@ def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
     assert probe(root, SLURM_GPUS_ON_NODE="4", **own) == {
         "scheduler": "slurm",
         "job": "17",
+        "task": "",
         "restarts": "0",
         "nodelist": "n[1-2]",
         "nodes": "2",
@@ -442,6 +443,10 @@ def test_the_probe_tells_what_slurm_gave(root: Path) -> None:
         "uid": str(os.getuid()),
         "gid": str(os.getgid()),
     }
+
+
+def test_the_probe_tells_which_task_of_an_array_it_is(root: Path) -> None:
+    assert probe(root, SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="3")["task"] == "17_3"
 
 
 def test_the_probe_reads_the_image_s_record_and_the_gpus_of_an_salloc(root: Path, tmp_path: Path) -> None:

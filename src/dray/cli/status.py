@@ -8,24 +8,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
-from dray.contract import files
-from dray.contract.findings import DrayError, counted
+from dray.contract.findings import counted
 from dray.contract.values import printable
-from dray.runs import state
+from dray.runs import cost, startup, state
 from dray.runs.look import look
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
-from dray.runs.result import Result, summary
+from dray.runs.result import read, summary
 from dray.runs.squeue import Queue
 from dray.runs.stages import duration
 from dray.runs.state import State
 
-_RESULT = 4 << 20
 _NODES = 8
 _UNTOLD = {
     state.LOST: "its job is gone, and was killed before it could write a result",
@@ -55,9 +52,11 @@ def text(seen: State) -> list[str]:
 
 def _text(seen: State) -> list[str]:
     lines = [head(seen), *waiting(seen)]
+    start = [f"  {line}" for line in startup.lines(seen.startup)]
+    start += [f"  cost: {cost.text(seen.spent)}"] if seen.spent else []
     if seen.attempt and seen.state != state.RUNNING and (ended := _last_words(seen)):
-        return [*lines, *ended]
-    lines += running(seen) if seen.live else []
+        return [*lines, *start, *ended]
+    lines += [*(running(seen) if seen.live else []), *start]
     lines += [f"  {seen.why}"] if seen.why and not seen.live else []
     if seen.attempt and seen.state in _UNTOLD:
         lines.append(f"  {_UNTOLD[seen.state]}: dray why {seen.run}")
@@ -69,7 +68,7 @@ def head(seen: State) -> str:
     """Its name, state and what it is."""
     parts = [seen.recipe] if seen.recipe else []
     parts += [f"attempt {seen.attempt}"] if seen.attempt else []
-    parts += [f"job {seen.job}"] if seen.job else []
+    parts += [f"job {seen.job_id or seen.job}"] if seen.job else []
     where = " ".join(seen.nodes[:_NODES]) + " ..." * (len(seen.nodes) > _NODES)
     parts += [f"{counted(seen.ranks, 'rank')} on {where}"] if seen.ranks and seen.nodes else []
     return f"{seen.run}: {seen.state}" + (f" ({', '.join(parts)})" if parts else "")
@@ -81,9 +80,11 @@ def waiting(seen: State) -> list[str]:
     if told is None:
         if seen.state != state.QUEUED:
             return []
-        return [f"  job {seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"]
+        return [
+            f"  job {seen.job_id or seen.job} was submitted {times.local(seen.started)}; Slurm tells no more of it here"
+        ]
     why = ": ".join(word for word in (told.reason, told.meaning) if word not in ("", "None"))
-    lines = [f"  Slurm: job {told.job} {told.state}{', ' * bool(why)}{why}"]
+    lines = [f"  Slurm: job {told.id or told.job} {told.state}{', ' * bool(why)}{why}"]
     if told.start:
         at, when = times.seconds(told.start), times.local(told.start)
         left = max(0.0, (at or 0.0) - time.time())
@@ -128,6 +129,6 @@ def figures(seen: State) -> str:
 def _last_words(seen: State) -> list[str]:
     """Those of an attempt that has a result."""
     paths = RunPaths(Path(seen.folder), seen.attempt or 1)
-    with suppress(OSError, ValueError, RecursionError, ValidationError, DrayError):
-        return summary(Result.model_validate_json(files.read(paths.result, limit=_RESULT)), paths).splitlines()
+    with suppress(OSError, ValueError):
+        return summary(read(paths.result), paths).splitlines()
     return []

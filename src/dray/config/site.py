@@ -164,6 +164,9 @@ class Site(Spec):
     `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". Each beats dray's own."""
     stage: Annotated[str, Field(pattern=r"^(/.+)?$")] = ""
     """A folder on each node's own disk, such as /tmp or /dev/shm, to which the image is copied before the start."""
+    stage_by: Literal["auto", "sbcast", "tree", "copy"] = "auto"
+    """How the copies come: by Slurm's sbcast, in a tree in which nodes hand on what the first one reads, or each node
+    copies the shared file. `auto` tries all in this order. With the others, a node copies what did not come."""
     cores: tuple[Cores, ...] = ()
     """The cores of each local rank, such as 49-55; used if the job has all of them and as many ranks on a node."""
     fabric: Fabric = Fabric()
@@ -200,6 +203,8 @@ class Site(Spec):
         engine = engines.get(self.engine or "apptainer")
         if self.stage and not engine.script_mounts:
             raise ValueError(f"stage: with {self.engine} Slurm starts the image before a node could copy it")
+        if self.stage_by != "auto" and not self.stage:
+            raise ValueError(f'stage_by = "{self.stage_by}" needs stage, the folder on each node for the copy')
         if self.annotations and not engine.takes_annotations:
             raise ValueError('annotations need engine = "edf" or "shifter"')
         for name in self.annotations:

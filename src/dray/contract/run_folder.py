@@ -10,12 +10,16 @@ RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, m
 RUN/attempt-2/...           the next, after a requeue or by hand
 
 STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
+STUDY/tasks                 with Slurm: a line for each run, which the task of an array with its number reads
+TUNING/tune.json            what dray tune has measured; its runs, their recipes and what they printed are beside it
 """
 
 from __future__ import annotations
 
 JOB = "job.json"
 STUDY = "study.json"
+TASKS = "tasks"
+TUNE = "tune.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"
@@ -28,9 +32,12 @@ MODES = {"none": 0o700, "group": 0o2750}
 PLAN = "plan.json"
 NODE_SCRIPT = "node.sh"
 SRUN_OPTIONS = "srun.options"
+STAGE_SCRIPT = "stage.sh"  # holds the place of the image's copy on each node, as long as sbcast brings it
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
+STARTUP = "startup.json"  # how long each part of the start took, on each node
+STAGE = "stage.json"  # where the first node tells the others from whom they get the image
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"

@@ -28,6 +28,7 @@ from dray.planning import (
     precision,
     refusals,
     signatures,
+    staging,
     transport,
     vocabulary,
     world,
@@ -66,6 +67,8 @@ def plan(
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
     passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)
+    signers = signatures.signers(recipe, site)
+    copies = staging.chosen(site, facts, engine, ranks, signed=bool(signers))
     launcher = launchers.of(recipe.launcher)
     job = launchers.Job(
         python=python, folder=str(folder), hosts=[node.name for node in ranks.nodes], each=ranks.ranks_per_node,
@@ -84,8 +87,9 @@ def plan(
         image=facts.image,
         image_sha256=facts.image_sha256,
         layer=files.layer,
-        signers=signatures.signers(recipe, site),
-        stage=site.stage if engine.image == "file" and engine.script_mounts else "",
+        signers=signers,
+        stage=copies.folder,
+        stage_by=copies.by,
         variant=recipe.image,
         site=f"site {site.name}",
         sbatch=site.sbatch,
@@ -108,6 +112,7 @@ def plan(
             "access": _ACCESS[recipe.runs.share],
             "site": f"{site.name}: {site_why}",
             "image": image_why,
+            **({"stage": copies.why} if copies.why else {}),
             **({"layer": layers.reason(files.layer)} if files.layer else {}),
             **reasons,
             **({"gpus": access} if (access := engine.gpu_access.get(ACCELERATORS[recipe.image])) else {}),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dray.render.node import engine_files, engine_options, enter_script, node_script, srun_options
+from dray.render.node import engine_files, engine_options, enter_script, node_script, srun_options, stage_script
 from dray.render.text import summary, text
 
-__all__ = ["engine_files", "engine_options", "enter_script", "node_script", "srun_options", "summary", "text"]
+__all__ = [
+    "engine_files",
+    "engine_options",
+    "enter_script",
+    "node_script",
+    "srun_options",
+    "stage_script",
+    "summary",
+    "text",
+]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 
 from dray import engines
 from dray.config.image import ACCELERATORS
-from dray.contract import exit_codes
+from dray.contract import exit_codes, startup
 from dray.contract import run_folder as names
 from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
 from dray.planning.binds import Bind
@@ -34,6 +35,14 @@ def node_script(plan: Plan) -> str:
     return _script(plan, "Starts", own, ["node::start" if waits else "exec", *start_argv(plan)])
 
 
+def stage_script(plan: Plan) -> str:
+    """The script that one task on each node runs while Slurm's sbcast brings the image; nothing where it does not."""
+    if "sbcast" not in plan.stage_by:
+        return ""
+    head, call = _head(plan, "Stages"), shlex.join(["node::hold", plan.image, plan.stage, plan.image_sha256])
+    return "\n\n".join([f"{head}\nimage_id=''", _file("disk"), _file("sbcast"), call]) + "\n"
+
+
 def enter_script(plan: Plan) -> str:
     """A script for a node of a run that goes on: it runs its own arguments in a container as the run's is."""
     plan = plan.model_copy(update={"stage": ""})  # the copy on the node's disk is the run's, which takes it away
@@ -46,10 +55,9 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
     first, *rest = argv
     start = f"{first} " + " \\\n  ".join(map(_quoted, rest))
     parts = [
-        "#!/usr/bin/env bash\n"
-        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
-        "set -euo pipefail",
+        _head(plan, does),
         _SHARED if plan.recipe.runs.share == "group" else "",
+        "" if entering else _file("clock"),
         _unset() if engine.env_prefix else "",
         *_lines(_exports(plan, engine.env_prefix)),
         own,
@@ -60,12 +68,21 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
         *_lines(_missing_secrets(plan)),
         _DEVICES if engine.names_devices else "",
         _devices(plan, engine),
-        _stage(plan) if plan.stage else "",
+        f"node::now staging\n\n{_stage(plan)}\n\nnode::now staged" if plan.stage else "",
         _signed(plan) if plan.signers else "",
+        "" if entering else f'export {engine.env_prefix}{startup.VARIABLE}="$started"',
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
         start,
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _head(plan: Plan, does: str) -> str:
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# {does} run {plan.run} on one node. dray {plan.dray} wrote it from plan.json: change the recipe, not it.\n"
+        "set -euo pipefail"
+    )
 
 
 def srun_options(plan: Plan) -> str:
@@ -108,7 +125,12 @@ def _container(plan: Plan, *, terminal: bool = False) -> Container:
         fabric=kind if brings else "",
         folder=plan.folder if inside else plan.where,
         user=plan.user,
-        variables=(*(variable.name for variable in plan.env), *plan.world.identity.values(), *plan.pass_env),
+        variables=(
+            *(variable.name for variable in plan.env),
+            *plan.world.identity.values(),
+            startup.VARIABLE,
+            *plan.pass_env,
+        ),
         name_variable=plan.world.identity["name"],
         one_machine=plan.world.one_machine,
         terminal=terminal,
@@ -235,7 +257,18 @@ def _missing_secrets(plan: Plan) -> Iterator[str]:
 
 def _stage(plan: Plan) -> str:
     call = shlex.join(["node::stage", plan.image, plan.stage, plan.image_sha256])
-    return f'image_id="${{{plan.world.identity["image"]}}}"\n{_file("stage")}\n\n{call}'
+    identity = f'image_id="${{{plan.world.identity["image"]}}}"'
+    tree = [_fetch(plan), _file("tree")] if "tree" in plan.stage_by else []
+    return "\n\n".join([f"{identity}\n{_file('disk')}", _file("stage"), *tree, call])
+
+
+def _fetch(plan: Plan) -> str:
+    """The program of the tree, in the shared image: it needs no GPU, no layer, and no mount beside the run's."""
+    engine = engines.get(plan.engine)
+    container = replace(_container(plan), staged=False, accelerator="cpu", layer="", fabric="")
+    inner = [engine.python(plan.image), "-m", "dray.runner.stage", f"{plan.folder}/{names.PLAN}"]
+    argv = " \\\n    ".join(map(_quoted, engine.argv(container, inner)))
+    return f"node::fetch() {{\n  {argv}\n}}"
 
 
 def _signed(plan: Plan) -> str:

@@ -12,14 +12,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import files, findings, heartbeat, rank_lines, run_folder, scratch, unexpected
+from dray.contract import files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
+from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
     check,
     children,
     control,
-    cores,
+    environment,
     evidence,
     introduction,
     node,
@@ -31,6 +32,7 @@ from dray.runner import (
 from dray.runner.gathered import gathered
 from dray.runner.hang import Hang
 from dray.runner.start import Start
+from dray.runner.startup import Startup
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -49,28 +51,30 @@ def main(path: str) -> int:
     links = lock = unfit = None
     try:
         me = node.index(world, os.environ)
+        parts = Startup(plan, me)
         node.require(plan)
         lock = scratch.take(plan["scratch"])
         if world["max_restarts"]:
             children.adopt()
-        if plan["preflight"] is not None and (unfit := check.node(plan, me)):
+        if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
         start, at, listener = Start(), None, None
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
             clock.setdefault("met", time.time())
+            parts.lap(RENDEZVOUS)
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
             watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
             hang = Hang(plan, me, start.number) if watched else None
-            links = control.Control(world, me, supervised, channels, start, stop, hang, gathered(plan, me))
-            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock)
+            links = control.Control(world, me, supervised, channels, start, stop, hang, parts, gathered(plan, me))
+            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():
-                    name = f"node-{'any' if me and node.own(plan) else me}-lost-{other}"
-                    _record(plan, str(other), found, why=str(found), name=name, time=since)
+                    teller = "any" if me and node.own(plan) else me
+                    _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
                 return code
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
@@ -79,8 +83,7 @@ def main(path: str) -> int:
         print(error, file=sys.stderr)
         found = error.finding
         if not unfit and not isinstance(error, introduction.StoppedError):
-            name = found.node or os.environ.get(world["identity"]["name"], "")
-            found = found._replace(node=name)
+            found = found._replace(node=found.node or os.environ.get(world["identity"]["name"], ""))
             _record(plan, number, found, why=str(error))
         if links:
             links.fail(found)
@@ -102,12 +105,14 @@ def launch(
     start: Start,
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
+    parts: Startup,
 ) -> int:
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world, since = plan["world"], time.time()
     os.environ[evidence.BEFORE] = evidence.oom_kills()
-    environ = _environ(plan, me, store, start, gloo)
-    _introduce(plan, me, environ, links, start)
+    environ = environment.of(plan, me, store, start, gloo)
+    if not start.number or not node.own(plan):
+        record.introduce(plan, me, environ, links.report)
     if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
         serve(supervised, listener, store)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
@@ -116,6 +121,7 @@ def launch(
         from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
 
         preflight.check(plan, me, supervised, environ, links)
+        parts.lap(PREFLIGHT)
     if environ.get("TORCH_EXTENSIONS_DIR"):
         from dray.runner import locks  # noqa: PLC0415
 
@@ -123,6 +129,7 @@ def launch(
     command = argv(plan, me, *store)
     # torchrun prints the exception of a rank that torch's @record has written down.
     between = output.between()
+    parts.launched()
     try:
         # A session of its own: what the engine's group hears, it would hear twice.
         supervised.start(command, env=environ, session=True, output=between.writer if between else None)
@@ -142,38 +149,6 @@ def launch(
         between.finish()
     _last_words(plan, me, links)
     return code
-
-
-def _environ(
-    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: Start, gloo: Mapping[str, str]
-) -> dict[str, str]:
-    """What the launcher and the preflight's ranks have."""
-    world = plan["world"]
-    found = {
-        # Where nobody has set another; torchrun and torch leave files in the first.
-        "TMPDIR": plan["scratch"],
-        **gloo,
-        **os.environ,
-        **cores.placed(world, os.environ),
-        # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
-        **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        heartbeat.FOLDER: plan["scratch"],
-        **({rank_lines.VARIABLE: f"{plan['folder']}/{run_folder.node_log(me)}"} if node.own(plan) else {}),
-    }
-    if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
-        found["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
-    return found
-
-
-def _introduce(
-    plan: Mapping[str, Any], me: int, environ: Mapping[str, str], links: control.Control, start: Start
-) -> None:
-    """Leave what this node is, for the capsule."""
-    if not node.own(plan):
-        record.this_node(plan, me, environ)
-    elif not start.number:
-        links.report("about", record.about(plan, me, environ))
 
 
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:

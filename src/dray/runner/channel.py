@@ -82,6 +82,14 @@ class Channel:
         """End it."""
         self.line.close()
 
+    def seal(self, what: bytes) -> bytes:
+        """A proof that this end sends what is no message; what is sealed has a number of its own."""
+        return _proof(self._key, self._own, b"piece ", what)
+
+    def sealed(self, what: bytes, proof: bytes) -> bool:
+        """Whether the other end sent it."""
+        return hmac.compare_digest(proof, _proof(self._key, self._theirs, b"piece ", what))
+
     def _message(self, line: bytes) -> dict[str, Any]:
         proof, text = line[:64], line[64:]
         wanted = _proof(self._key, self._theirs, self._received.to_bytes(8, "big"), text).hex().encode()
@@ -111,10 +119,10 @@ def finding(fields: object) -> Finding:
 
 def greet(line: socket.socket, secret: bytes, deadline: float) -> Channel:
     """As the guest: prove the secret, and have it proved."""
-    theirs = _read(line, NONCE, deadline)
+    theirs = read(line, NONCE, deadline)
     own = os.urandom(NONCE)
     line.sendall(own + _proof(secret, b"guest", theirs, own))
-    if not hmac.compare_digest(_read(line, 32, deadline), _proof(secret, b"host", own, theirs)):
+    if not hmac.compare_digest(read(line, 32, deadline), _proof(secret, b"host", own, theirs)):
         raise BrokenError("it does not hold this run's secret")
     return Channel(line, _proof(secret, b"key", theirs, own), host=False)
 
@@ -128,7 +136,7 @@ def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) ->
     return Channel(line, _proof(secret, b"key", nonce, theirs), host=True)
 
 
-def _read(line: socket.socket, count: int, deadline: float) -> bytes:
+def read(line: socket.socket, count: int, deadline: float) -> bytes:
     """Exactly so many bytes; one deadline for all of them, however slowly they come."""
     data = b""
     while len(data) < count:

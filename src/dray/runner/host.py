@@ -64,9 +64,9 @@ class _Door:
         self._hosts = {own["host"]: own["name"]}
         self.unfit: dict[int, str] = {}  # why, by number
         self._deadline = 0.0
-        self._unproved: dict[int, _Visitor] = {}
+        self._unproved: dict[int, Visitor] = {}
         self._turned_away = 0
-        self._most_unproved = _allow_files(world)
+        self._most_unproved = allow_files(world)
         self._poll = select.epoll()
         listener.setblocking(False)
 
@@ -113,7 +113,7 @@ class _Door:
         self._poll.close()
         return self._stopped(late) if self.unfit and refusal is late else refusal
 
-    def _oldest(self) -> _Visitor | None:
+    def _oldest(self) -> Visitor | None:
         """Of those that have proved nothing: they stand in the order in which they came, and all have as long."""
         return next(iter(self._unproved.values()), None)
 
@@ -152,7 +152,7 @@ class _Door:
                 if error.errno in (errno.EMFILE, errno.ENFILE):  # the machine's own table is full
                     self._show_out(oldest) if oldest else time.sleep(0.05)
                 return
-            visitor = _Visitor(line, channel.proof_s(len(self._world["nodes"])))
+            visitor = Visitor(line, channel.proof_s(len(self._world["nodes"])))
             self._unproved[line.fileno()] = visitor
             self._poll.register(line, select.EPOLLIN)
             try:
@@ -160,7 +160,7 @@ class _Door:
             except OSError:
                 self._show_out(visitor)
 
-    def _hear(self, visitor: _Visitor) -> DrayError | None:
+    def _hear(self, visitor: Visitor) -> DrayError | None:
         """A piece of its greeting, or, when it has proved the secret, who it is."""
         try:
             if visitor.channel is None:
@@ -177,7 +177,7 @@ class _Door:
             return None
         return self._admit(visitor, messages[0]) if messages else None
 
-    def _admit(self, visitor: _Visitor, hello: dict[str, Any]) -> DrayError | None:
+    def _admit(self, visitor: Visitor, hello: dict[str, Any]) -> DrayError | None:
         assert visitor.channel is not None
         if not introduction.readable(hello, self._own, len(self._world["nodes"])):
             self._show_out(visitor)
@@ -208,7 +208,7 @@ class _Door:
         self._poll.unregister(file)
         guest.channel.close()
 
-    def _show_out(self, visitor: _Visitor) -> None:
+    def _show_out(self, visitor: Visitor) -> None:
         del self._unproved[visitor.line.fileno()]
         self._poll.unregister(visitor.line)
         visitor.line.close()
@@ -233,7 +233,7 @@ class _Door:
         )
 
 
-class _Visitor:
+class Visitor:
     """A connection that has proved nothing yet, or has not said who it is."""
 
     def __init__(self, line: socket.socket, seconds: float) -> None:
@@ -250,7 +250,7 @@ class _Visitor:
         return data
 
 
-def _allow_files(world: Mapping[str, Any]) -> int:
+def allow_files(world: Mapping[str, Any]) -> int:
     """How many connections may be there that have proved nothing, beside one of each node.
 
     A thousand nodes are more than a process may open by default; the hard limit is the administrators'.

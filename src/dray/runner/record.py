@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -81,6 +81,14 @@ def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[
     accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}.get(plan.get("variant", ""), "cpu")
     seen = hardware.look(accelerator, environ, packages=me == 0)
     return {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
+
+
+def introduce(plan: Mapping[str, Any], me: int, environ: Mapping[str, str], report: Callable[[str, Any], None]) -> None:
+    """Leave what this node is, for the capsule: in a run of many ranks the first node hears it."""
+    if plan["world"].get("logs_by_node"):
+        report("about", about(plan, me, environ))
+    else:
+        this_node(plan, me, environ)
 
 
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:

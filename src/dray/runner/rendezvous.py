@@ -83,10 +83,10 @@ def meet(
     return guests, listener.getsockname(), listener
 
 
-def publish(plan: Mapping[str, Any], listener: socket.socket) -> None:
+def publish(plan: Mapping[str, Any], listener: socket.socket, name: str = run_folder.RENDEZVOUS) -> None:
     """Tell the other nodes where the first one listens."""
     address, port = listener.getsockname()
-    _write(plan, address=address, port=port)
+    _write(plan, name, address=address, port=port)
 
 
 def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int], clock: Mapping[str, float]) -> None:
@@ -96,26 +96,26 @@ def clocked(plan: Mapping[str, Any], me: int, start: Start, at: tuple[str, int],
     times = {name: round(seconds, 3) for name, seconds in {**clock, "launched": time.time()}.items()}
     others = len(plan["world"]["nodes"]) > 1
     try:
-        _write(plan, **({"address": at[0], "port": at[1]} if others else {}), times=times)
+        _write(plan, run_folder.RENDEZVOUS, **({"address": at[0], "port": at[1]} if others else {}), times=times)
     except OSError as error:  # no run ends for it
         print(f"dray: {run_folder.RENDEZVOUS} cannot be written: {error.strerror}", flush=True)
 
 
-def _write(plan: Mapping[str, Any], **told: object) -> None:
+def _write(plan: Mapping[str, Any], name: str, **told: object) -> None:
     told |= {"attempt": plan["attempt"]}
-    files.write_atomic(f"{plan['folder']}/{run_folder.RENDEZVOUS}", json.dumps(told))
+    files.write_atomic(f"{plan['folder']}/{name}", json.dumps(told))
 
 
-def published(plan: Mapping[str, Any]) -> tuple[str, int] | None:
+def published(plan: Mapping[str, Any], name: str = run_folder.RENDEZVOUS) -> tuple[str, int] | None:
     """Where the first node of this attempt listens, once it has said so."""
     world, folder = plan["world"], plan["folder"]
     if not world["shared_folder"]:
         return world["master"], world["port"]
     try:
         # Listing the folder makes an NFS client ask again for a file that it remembers as missing.
-        if run_folder.RENDEZVOUS not in os.listdir(folder):
+        if name not in os.listdir(folder):
             return None
-        with open(f"{folder}/{run_folder.RENDEZVOUS}", "rb") as file:
+        with open(f"{folder}/{name}", "rb") as file:
             told = json.loads(file.read(_LONGEST))
         address, port, attempt = told["address"], told["port"], told["attempt"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -161,7 +161,7 @@ def join(
                             code=refused.code,
                         )
                     return first, (line.getpeername()[0], address[1])
-        time.sleep(max(0.0, min(_jittered(pause), deadline - time.monotonic())))
+        time.sleep(max(0.0, min(jittered(pause), deadline - time.monotonic())))
         pause = longer(pause, nodes)
     who = f"node {own['node']} ({own['name']})"
     raise UnfitError(
@@ -178,7 +178,7 @@ def first_wait(nodes: int) -> float:
 
     The kernel takes seconds before it tries one again that was dropped.
     """
-    return 0.0 if nodes <= _ONE_WAVE else _jittered(nodes / _LOOKS_PER_S / 2)
+    return 0.0 if nodes <= _ONE_WAVE else jittered(nodes / _LOOKS_PER_S / 2)
 
 
 def longer(pause: float, nodes: int) -> float:
@@ -186,6 +186,6 @@ def longer(pause: float, nodes: int) -> float:
     return min(1.5 * pause, max(_PAUSE_S, min(_LONGEST_PAUSE_S, nodes / _LOOKS_PER_S)))
 
 
-def _jittered(pause: float) -> float:
+def jittered(pause: float) -> float:
     """Between half of it and one and a half; `random` would cost more to import than all of this."""
     return pause * (0.5 + int.from_bytes(os.urandom(2), "big") / 65536)

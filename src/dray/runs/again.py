@@ -6,17 +6,15 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from pydantic import ValidationError
-
 from dray.contract import exit_codes, files
-from dray.contract.findings import DrayError
 from dray.planning import members
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths, attempts
-from dray.runs.result import Attempt, Next, Result
+from dray.runs.recovery import Next
+from dray.runs.result import Attempt, Result, read
 from dray.runs.stop import PREEMPTION, TIME_LIMIT
 
-_LIMIT = 1 << 20  # bytes of a result
+_LIMIT = 1 << 20  # bytes of a list of nodes
 _NO_NODE_S = ("the disk is full", "disk quota exceeded")
 """What another node would find too: causes by their names."""
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -28,8 +26,8 @@ def history(paths: RunPaths) -> list[Attempt]:
 
 
 def _before(paths: RunPaths) -> Attempt:
-    with suppress(OSError, DrayError, ValidationError, ValueError):
-        return attempt(Result.model_validate_json(files.read(paths.result, limit=_LIMIT)), paths.attempt)
+    with suppress(OSError, ValueError):
+        return attempt(read(paths.result), paths.attempt)
     return Attempt(attempt=paths.attempt, status="unknown", why="it left no result")
 
 
@@ -57,6 +55,7 @@ def attempt(result: Result, number: int) -> Attempt:
         lost_s=result.lost_s,
         finished=result.finished,
         requeued=bool(result.next and result.next.requeue),
+        cost=result.cost,
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs.capsule import Capsule
+from dray.runs.capsule_schema import Capsule
 
 # In the order of their likely effect. What one changes, those after it often follow: another number of nodes has
 # another gradient accumulation, another image other versions.
@@ -35,7 +35,7 @@ _PLAN: tuple[tuple[str, str | None], ...] = (
         "recipe.adopted", "recipe.layer", "recipe.layer_digest", "recipe.env", "recipe.pass_env", "recipe.nodes",
         "recipe.ranks_per_node", "recipe.port", "recipe.batch", "recipe.launcher", "recipe.preflight",
     )),
-    *((key, "image") for key in ("variant", "engine", "image_sha256", "layer", "signers", "stage")),
+    *((key, "image") for key in ("variant", "engine", "image_sha256", "layer", "signers", "stage", "stage_by")),
     ("dray", "versions"),
     *((key, "code") for key in ("recipe.command", "recipe.accelerate")),
     *((key, "model") for key in ("recipe.model", "recipe.lora", "recipe.analog")),

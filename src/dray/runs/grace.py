@@ -7,17 +7,13 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from dray.contract import exit_codes, files
-from dray.contract.findings import DrayError
+from dray.contract import exit_codes
 from dray.planning import grace
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths, attempts
-from dray.runs.result import Result
+from dray.runs.result import Result, read
 from dray.runs.stop import TIME_LIMIT, Stop
 
-_LIMIT = 1 << 20  # bytes of a result
 _RUNS = 8  # the newest ones
 
 
@@ -36,8 +32,8 @@ def _of(run: Path) -> float | None:
     """By the results of its attempts."""
     found = []
     for number in attempts(run):
-        with suppress(OSError, DrayError, ValidationError, ValueError):
-            result = Result.model_validate_json(files.read(RunPaths(run, number).result, limit=_LIMIT))
+        with suppress(OSError, ValueError):
+            result = read(RunPaths(run, number).result)
             found += [result.save_s] if result.save_s is not None else []
     return max(found, default=None)
 

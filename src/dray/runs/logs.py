@@ -10,11 +10,11 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from dray.contract import files, rank_lines
 from dray.contract.findings import ConfigError, counted
+from dray.runs.follow import Growing
 from dray.runs.paths import RunPaths
 from dray.runs.stages import written
 
@@ -31,22 +31,26 @@ _SPARE = 64  # open files that are not logs
 Joined = tuple[float, "Log", bytes]
 
 
-@dataclass
-class Log:
+class Log(Growing):
     """One file, read from where the last reading ended."""
 
-    label: str
-    path: Path
-    kind: str
-    number: int
-    position: int = 0
-    ranks: bool = False
-    """Whether it has the lines of its node's ranks too."""
-    only: int | None = None
-    """The rank whose lines alone are wanted of it."""
-    width: int = 0
-    """Letters of the longest name of one of these."""
-    _of: dict[int, Log] = field(default_factory=dict)
+    def __init__(
+        self,
+        label: str,
+        path: Path,
+        kind: str,
+        number: int,
+        *,
+        ranks: bool = False,
+        only: int | None = None,
+        width: int = 0,
+    ) -> None:
+        super().__init__(path)
+        self.label, self.kind, self.number = label, kind, number
+        self.ranks = ranks  # whether it has the lines of its node's ranks too
+        self.only = only  # the rank whose lines alone are wanted of it
+        self.width = width  # letters of the longest name of one of these
+        self._of: dict[int, Log] = {}
 
     def split(self, line: bytes) -> tuple[Log, bytes] | None:
         """Whose line it is, and what that has written; None for one that is not wanted."""
@@ -59,14 +63,10 @@ class Log:
             self._of[rank] = Log(f"rank {rank}", self.path, "rank", rank)
         return self._of[rank], text
 
-    def lines(self, *, whole: bool) -> Iterator[bytes]:
-        """The lines that are new; one without its end is left for the next time, unless that is the `whole` file."""
-        with suppress(FileNotFoundError), files.open_regular(self.path) as file:
-            file.seek(self.position)
-            while line := file.readline(_LONGEST):
-                if not line.endswith(b"\n") and len(line) < _LONGEST and not whole:
-                    return
-                self.position += len(line)
+    def new(self, *, whole: bool) -> Iterator[bytes]:
+        """The lines that have come since; one without its end only if that is the `whole` file."""
+        with suppress(FileNotFoundError):
+            for line in self.lines(_LONGEST, whole=whole):
                 yield line.rstrip(b"\n")
 
 
@@ -96,9 +96,9 @@ def of(
 def of_job(run: Path) -> list[Log]:
     """The output of jobs that `dray submit` has queued: all that there is before the first attempt."""
     return [
-        Log(f"job {match[1]}", path, "job", int(match[1]))
+        Log(f"job {match[1]}", path, "job", int(match[2]))
         for path in sorted(run.glob("job-*.log"))
-        if (match := re.fullmatch(r"job-([0-9]{1,18})\.log", path.name))
+        if (match := re.fullmatch(r"job-(([0-9]{1,18})(?:_[0-9]{1,18})?)\.log", path.name))
     ]
 
 
@@ -118,7 +118,7 @@ def joined(logs: list[Log], paths: RunPaths, *, since: float = 0.0, whole: bool 
 def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[Joined]:
     clock = _Clock(began, written(log.path) or time.time(), steps)
     try:
-        for line in log.lines(whole=whole):
+        for line in log.new(whole=whole):
             if own := log.split(line):
                 yield clock.of(own[1]), *own
     except OSError as error:  # the others are shown all the same
@@ -130,8 +130,8 @@ def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
     for log in logs:
         with suppress(OSError):
             # A stat first: opening all of a thousand logs five times a second is a load for a shared disk.
-            if log.path.stat().st_size > log.position:
-                yield from filter(None, map(log.split, log.lines(whole=False)))
+            if log.path.stat().st_size != log.position:
+                yield from filter(None, map(log.split, log.new(whole=False)))
 
 
 class _Clock:

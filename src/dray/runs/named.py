@@ -15,7 +15,9 @@ from dray.contract.findings import ConfigError
 from dray.runs.paths import RunPaths, attempts, default_runs
 
 _SHOWN = 6
+_ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
 _JOB = re.compile(rb"^job=([0-9]{1,18})$", re.MULTILINE)
+_TASK = re.compile(rb"^task=([0-9]{1,18}_[0-9]{1,18})$", re.MULTILINE)
 _CLUSTER = re.compile(rb"^cluster=(.+)$", re.MULTILINE)
 _MOST = 1 << 20  # bytes of a file that is read for a job's number
 
@@ -28,8 +30,8 @@ def find(named: str = "", runs: Path | None = None) -> Path:
     folder = Path(named).absolute()
     if "/" in named or os.path.lexists(folder):
         return folder
-    if named.isdecimal() and named.isascii() and (of_job := [run for run in every(runs) if int(named) in jobs(run)]):
-        return max(of_job, key=changed)
+    if _ID.fullmatch(named) and (of_job := _of_job(named, runs)):
+        return of_job
     names = [run.name for run in every(runs)]
     if named in names:
         return runs / named
@@ -55,12 +57,39 @@ def is_run(folder: Path) -> bool:
 
 def jobs(run: Path) -> list[int]:
     """The numbers of its jobs: of each attempt, the newest first, then the one that was submitted."""
-    found = []
-    for number in reversed(attempts(run)):
-        found.append(job_of(RunPaths(run, number)))
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        found.append(int(json.loads(files.read(run / run_folder.JOB, limit=_MOST))["job"]))
-    return [job for job in dict.fromkeys(found) if job]
+    found = [job_of(RunPaths(run, number)) for number in reversed(attempts(run))]
+    return [job for job in dict.fromkeys([*found, _submitted(run)[0]]) if job]
+
+
+def _submitted(run: Path) -> tuple[int, str]:
+    """The job that was submitted, and its name if it is a task of an array."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        queued = json.loads(files.read(run / run_folder.JOB, limit=_MOST))
+        number, task = int(queued["job"]), queued.get("task")
+        return number, "" if task is None else f"{number}_{int(task)}"
+    return 0, ""
+
+
+def _tasks(run: Path) -> set[str]:
+    """What Slurm calls its jobs that are tasks of arrays."""
+    found = {str(id_of(RunPaths(run, number))) for number in attempts(run)} | {_submitted(run)[1]}
+    return {name for name in found if "_" in name}
+
+
+def _of_job(named: str, runs: Path) -> Path | None:
+    """The newest run of this job, or of this task of an array. An array has several runs, and none of them is meant."""
+    if "_" in named:
+        return max((run for run in every(runs) if named in _tasks(run)), key=changed, default=None)
+    found = sorted((run for run in every(runs) if int(named) in jobs(run)), key=changed)
+    of_array = {task: run for run in found for task in _tasks(run) if task.startswith(f"{named}_")}
+    if len(of_array) > 1 and found[-1] in of_array.values():
+        tasks = sorted(of_array, key=lambda task: int(task.partition("_")[2]))
+        shown = ", ".join(tasks[:_SHOWN]) + ", ..." * (len(tasks) > _SHOWN)
+        raise ConfigError(
+            "the job is an array, and each of its tasks is a run", where=runs, wanted="one task", found=named,
+            fix=f"one of {shown}; dray scale --table STUDY shows them all",
+        )  # fmt: skip
+    return found[-1] if found else None
 
 
 def job_of(attempt: RunPaths) -> int:
@@ -68,6 +97,14 @@ def job_of(attempt: RunPaths) -> int:
     with suppress(OSError):
         return next(map(int, _JOB.findall(files.read(attempt.facts, limit=_MOST))), 0)
     return 0
+
+
+def id_of(attempt: RunPaths) -> int | str:
+    """What Slurm calls that job: its number, or 12_3 where it is a task of an array."""
+    with suppress(OSError):
+        if found := _TASK.search(files.read(attempt.facts, limit=_MOST)):
+            return found[1].decode()
+    return job_of(attempt)
 
 
 def cluster_of(attempt: RunPaths) -> str:

@@ -13,7 +13,14 @@ class Queued(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     job: Annotated[int, Field(ge=1)]
+    task: Annotated[int, Field(ge=0)] | None = None
+    """Of the array that the job is."""
     cluster: str = ""
     """Of several that one sbatch knows."""
     time: float
     argv: list[str]
+
+    @property
+    def id(self) -> int | str:
+        """As Slurm's commands take it: 12, or 12_3."""
+        return self.job if self.task is None else f"{self.job}_{self.task}"

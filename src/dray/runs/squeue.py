@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
@@ -28,7 +28,8 @@ class Job(NamedTuple):
 
     number: int
     id: str
-    """As scancel takes it: of an array's last task the number alone would be the whole array."""
+    """As scancel takes it, such as 12_3: the array's own number is also that of each task that has never begun, and of
+    the last one that does."""
     state: str
     submitted: float
     reason: str
@@ -50,7 +51,8 @@ def jobs(cluster: str = "") -> list[Job]:
     # The user's own SQUEUE_PARTITION and its like would hide jobs.
     hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
     format_ = f"--format={'|'.join(_COLUMNS)}"
-    argv = [*(["env", *hidden] if hidden else []), "squeue", "--noheader", f"--user={os.geteuid()}", *of, format_]
+    prefix = ["env", *hidden] if hidden else []
+    argv = [*prefix, "squeue", "--array", "--noheader", f"--user={os.geteuid()}", *of, format_]
     done = process.run(argv, env={"SLURM_TIME_FORMAT": "standard"}, check=False, seconds=_ANSWER_S)
     if done.code:
         raise UnfitError("Slurm does not tell which jobs there are", where="squeue", found=done.err.strip()[-300:])
@@ -62,8 +64,10 @@ class Queue:
 
     def __init__(self) -> None:
         self._known: dict[str, list[Job] | DrayError] = {}
-        self._restarts: dict[int, bool] = {}
+        self._restarts: dict[str, bool] = {}
         self._asked: dict[str, float] = {}
+        self._by_name: dict[str, dict[int | str, list[Job]]] = {}
+        self._commands: dict[str, str] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All of this user's there. DrayError: Slurm is not here, or does not answer."""
@@ -100,28 +104,35 @@ class Queue:
         """What Slurm calls the cluster that was asked."""
         return host.cluster_name() if self.answers else ""
 
-    def of(self, job: int | None, at: float, folders: Iterable[str] = ()) -> Job | None:
-        """The job with this number that was there at that time, one that runs before one that waits; or one for such a
-        run folder (`--run=`)."""
-        known = sorted(self.jobs(), key=lambda one: one.waits) if self.answers else []
-        found = next((one for one in known if one.number == job), None)
-        if found and self.was_there(found, at):
-            return found
-        options = [f" --run={folder} " for folder in folders]
-        return next((one for one in known if any(option in f" {one.command} " for option in options)), None)
+    def of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
+        """One of the jobs that are named by number, or as tasks of an array, and was there at that time; or one for
+        such a run folder (`--run=`). One that runs comes before one that waits. DrayError as from `jobs`."""
+        known = self.jobs(cluster)
+        if cluster not in self._by_name:
+            by_name = self._by_name.setdefault(cluster, {})
+            for one in known:
+                for name in (one.number, one.id):
+                    by_name.setdefault(name, []).append(one)
+            self._commands[cluster] = "".join(f" {one.command} " for one in known)
+        named_so = [(one, at) for name, at in named.items() for one in self._by_name[cluster].get(name, ())]
+        found = [one for one, at in named_so if self.was_there(one, at)]
+        for option in (f" --run={folder} " for folder in folders):
+            if option in self._commands[cluster]:  # one search for thousands of jobs
+                found += [one for one in known if option in f" {one.command} "]
+        return min(found, key=lambda one: one.waits, default=None)
 
     def was_there(self, job: Job, at: float) -> bool:
         """Whether it is the job that had its number then; else Slurm has given that number again."""
-        return job.submitted <= at + _LATE_S or self._requeued(job.number)
+        return job.submitted <= at + _LATE_S or self._requeued(job.id)
 
-    def _requeued(self, number: int) -> bool:
+    def _requeued(self, id_: str) -> bool:
         """Whether its time of submission is that of a requeue; else an old number was given again."""
-        if number not in self._restarts:
+        if id_ not in self._restarts:
             with suppress(DrayError):
-                argv = ["scontrol", "show", "job", "--oneliner", str(number)]
+                argv = ["scontrol", "show", "job", "--oneliner", id_]
                 shown = process.run(argv, check=False, seconds=_ANSWER_S).out
-                self._restarts[number] = re.search(r"\bRestarts=[1-9]", shown) is not None
-        return self._restarts.get(number, False)
+                self._restarts[id_] = re.search(r"\bRestarts=[1-9]", shown) is not None
+        return self._restarts.get(id_, False)
 
 
 def cancel(job: Job, cluster: str = "", *, waiting: bool = False) -> None:
@@ -138,7 +149,7 @@ def of_batch(job: Job) -> bool:
     """Whether it is a script's, and not an allocation by salloc, which the user has for other things too."""
     from dray.runs.stop import of_a_batch_job  # noqa: PLC0415
 
-    argv = ["scontrol", "show", "job", "--oneliner", str(job.number)]
+    argv = ["scontrol", "show", "job", "--oneliner", job.id]
     return of_a_batch_job(process.run(argv, check=False, seconds=_ANSWER_S).out)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from dray.runs.cost import Spent
 from dray.runs.stages import Live
+from dray.runs.startup import Startup
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
     "queued", "running", "done", "failed", "stopped", "lost", "no result",
@@ -17,6 +19,8 @@ class Waiting(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     job: int
+    id: str = ""
+    """The same as Slurm's commands take it."""
     state: str
     reason: str
     meaning: str = ""
@@ -39,6 +43,8 @@ class State(BaseModel):
     command: bool = False
     """Whether a command runs in the place of dray's trainer."""
     job: int | None = None
+    job_id: str | None = None
+    """The same as Slurm's commands take it: 12, or 12_3 where it is a task of an array."""
     attempt: int | None = None
     attempts: int = 0
     nodes: list[str] = []
@@ -60,4 +66,8 @@ class State(BaseModel):
     waiting: Waiting | None = None
     live: Live | None = None
     """Of one that runs, where it was looked at closely."""
+    startup: Startup | None = None
+    """How long each part of the last attempt's start took, where it was looked at closely."""
+    spent: Spent | None = None
+    """What all attempts together cost, of one whose last attempt has ended."""
     warnings: list[str] = []

@@ -25,6 +25,11 @@ from dray.runs.queued import Queued
 def check(options: Sequence[str]) -> None:
     """Refuse options of sbatch that the plan must know of, or that are no options."""
     for option in options:
+        if option.startswith(("-a", "--ar")):
+            raise ConfigError(
+                "all tasks of an array would be one run", found=f"--sbatch {option}",
+                fix="dray sweep RECIPE key=a,b submits an array, with a run for each of its tasks",
+            )  # fmt: skip
         if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
             raise ConfigError(
                 "the plan would not know of this option of sbatch",
@@ -85,7 +90,7 @@ def require_free(run: Path, options: Sequence[str]) -> None:
     # A job that Slurm here does not know may be another cluster's, on the same disk.
     may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths))
     if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
-        after = f"; or after it: --sbatch=--dependency=afterany:{state.job.number}" if state.job else ""
+        after = f"; or after it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
         raise ConfigError(
             f"the run {'may go' if state.kind == 'unknown' else 'goes'} on: two jobs would write into it",
             where=run,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,12 +15,13 @@ from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import again, causes, records, state, stop
 from dray.runs import look as looking
+from dray.runs import result as results
 from dray.runs.paths import RunPaths
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
 from dray.runs.squeue import Queue
 from dray.runs.write import read
 
-_RESULT = 4 << 20
+_LIMIT = 4 << 20  # bytes of the facts
 _SHOWN, _WIDE = 12, 400  # last lines, and letters of each
 _AFTER = 6
 _ASK_S = 10.0
@@ -105,10 +105,10 @@ def _named(cause: Cause | None, reason: str | None) -> dict[str, str]:
 def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
     """None where there is none, or with a warning of what is wrong with it."""
     try:
-        return Result.model_validate(printable(json.loads(files.read(paths.result, limit=_RESULT))))
+        return results.read(paths.result)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         warnings.append(f"{paths.result} cannot be read: {records.reason(error)}")
         return None
 
@@ -131,7 +131,8 @@ def _now(paths: RunPaths) -> str:
                 step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
                 return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
             case state.QUEUED:
-                return f"it waits in the queue (job {seen.job}{f' {seen.waiting.state}' if seen.waiting else ''})"
+                waits = f" {seen.waiting.state}" if seen.waiting else ""
+                return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
             case state.LOST:
                 return "it was killed before it could write one"
     return "it runs, or it was killed before it could write one"
@@ -140,13 +141,13 @@ def _now(paths: RunPaths) -> str:
 def _asked(paths: RunPaths) -> tuple[str, str | None]:
     """What Slurm tells of the job of a run without a result, where this machine can ask it."""
     with suppress(DrayError, OSError, ValueError):
-        known = facts.parse(files.read(paths.facts, limit=_RESULT).decode(errors="replace"), where=str(paths.facts))
+        known = facts.parse(files.read(paths.facts, limit=_LIMIT).decode(errors="replace"), where=str(paths.facts))
         if known.job and process.which("sacct"):
             cluster = [f"--clusters={known.cluster}"] if _CLUSTER.fullmatch(known.cluster) else []
-            argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.job}", *cluster, "--format=State"]
+            argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.task or known.job}", *cluster, "--format=State"]
             lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
             if lines:  # else its accounting does not know the job
-                return f"Slurm: job {known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
+                return f"Slurm: job {known.task or known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
     return "", None
 
 

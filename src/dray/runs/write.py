@@ -102,9 +102,10 @@ def _copied(path: Path, what: str, recipe: Recipe) -> str:
     return text
 
 
-def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
-    """The site that the facts name, and the facts with the job's values of the variables in its paths."""
-    choice = sites.choose(facts)
+def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, sites.Choice]:
+    """The site that the facts name, or one that is chosen already, and the facts with the job's values of the variables
+    in its paths."""
+    choice = choice or sites.choose(facts)
     if facts.shell and (facts.login or facts.scheduler != "slurm"):  # a job's probe is asked for them
         facts = facts.model_copy(update={"variables": sites.path_variables(choice.site, facts.shell)})
     return facts, choice
@@ -155,6 +156,8 @@ def begin(
     write_atomic(paths.node_script, render.node_script(decided), mode=0o777)
     if options := render.srun_options(decided):
         write_atomic(paths.srun_options, options)
+    if script := render.stage_script(decided):
+        write_atomic(paths.stage_script, script, mode=0o777)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
     capsule.begun(paths, decided, beside)
     return decided, paths
