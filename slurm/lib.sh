@@ -155,6 +155,10 @@ lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadli
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 
+lib::follow() { # FILE ...: their lines, until srun has ended
+  exec tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
+}
+
 lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
@@ -178,7 +182,11 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
   # Of what srun itself tells some says why a node was lost, and is evidence.
-  tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" logs/rank-0.log logs/srun.log 2>/dev/null &
+  if grep -q '^  "logs_by_node": true' plan.json; then
+    lib::follow logs/node-0.log logs/srun.log | sed -Eun 's/^rank 0 \| //p; t; /^(srun|slurmstepd)\b/p' &
+  else
+    lib::follow logs/rank-0.log logs/srun.log &
+  fi
   tail_pid=$!
   if [[ " ${options[*]} " == *" --no-kill "* ]]; then
     lib::lost &

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import files
 import plans
 import rendezvous
 import staging
@@ -15,6 +16,7 @@ SIMULATIONS = {
     "plan": plans.rows,
     "startup": startup.rows,
     "staging": staging.rows,
+    "files": files.rows,
 }
 
 

@@ -260,7 +260,8 @@ def test_a_process_that_is_no_rank_of_this_node_is_left_alone(tmp_path: Path, wh
     orphan = int(subprocess.run(["sh", "-c", starts], capture_output=True, check=True).stdout)
     program = {"first": 1, "own": os.getpid(), "parent": os.getppid(), "orphan": orphan}[whose]
     try:
-        (place,) = stacks.places(str(tmp_path), str(tmp_path), 0, "node1", range(1))
+        plan = {"folder": str(tmp_path), "scratch": str(tmp_path), "world": {"ranks_per_node": 1}}
+        (place,) = stacks.places(plan, 0, "node1", range(1))
         seen = stacks.save(place, Beat(program, 1, heartbeat.STEP, 0, 1), time.monotonic())
         assert (seen.state, seen.frames) == ("", ())
         os.kill(orphan, 0)

@@ -446,3 +446,36 @@ def test_no_collective_of_ours_pickles(tmp_path: Path, port: int) -> None:
     made(tmp_path / "run", port)
     for code, text in both(tmp_path / "run", plant):
         assert code == 0, text
+
+
+SLOW_LINK = """
+import os, sys, time
+class Late:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'dray.checks.collectives':
+            import torch.distributed as d
+            exchange = d.batch_isend_irecv
+            def slowly(ways):
+                if ways[0].peer == 2:
+                    time.sleep(1)
+                return exchange(ways)
+            d.batch_isend_irecv = slowly
+            sys.meta_path.remove(self)
+sys.meta_path.insert(0, Late())
+"""
+
+
+@pytest.mark.torch
+def test_a_link_that_is_slow_is_named_by_real_ranks(tmp_path: Path, port: int) -> None:
+    """Only on the way from the second node to the third."""
+    folder = tmp_path / "run"
+    plan = made(folder, port)
+    nodes = [{"name": f"n{number}", "address": "127.0.0.1"} for number in (1, 2, 3)]
+    plan["world"] |= {"nodes": nodes, "size": 3}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    started = [start(folder, number, SLOW_LINK * (number == 1)) for number in range(3)]
+    shown = [node.communicate(timeout=400)[0] for node in started]
+    assert [node.returncode for node in started] == [0, 0, 0], shown
+    (named,) = json.loads((folder / "preflight/report.json").read_text())["slow_links"]
+    assert named.startswith("n2 to n3: 0.00")
+    assert " GB/s, the others " in named

@@ -380,7 +380,7 @@ def test_second_threads_in_the_cpuset_leave_no_rank_unbound(
         siblings.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     world = {"identity": {"cpus": "SLURM_CPUS_ON_NODE"}, "cores": [], "ranks_per_node": ranks}
-    found = runner.placed(world, {"SLURM_CPUS_ON_NODE": given}, str(tmp_path))
+    found = cores.placed(world, {"SLURM_CPUS_ON_NODE": given}, str(tmp_path))
     assert found.get("DRAY_CORES", "") == ";".join(shares)
     assert found["OMP_NUM_THREADS"] == omp
     whole = any("," in share for share in shares)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dray.checks import transport
+from dray.checks import links, transport
 from dray.contract.findings import UnfitError
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     dist.all_reduce(total, group=dist.new_group(backend="gloo"))  # as the trainer has one beside NCCL's
     if total.item() != wanted:
         raise UnfitError("gloo's all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
+    names = [node["name"] for node in rank.plan["world"]["nodes"]]
+    slow_links = links.slow(links.measure(rank, device), names) if len(names) >= links.FEWEST else []
+    for line in slow_links if rank.number == 0 else ():
+        print(f"dray: slow: {line}", flush=True)
     rank.phase("bandwidth")
     sweep = _sweep(rank, device)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -67,13 +71,14 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     slow = transport.indirect(lines, used)
     if slow:
         print(f"dray: {slow}", flush=True)
-    _require_fabric(rank, used, max((row["bus_gb_s"] for row in sweep), default=0.0), gpus=device.type == "cuda")
+    best = max((row["bus_gb_s"] for row in sweep), default=0.0)
+    _require_fabric(rank, used, best, slow_links, gpus=device.type == "cuda")
     name = used.name if used else "gloo over TCP" if device.type == "cpu" else "within the node"
     ranks = _all_gather({"node": rank.node, "transport": name, **({"warning": slow.problem} if slow else {})}, device)
     if device.type == "cuda":  # NCCL may still be sending when its kernel has ended
         dist.destroy_process_group()
     rank.phase("done")
-    return {"seconds": rank.seconds, "sweep": sweep, "ranks": ranks}
+    return {"seconds": rank.seconds, "sweep": sweep, "ranks": ranks, "slow_links": slow_links}
 
 
 def _all_gather(value: object, device: torch.device) -> list[Any]:
@@ -140,7 +145,9 @@ def _sweep(rank: Rank, device: torch.device) -> list[dict[str, float]]:
     return rows
 
 
-def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, *, gpus: bool) -> None:
+def _require_fabric(
+    rank: Rank, used: transport.Transport | None, best: float, slow_links: list[str], *, gpus: bool
+) -> None:
     """Compare the transport and the bandwidth with what the site file expects."""
     fabric, nodes = rank.plan["fabric"], rank.plan["world"]["nodes"]
     if gpus and len(nodes) > 1 and fabric["transport"]:
@@ -150,7 +157,7 @@ def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, *
                 f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
                 wanted=f"{expected} ({rank.plan['site']})",
                 found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
-                fix=(used and used.fix) or "see preflight/nccl-*.log in the run folder, and docs/fabric.md",
+                fix=(used and used.fix) or f"see {rank.logs} in the run folder, and docs/fabric.md",
                 node=rank.node,
                 rank=rank.number,
             )
@@ -158,6 +165,6 @@ def _require_fabric(rank: Rank, used: transport.Transport | None, best: float, *
         raise UnfitError(
             "bus bandwidth between the nodes is below the site's minimum",
             wanted=f"{fabric['min_bus_bandwidth_gb_s']} GB/s (fabric.min_bus_bandwidth_gb_s, {rank.plan['site']})",
-            found=f"{best} GB/s",
-            fix="see preflight/nccl-*.log for a slower network in use; preflight.when=never skips this check",
+            found="\n".join([f"{best} GB/s", *slow_links]),
+            fix=f"see {rank.logs} for a slower network in use; preflight.when=never skips this check",
         )

@@ -26,7 +26,9 @@ class Rank:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.number, self.size = plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.folder = Path(plan["folder"], run_folder.PREFLIGHT)
+        many = plan["world"].get("logs_by_node")
+        self.folder = Path(plan["scratch" if many else "folder"], run_folder.PREFLIGHT)
+        self.logs = run_folder.node_log("*") if many else f"{run_folder.PREFLIGHT}/nccl-*.log"
         self.node = self.node_of(self.number)
         self.began = time.monotonic()
         self.limit = 0

@@ -78,7 +78,8 @@ class Printer:
 
     def widen(self, logs: Sequence[Log]) -> None:
         """To these; the lines of a single log need no name."""
-        self._width = max((len(log.label) for log in logs), default=0) if len(logs) > 1 else 0
+        several = len(logs) > 1 or any(log.ranks and log.only is None for log in logs)
+        self._width = max((max(log.width, len(log.label)) for log in logs), default=0) if several else 0
 
     def line(self, log: Log, line: bytes) -> None:
         """One line of a log. What is piped has the log's own bytes."""
@@ -146,10 +147,12 @@ class _Shown:
             found = files.of_job(Path(seen.folder))
         else:
             paths = RunPaths(Path(seen.folder), seen.attempt)
-            each = dig(table(paths.plan, []), "world", "ranks_per_node")
+            plan = table(paths.plan, [])
+            each, by_node = (dig(plan, "world", name) for name in ("ranks_per_node", "logs_by_node"))
             found = files.of(
-                paths, node=self._number(seen), rank=self._rank, each=each if isinstance(each, int) and each > 0 else 1
-            )
+                paths, node=self._number(seen), rank=self._rank, by_node=by_node is True,
+                each=each if isinstance(each, int) and each > 0 else 1,
+            )  # fmt: skip
         for log in found:
             self._logs.setdefault(log.path, log)
         self._printer.widen([*self._logs.values()])

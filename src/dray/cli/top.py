@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,12 +18,12 @@ from dray.cli import status
 from dray.cli.options import Run, Runs
 from dray.cli.progress import Steps
 from dray.cli.streams import is_gone, shown
-from dray.contract.files import open_regular
 from dray.contract.values import printable
-from dray.runs import metrics
+from dray.runs import metrics, rank_log
 from dray.runs.look import Watched
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
+from dray.runs.rank_log import RankLog
 from dray.runs.stages import Node, duration
 from dray.runs.state import RUNNING, State
 
@@ -173,7 +172,8 @@ def screen(seen: State, paths: RunPaths, console: Console) -> RenderableType:
         parts += [_text(f"  {line}") for line in _nodes(seen.live.nodes)]
         about = {note for one in seen.live.nodes for note in one.notes}
         parts += [_text(f"  {note}", "yellow") for note in seen.live.notes if note not in about]
-    parts += [_text(f"  | {line}", "dim") for line in last_lines(paths.rank_log(0))] if seen.attempt else []
+    last = last_lines(rank_log.find(paths.folder, 0)) if seen.attempt else []
+    parts += [_text(f"  | {line}", "dim") for line in last]
     return Group(*parts)
 
 
@@ -207,9 +207,6 @@ def _nodes(nodes: list[Node]) -> list[str]:
     return lines + [f"and {len(order) - _NODES} nodes more"] * (len(order) > _NODES)
 
 
-def last_lines(log: Path) -> list[str]:
+def last_lines(log: RankLog) -> list[str]:
     """Of a rank's log, as a terminal may be sent them."""
-    with suppress(OSError), open_regular(log) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        return [shown(line) for line in file.read(_TAIL).splitlines()[-_LINES:]]
-    return []
+    return [shown(line.encode()) for line in log.tail(_LINES)]

@@ -17,6 +17,8 @@ SIZE = 128
 PROGRAM = struct.Struct("<q")
 BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
 """Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
+WRITTEN, WRITTEN_AT = struct.Struct("<q"), BEAT_AT + BEAT.size
+"""How many bytes the rank has written, by its supervisor, where the ranks of a node share a log."""
 MARK, MARKS_AT = struct.Struct("<q"), 64
 IMPORTED, GROUPS, MODEL, LOAD, COMPILED, FIRST_STEP = MARKS = range(6)
 """Nanoseconds, and 0 as long as they are not known: CLOCK_BOOTTIME once all was imported, then how long it took to make

@@ -48,6 +48,7 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 CAPSULE = "capsule.json"
 NODES = "nodes"
+ALL_NODES = "nodes/nodes.jsonl"  # in place of a file for each, in a run of many ranks
 SOURCE = "source.json"
 SOURCE_DIFF = "source.diff"  # what the user's own code has beside its commit
 NEXT = "next"  # what the batch script asks of Slurm once all is written

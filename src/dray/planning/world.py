@@ -81,6 +81,8 @@ class World(_Model):
     """Whether all nodes are this machine."""
     shared_folder: bool
     """Whether all nodes see the run folder at the same place."""
+    logs_by_node: bool = False
+    """Whether no rank has a file of its own on the shared disk."""
     identity: dict[_Identity, str]
     """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
 
@@ -108,6 +110,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         "master": f"{hosts[0]}: the first of {facts.nodelist}{interfaces}",
         "port": f"{chosen_port.value or 'any'}: {chosen_port.why}",
         "cores": masks if site.cores else "each node divides its own",
+        "logs": _logs(len(hosts) * ranks.value, recipe.runs.logs_by_node_above),
     }
     world = World(
         nodes=tuple(Node(name=host, address=facts.address or host) for host in hosts),
@@ -122,6 +125,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         cores=site.cores,
         one_machine=facts.scheduler == "local",
         shared_folder=facts.scheduler != "hosts",
+        logs_by_node=len(hosts) * ranks.value > recipe.runs.logs_by_node_above,
         identity=_IDENTITY[facts.scheduler],
     )
     return world, reasons
@@ -146,6 +150,13 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
     if recipe.ranks_per_node:
         return Choice(recipe.ranks_per_node, "the recipe says so, and no GPUs were given")
     return Choice(1, "neither GPUs nor ranks_per_node were given")
+
+
+def _logs(ranks: int, most: int) -> str:
+    limit = f"runs.logs_by_node_above = {most}"
+    if ranks <= most:
+        return f"one for each rank; {limit}"
+    return f"one for each node: {ranks} ranks, {limit}; a shared disk makes few thousand files a second"
 
 
 def _port(recipe: Recipe, facts: Facts) -> Choice[int]:

@@ -10,11 +10,9 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
-from dray.contract import files, findings, heartbeat, run_folder, scratch, unexpected
-from dray.contract.cores import render
+from dray.contract import files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
@@ -22,7 +20,7 @@ from dray.runner import (
     check,
     children,
     control,
-    cores,
+    environment,
     evidence,
     introduction,
     node,
@@ -31,6 +29,7 @@ from dray.runner import (
     rendezvous,
     silent,
 )
+from dray.runner.gathered import gathered
 from dray.runner.hang import Hang
 from dray.runner.start import Start
 from dray.runner.startup import Startup
@@ -70,11 +69,12 @@ def main(path: str) -> int:
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
             watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
             hang = Hang(plan, me, start.number) if watched else None
-            links = control.Control(world, me, supervised, channels, start, stop, hang, parts)
+            links = control.Control(world, me, supervised, channels, start, stop, hang, parts, gathered(plan, me))
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():
-                    _record(plan, str(other), found, why=str(found), name=f"node-{me}-lost-{other}", time=since)
+                    teller = "any" if me and node.own(plan) else me
+                    _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
                 return code
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
@@ -83,8 +83,7 @@ def main(path: str) -> int:
         print(error, file=sys.stderr)
         found = error.finding
         if not unfit and not isinstance(error, introduction.StoppedError):
-            name = found.node or os.environ.get(world["identity"]["name"], "")
-            found = found._replace(node=name)
+            found = found._replace(node=found.node or os.environ.get(world["identity"]["name"], ""))
             _record(plan, number, found, why=str(error))
         if links:
             links.fail(found)
@@ -111,20 +110,9 @@ def launch(
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world, since = plan["world"], time.time()
     os.environ[evidence.BEFORE] = evidence.oom_kills()
-    environ = {
-        # Where nobody has set another; torchrun and torch leave files in the first.
-        "TMPDIR": plan["scratch"],
-        **gloo,
-        **os.environ,
-        **placed(world, os.environ),
-        # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
-        **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        heartbeat.FOLDER: plan["scratch"],
-    }
-    if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
-        environ["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
-    record.this_node(plan, me, environ)
+    environ = environment.of(plan, me, store, start, gloo)
+    if not start.number or not node.own(plan):
+        record.introduce(plan, me, environ, links.report)
     if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
         serve(supervised, listener, store)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
@@ -132,7 +120,7 @@ def launch(
     if plan["preflight"] is not None and not start.number:
         from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
 
-        preflight.check(plan, me, supervised, environ)
+        preflight.check(plan, me, supervised, environ, links)
         parts.lap(PREFLIGHT)
     if environ.get("TORCH_EXTENSIONS_DIR"):
         from dray.runner import locks  # noqa: PLC0415
@@ -159,14 +147,21 @@ def launch(
     code = links.lead(explain)
     if between:
         between.finish()
+    _last_words(plan, me, links)
+    return code
+
+
+def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
+    """Leave what no rank could."""
     if links.cause and not links.stopped:
         silent.record_ranks(plan, me)
-    if links.cause and not world["shared_folder"]:  # the record is on another machine
+    if links.cause and not plan["world"]["shared_folder"]:  # the record is on another machine
         if links.hang and links.hang.since:
             links.hang.write_record(links.cause)
         else:
             _record(plan, str(me), links.cause, why=str(links.cause))
-    return code
+    if links.hang and links.cause:
+        links.hang.keep(links.cause.rank)
 
 
 def restart(
@@ -195,8 +190,10 @@ def restart(
         listener = address.listen(world)
         links.restart(start.following(listener.getsockname()[1]))
     assert links.next is not None
-    ranks = range(me * world["ranks_per_node"], (me + 1) * world["ranks_per_node"])
-    record.set_aside(plan["folder"], links.next.number, ["hang", f"node-{me}", *(f"rank-{rank}" for rank in ranks)])
+    ranks = [f"rank-{rank}" for rank in range(me * world["ranks_per_node"], (me + 1) * world["ranks_per_node"])]
+    record.set_aside(plan["folder"], links.next.number, ["hang", f"node-{me}", *ranks])
+    if own := node.own(plan):
+        record.forget(own, world["nodes"][me]["name"], ranks)
     why = links.cause.problem if links.cause else ""
     print(f"dray: restart {links.next.number} of {world['max_restarts']}: {why}", flush=True)
     return links.next, listener
@@ -219,7 +216,7 @@ def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
     silent.record_ranks(plan, me)
     left = []
     for rank in range(me * each, (me + 1) * each):
-        path = f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
+        path = f"{node.own(plan) or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
         if os.path.exists(path):
             with open(path, "rb") as file:
                 left.append(json.load(file))
@@ -256,31 +253,13 @@ def argv(plan: Mapping[str, Any], me: int, host: str, port: int) -> list[str]:
     return [*launcher, *rank, plan["folder"], str(world["size"]), world["nodes"][me]["name"], *plan["command"]]
 
 
-def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
-    """Where the ranks of this node run: each supervisor moves to its share. Threads follow unless somebody said."""
-    shares = cores.shares(world["ranks_per_node"], world, environ, sys)
-    given = environ.get(world["identity"]["cpus"], "")
-    cpus = [sum(map(len, share)) for share in shares]
-    whole = any(len(core) > 1 for share in shares for core in share)
-    if whole and given.isdigit() and int(given) < sum(cpus):  # Slurm counts cores, and so do OpenMP's threads
-        cpus = list(map(len, shares))
-    count = min(cpus) if shares else int(given if given.isdigit() else 1) // world["ranks_per_node"]
-    found = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, count))}
-    if shares:
-        found["DRAY_CORES"] = ";".join(render(chain.from_iterable(share)) for share in shares)
-    told, ranks = found.get("DRAY_CORES", "not bound"), world["ranks_per_node"]
-    told += " (whole cores, with all their threads)" * whole
-    if not shares and given.isdigit() and int(given) < ranks:
-        told += f" ({given} for {ranks} ranks: ask for more, --cpus-per-task)"
-    print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={found['OMP_NUM_THREADS']}", flush=True)
-    return found
-
-
 def _record(
     plan: Mapping[str, Any], number: str, found: Finding, *, why: str, name: str = "", time: float | None = None
 ) -> None:
     """Why node `number` failed; under another `name` that it was lost, at that time."""
     log = f"{plan['folder']}/{run_folder.node_log(number)}"
+    if node.own(plan) and (record.crowded(plan["folder"]) or (name and record.exists(plan["folder"], name))):
+        return
     named: dict[str, Any] = {"node": found.node, "rank": found.rank, "code": found.code, "why": why}
     named |= {"log": log, "last_lines": files.tail(log)} | ({"lost": True, "time": time} if name else {})
     record.write(plan["folder"], name or f"node-{number}", **named)

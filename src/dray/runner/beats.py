@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from typing import NamedTuple
 
 from dray.contract import heartbeat, run_folder
@@ -40,7 +41,8 @@ class Late(NamedTuple):
 
 
 class Beats:
-    """Of these ranks. One that writes none makes progress while its log grows, if the recipe sets a limit."""
+    """Of these ranks. One that writes none makes progress while its log grows, if the recipe sets a limit. Without a
+    `folder` of logs its supervisor counts what it writes."""
 
     def __init__(self, folder: str, scratch: str, ranks: range, limit: int | None, now: float) -> None:
         self.ranks, self.limit = ranks, limit
@@ -93,9 +95,18 @@ class Beats:
         return Late(rank, beat.step, beat.phase, round(seconds, 1), limit)
 
     def _log_size(self, rank: int) -> int:
+        if not self._folder:
+            return self._written(rank)
         try:
             return os.stat(f"{self._folder}/{run_folder.rank_log(rank)}").st_size
         except OSError:  # a disk that does not answer
+            return 0
+
+    def _written(self, rank: int) -> int:
+        try:
+            with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
+                return int(heartbeat.WRITTEN.unpack_from(file.read(heartbeat.SIZE), heartbeat.WRITTEN_AT)[0])
+        except (OSError, struct.error):
             return 0
 
 

@@ -18,6 +18,8 @@ from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
+from dray.runner.gathered import MESSAGES as GATHERED
+from dray.runner.gathered import Gathered
 from dray.runner.hang import MESSAGES, Hang
 from dray.runner.start import Start
 from dray.runner.startup import MESSAGE, Startup
@@ -46,6 +48,7 @@ class Control:
         stop: str = "",
         hang: Hang | None = None,
         startup: Startup | None = None,
+        gathered: Gathered | None = None,
     ) -> None:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
@@ -55,7 +58,7 @@ class Control:
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self._stop_file = stop
-        self.hang, self._startup = hang, startup
+        self.hang, self.gathered, self._startup = hang, gathered, startup
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -139,6 +142,13 @@ class Control:
         self.cause = finding
         self._tell_all({"failed": finding._asdict()})
 
+    def report(self, what: str, told: Any) -> None:  # noqa: ANN401  any JSON value
+        """Tell the first node, which gathers it; what it tells itself is its own."""
+        if self.gathered:
+            self.gathered.hear(0, {what: told})
+        else:
+            self._tell_all({what: told})
+
     def may_restart(self) -> bool:
         """Whether the first node, whose own ranks have ended, may have all nodes start theirs again."""
         if self._me or not self.cause or self.cause.code in _FINAL or self.stopped or self.asked:
@@ -200,8 +210,8 @@ class Control:
                     self._pass_on(message)
                 elif any(name in message for name in MESSAGES):
                     self._hear_of_a_hang(node, message)
-                elif MESSAGE in message and self._startup:
-                    self._startup.hear(node, message[MESSAGE])
+                elif self._gathers(node, message):
+                    continue
                 elif "idle" in message:
                     self._idle.add(node)
                 elif "restart" in message and self._me:
@@ -213,6 +223,16 @@ class Control:
                     return
         except OSError as error:
             self._lost(node, str(error))
+
+    def _gathers(self, node: int, message: dict[str, Any]) -> bool:
+        """Whether it is for what the first node gathers of all."""
+        if MESSAGE in message and self._startup:
+            self._startup.hear(node, message[MESSAGE])
+        elif self.gathered and any(name in message for name in GATHERED):
+            self.gathered.hear(node, message)
+        else:
+            return False
+        return True
 
     def _hear_of_a_hang(self, node: int, message: dict[str, Any]) -> None:
         failed = self.cause and not self.saved and not self._hangs()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from dray.contract.cores import parse
+from dray.contract.cores import parse, render
 
 Core = Sequence[int]
 
@@ -34,6 +35,26 @@ def shares(ranks: int, world: Mapping[str, Any], environ: Mapping[str, str], sys
     if len(cores) < ranks:
         cores = [[thread] for core in cores for thread in core]
     return split(cores, ranks, _nodes(sys), _gpus(sys))
+
+
+def placed(world: Mapping[str, Any], environ: Mapping[str, str], sys: str = "/sys") -> dict[str, str]:
+    """Where the ranks of this node run: each supervisor moves to its share. Threads follow unless somebody said."""
+    own = shares(world["ranks_per_node"], world, environ, sys)
+    given = environ.get(world["identity"]["cpus"], "")
+    cpus = [sum(map(len, share)) for share in own]
+    whole = any(len(core) > 1 for share in own for core in share)
+    if whole and given.isdigit() and int(given) < sum(cpus):  # Slurm counts cores, and so do OpenMP's threads
+        cpus = list(map(len, own))
+    count = min(cpus) if own else int(given if given.isdigit() else 1) // world["ranks_per_node"]
+    found = {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, count))}
+    if own:
+        found["DRAY_CORES"] = ";".join(render(chain.from_iterable(share)) for share in own)
+    told, ranks = found.get("DRAY_CORES", "not bound"), world["ranks_per_node"]
+    told += " (whole cores, with all their threads)" * whole
+    if not own and given.isdigit() and int(given) < ranks:
+        told += f" ({given} for {ranks} ranks: ask for more, --cpus-per-task)"
+    print(f"dray: cores of each rank: {told}; OMP_NUM_THREADS={found['OMP_NUM_THREADS']}", flush=True)
+    return found
 
 
 def physical(threads: Sequence[int], sys: str = "/sys") -> list[Core]:

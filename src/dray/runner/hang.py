@@ -7,6 +7,7 @@ others may wait for one that tokenizes, or loads.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
-from dray.runner import channel, odd, record
+from dray.runner import channel, node, odd, record
 from dray.runner.beats import Beats, Late
 from dray.runner.odd import Seen
 
@@ -40,7 +41,7 @@ class Hang:
         recipe = plan.get("recipe", {})
         # dray's trainer says itself how long it may take, once it is loaded.
         limit = heartbeat.LEAST[heartbeat.START] if recipe.get("train") else recipe.get("hang_timeout_s")
-        self._beats = Beats(plan["folder"], plan["scratch"], self._ranks(me), limit, now)
+        self._beats = Beats("" if node.own(plan) else plan["folder"], plan["scratch"], self._ranks(me), limit, now)
         self._progress = self._told = now
         self._looks_at = self._tells_at = self._late_at = now
         self._late: Late | None = None
@@ -121,9 +122,7 @@ class Hang:
         def save(at: stacks.Place) -> None:
             self._seen[at.rank] = stacks.save(at, self._beats.of(at.rank), now)
 
-        places = stacks.places(
-            self._plan["folder"], self._plan["scratch"], self._restart, self._names[self._me], self._ranks(self._me)
-        )
+        places = stacks.places(self._plan, self._restart, self._names[self._me], self._ranks(self._me))
         self._threads = [Thread(target=save, args=(at,), daemon=True) for at in places]
         for thread in self._threads:
             thread.start()
@@ -149,13 +148,24 @@ class Hang:
         problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"
         folder = f"{self._plan['folder']}/{run_folder.hang(self._restart)}"
         where = f"{folder}/rank-{found.rank if found else self._late.rank}.txt"
-        fix = f"{folder} has the stacks of all ranks; docs/survive.md"
+        holds = "the stacks of all ranks"
+        if node.own(self._plan):
+            holds = "what all ranks did (seen.jsonl), and the stacks of this one"
+        fix = f"{folder} has {holds}; docs/survive.md"
         self.named = Finding(
             problem, where=where, fix=fix, code=exit_codes.RETRY,
             node=found.node if found else "", rank=found.rank if found else None,
         )  # fmt: skip
+        if node.own(self._plan):
+            record.lines(f"{folder}/seen.jsonl", (one._asdict() for one in seen))
         self.write_record(self.named, found.frames if found else ())
         self.open = False
+
+    def keep(self, rank: int | None) -> None:
+        """Bring what the node's own folder has of this rank to the run's, where not all ranks are there."""
+        own, name = node.own(self._plan), f"{run_folder.hang(self._restart)}/rank-{rank}.txt"
+        if own and os.path.exists(f"{own}/{name}"):
+            record.copy(f"{own}/{name}", f"{self._plan['folder']}/{name}")
 
     def write_record(self, finding: Finding, frames: tuple[str, ...] = ()) -> None:
         """failures/hang.json."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from dray.contract import run_folder
 from dray.contract.findings import ConfigError, counted
 
 
@@ -52,6 +53,18 @@ def require(plan: Mapping[str, Any]) -> None:
                 found="no such file, seen from inside",
                 fix="correct the path; what lies outside the bound folders (dray plan lists them) is not seen inside",
             )
+
+
+def own(plan: Mapping[str, Any]) -> str:
+    """The node's own folder, where a run of many ranks has what is else on the shared disk; empty in a small run."""
+    return str(plan["scratch"]) if plan["world"].get("logs_by_node") else ""
+
+
+def log_of(plan: Mapping[str, Any], rank: int) -> tuple[str, str]:
+    """Where the lines of a rank are, and that folder."""
+    found = own(plan)
+    name = run_folder.node_log(rank // plan["world"]["ranks_per_node"]) if found else run_folder.rank_log(rank)
+    return f"{plan['folder']}/{name}", found
 
 
 def _number(name: str, environ: Mapping[str, str]) -> int:

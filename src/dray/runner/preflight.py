@@ -8,59 +8,132 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dray.contract import exit_codes, files, run_folder
+from dray.contract import exit_codes, files, rank_lines, run_folder
 from dray.contract.findings import DrayError, UnfitError, error
-from dray.runner import children
+from dray.runner import children, control, node, output
+from dray.runner.introduction import StoppedError
 
 _GRACE = 15.0  # seconds beyond the deadlines in which ranks that still can have ended by themselves
 _LIMITS = "all ranks join within rendezvous_timeout_s, and end the collectives within preflight.timeout_s"
 _OTHERS = 5.0  # seconds in which the word of other nodes' ranks reaches this one
+_FIRST_S = 5.0  # more for the first node's judgement of all
+_TOLD = ("rank", "node", "phase", "order", "limit", "time", "expired", "finding", "killed", "crashed")
 
 
-def check(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> None:
-    """Come back when the way to the other nodes is fit."""
+def check(
+    plan: Mapping[str, Any],
+    me: int,
+    ranks: children.Children,
+    environ: Mapping[str, str],
+    links: control.Control | None = None,
+) -> None:
+    """Come back when the way to the other nodes is fit. In a run of many ranks they tell it over `links`."""
     began = time.monotonic()
-    folder = plan["folder"]
+    place = node.own(plan) or plan["folder"]
     try:
-        os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
-        codes = _ranks(plan, me, ranks, environ)
+        for folder in {place, *([] if me else [plan["folder"]])}:  # the first rank leaves a report in the run's
+            os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
+        codes = _ranks(plan, me, ranks, environ, links)
         for rank, code in codes.items():
-            if code < 0:
-                _note(folder, plan, rank, signal.Signals(-code).name)
+            if code < 0 and not (links and node.own(plan) and links.cause):
+                _note(place, plan, rank, signal.Signals(-code).name)
     except OSError as wrong:
         raise UnfitError(
             "the preflight cannot begin",
-            wanted=f"{folder} and /tmp, where this node can write",
+            wanted=f"{place} and /tmp, where this node can write",
             found=wrong,
             fix="is there room, and a quota left?",
         ) from wrong
-    if any(codes.values()):
+    if links and node.own(plan):
+        _settle(plan, me, ranks, codes, links)
+    elif any(codes.values()):
         raise _blame(plan, me)
     print(f"dray: preflight took {time.monotonic() - began:.1f} s", flush=True)
 
 
-def _ranks(plan: Mapping[str, Any], me: int, ranks: children.Children, environ: Mapping[str, str]) -> dict[int, int]:
+def _ranks(
+    plan: Mapping[str, Any],
+    me: int,
+    ranks: children.Children,
+    environ: Mapping[str, str],
+    links: control.Control | None,
+) -> dict[int, int]:
     """How each of this node's ranks ended; they end by themselves at a deadline, unless they cannot.
 
     Not by ranks.py: none of them may be stopped since another has ended, or it could not say where it stood.
     """
-    world, folder = plan["world"], plan["folder"]
+    world, folder, own = plan["world"], plan["folder"], node.own(plan)
     each = world["ranks_per_node"]
-    log = os.open(f"{folder}/{run_folder.preflight_log(me)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     argv = [sys.executable, "-m", "dray.checks.preflight", f"{folder}/{run_folder.PLAN}"]
+    filters = []
     for local in range(each):
         rank = me * each + local
         number = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
         env = {**environ, **number, "WORLD_SIZE": str(world["size"])}
-        ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=log)
-    os.close(log)
-    return _wait(ranks, time.monotonic() + world["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"] + _GRACE)
+        if own:
+            filters.append(output.Filter(output.passed(), rank_lines.prefix(rank)))
+            ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=filters[-1].writer)
+            filters[-1].watch(ranks)
+        else:
+            log = os.open(f"{folder}/{run_folder.preflight_log(me)}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            ranks.start(argv, label=rank, env=env, on_parent_death=signal.SIGKILL, output=log)
+            os.close(log)
+    limit = world["rendezvous_timeout_s"] + plan["preflight"]["timeout_s"] + _GRACE
+    codes = _wait(ranks, time.monotonic() + limit, _over(links) if links and own else lambda: False)
+    for one in filters:
+        one.finish()
+    return codes
 
 
-def _wait(ranks: children.Children, deadline: float) -> dict[int, int]:
+def _over(links: control.Control) -> Callable[[], bool]:
+    """Whether it is known why the run cannot start, and this node's ranks wait in vain."""
+    return lambda: bool(links.cause or (links.gathered and links.gathered.decided))
+
+
+def _settle(
+    plan: Mapping[str, Any], me: int, ranks: children.Children, codes: Mapping[int, int], links: control.Control
+) -> None:
+    """Tell the first node how far this node's ranks came; where one has failed, end with what it makes of all."""
+    each, own, failed = plan["world"]["ranks_per_node"], node.own(plan), any(codes.values())
+    local = range(me * each, (me + 1) * each)
+    reports = {rank: one for rank, one in told(own).items() if rank in local}
+    never = {rank: {"rank": rank, "phase": "its start"} for rank in local if rank not in reports}
+    links.report("preflight", [*(_short(one) for one in reports.values()), *never.values()] if failed else [])
+    if not failed and not links.cause:
+        return
+    if not links.cause:
+        _show(own, local)
+    deadline = time.monotonic() + _OTHERS + (_FIRST_S if me else 0.0)
+    while not links.cause:
+        late = time.monotonic() > deadline
+        if not me and links.gathered:
+            last = late or len(links.gathered.nodes) == len(plan["world"]["nodes"])
+            if found := finding(plan, links.gathered.ranks(), run_folder.node_log(me), last=last):
+                raise found
+        elif late:  # the first node is past it, or gone
+            raise finding(plan, reports, run_folder.node_log(me), last=True) or _silent(run_folder.node_log(me))
+        if signals := ranks.wait(0.05).signals:
+            sys.exit(128 + signals[0])
+    raise StoppedError("the preflight has failed", wanted="all ranks fit", found=links.cause, code=links.cause.code)
+
+
+def _short(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first node is told of a rank."""
+    return {name: report[name] for name in _TOLD if name in report}
+
+
+def _show(own: str, local: range) -> None:
+    """Where each rank stood, and the end of what NCCL told it, into the node's log."""
+    for rank in local:
+        for name, most in ((f"rank-{rank}.stack", 200), (f"nccl-{rank}.log", 40)):
+            for line in files.tail(f"{own}/{run_folder.PREFLIGHT}/{name}", most):
+                print(f"{rank_lines.prefix(rank).decode()}{line}", flush=True)
+
+
+def _wait(ranks: children.Children, deadline: float, over: Callable[[], bool]) -> dict[int, int]:
     """Each rank's code, negative for a signal that was not ours; one that even SIGKILL does not end is left alone."""
     codes: dict[int, int] = {}
     killed = False
@@ -71,9 +144,9 @@ def _wait(ranks: children.Children, deadline: float) -> dict[int, int]:
             sys.exit(128 + events.signals[0])
         for rank, code in events.ended.items():
             codes[rank] = exit_codes.UNFIT if killed and code < 0 else code
-            if code:  # the others come to their own deadline about now, or wait for this one in vain
+            if code and not over():  # the others come to their own deadline about now, or wait for this one in vain
                 deadline = min(deadline, time.monotonic() + _OTHERS)
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (over() and not killed):
             if killed:
                 return {**codes, **dict.fromkeys(ranks.running.values(), exit_codes.UNFIT)}
             ranks.tell(signal.SIGKILL)
@@ -137,6 +210,10 @@ def finding(
     if crashed:
         first = min(crashed, key=lambda rank: (rank["order"], rank["time"]))
         return _of(first, "failed", f"{first['crashed']}, in: {first['phase']}", f"see {log} of that node")
+    return _silent(log)
+
+
+def _silent(log: str) -> DrayError:
     return UnfitError(
         "the preflight ended without a word", wanted="a report of each rank", found="none", fix=f"see {log}"
     )
@@ -162,7 +239,7 @@ def _hung(
             f"{furthest['phase']} did not end within {limit['limit']} s on any rank",
             wanted=_LIMITS,
             found=f"all ranks hang in it, on {nodes}",
-            fix="preflight/rank-*.stack in the run's folder has where each stood, nccl-*.log what NCCL reported",
+            fix=f"{_stood(plan)} where each stood, and what NCCL reported",
         )
     known = ranks.get(guilty[0], {"rank": guilty[0], "node": _node(plan, guilty[0]), "phase": "its start"})
     return UnfitError(
@@ -171,10 +248,16 @@ def _hung(
         + f" did not answer in {limit['limit']} s",
         wanted=_LIMITS,
         found=f"stopped in: {known['phase']}; the others waited in: {furthest['phase']}",
-        fix="leave that node out (sbatch --exclude); preflight/rank-*.stack in the run's folder has where each stood",
+        fix=f"leave that node out (sbatch --exclude); {_stood(plan)} where each stood",
         node=_node(plan, guilty[0]),
         rank=guilty[0],
     )
+
+
+def _stood(plan: Mapping[str, Any]) -> str:
+    if node.own(plan):
+        return f"{run_folder.node_log('*')} in the run's folder have"
+    return "preflight/rank-*.stack and nccl-*.log in the run's folder have"
 
 
 def _of(rank: Mapping[str, Any], what: str, found: str, fix: str) -> DrayError:

@@ -25,16 +25,21 @@ _GRACE = 10.0  # seconds from the launcher's death to the rank's
 
 
 def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
-    """Run the command with both streams in logs/rank-N.log; record it if it dies by itself."""
+    """Run the command with both streams in logs/rank-N.log; record it if it dies by itself.
+
+    In a run of many ranks both are in the node's log, and its record is first of all in the node's own folder.
+    """
     rank = os.environ.get("RANK", "")
-    log = f"{folder}/{run_folder.rank_log(rank or 'unknown')}"
+    shared, own = os.environ.pop("DRAY_NODE_LOG", ""), os.environ.get(heartbeat.FOLDER, "")
+    log = shared or f"{folder}/{run_folder.rank_log(rank or 'unknown')}"
+    place = Place(folder, rank, node, log, own if shared else "")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     if not rank or os.environ.get("WORLD_SIZE") != world_size:
         found = f"RANK={rank or '(not set)'} WORLD_SIZE={os.environ.get('WORLD_SIZE', '(not set)')}"
         why = f"the launcher made another world: {found}, the plan has {world_size} ranks"
-        return _failed(folder, rank, node, exit_codes.CONFIG, why, log)
+        return _failed(place, exit_codes.CONFIG, why)
     _bind()
     if restarts := os.environ.pop("DRAY_RESTARTS", ""):  # the runners', and not the launcher's own, which are 0
         count, _, most = restarts.partition("/")
@@ -42,19 +47,21 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     # Launchers give each rank a session of its own, so a launcher that is killed would leave them running.
     launcher = children.die_with_parent()
     ranks = children.Children()
-    between, beat = _filter(), _heartbeat(rank)
+    between, beat = _filter(place.before), _heartbeat(rank)
     try:
         ranks.start(command, on_parent_death=signal.SIGKILL, output=between.writer if between else None)
     except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"{place.before.decode()}{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        return _failed(folder, rank, node, code, children.ended_with(code), log)
+        return _failed(place, code, children.ended_with(code))
     stopped, asked, code = False, False, 0
     _note(beat, *map(heartbeat.PROGRAM.pack, ranks.running))
     if between:
         between.watch(ranks)
     while ranks.running:
         events = ranks.wait()
+        if between and place.own and beat >= 0:
+            os.pwrite(beat, heartbeat.WRITTEN.pack(between.read), heartbeat.WRITTEN_AT)
         for number in events.signals:
             if number == signal.SIGUSR1:
                 asked = True
@@ -71,16 +78,24 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
     if code == 0 or stopped:  # a rank that was stopped is no cause
         return children.exit_code(code)
     why = "it was asked to save and end" if asked and code == exit_codes.RETRY else children.ended_with(code)
-    return _failed(folder, rank, node, children.exit_code(code), why, log)
+    return _failed(place, children.exit_code(code), why)
 
 
-def _filter() -> output.Filter | None:
-    """Between the rank and its log, where pass_env has handed in what no log may show."""
-    if not os.environ.get("DRAY_PASSED"):
+class Place:
+    """Whose log and record it is, and where they are."""
+
+    def __init__(self, folder: str, rank: str, node: str, log: str, own: str) -> None:
+        self.folder, self.rank, self.node, self.log, self.own = folder, rank, node, log, own
+        self.before = f"rank {rank} | ".encode() if own else b""  # as contract/rank_lines.py has it
+
+
+def _filter(before: bytes) -> output.Filter | None:
+    """Between the rank and its log, where pass_env has handed in what no log may show, or others write to it too."""
+    if not before and not os.environ.get("DRAY_PASSED"):
         return None
     from dray.runner import output  # noqa: PLC0415  5 ms, which other ranks need not wait for
 
-    return output.between()
+    return output.between(before)
 
 
 def _heartbeat(rank: str) -> int:
@@ -115,16 +130,19 @@ def _bind() -> None:
         print(f"dray: this rank is not bound to its cores: {error}", file=sys.stderr, flush=True)
 
 
-def _failed(folder: str, rank: str, node: str, code: int, why: str, log: str) -> int:
-    number = int(rank) if rank.isdigit() else None
-    name = f"rank-{rank or 'unknown'}"
+def _failed(place: Place, code: int, why: str) -> int:
+    number = int(place.rank) if place.rank.isdigit() else None
+    name = f"rank-{place.rank or 'unknown'}"
     try:
-        from dray.contract import files  # only a rank that died pays for these  # noqa: PLC0415
+        from dray.contract import rank_lines  # only a rank that died pays for these  # noqa: PLC0415
         from dray.runner import record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
-        _failed_alone(f"{folder}/{run_folder.failure(name)}", node, number, code, f"{why}; the image is gone: {error}")
+        why = f"{why}; the image is gone: {error}"
+        _failed_alone(f"{place.folder}/{run_folder.failure(name)}", place.node, number, code, why)
         return code
-    record.write(folder, name, node=node, rank=number, code=code, why=why, log=log, last_lines=files.tail(log))
+    lines = rank_lines.tail(place.log, number if place.own else None)
+    told = {"rank": number, "code": code, "why": why, "log": place.log, "last_lines": lines}
+    record.write(place.folder, name, own=place.own, node=place.node, **told)
     return code
 
 

@@ -6,38 +6,111 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dray.contract import files, hardware, run_folder
 from dray.runner import output
 
+_ENOUGH = 64  # records on the shared disk of a run of many ranks
 
-def write(folder: str, name: str, **fields: object) -> None:
-    """failures/NAME.json. A disk that is full must not hide the exit code as well."""
-    target = f"{folder}/{run_folder.failure(name)}"
+
+def write(folder: str, name: str, *, own: str = "", **fields: object) -> None:
+    """failures/NAME.json. A disk that is full must not hide the exit code as well.
+
+    With a folder of the node's `own` it is there first; on the shared disk only the first one of a node, while few are.
+    """
     if not fields.get("lost"):  # this node tells nothing of another that is gone
         from dray.runner import evidence  # noqa: PLC0415  only what has failed pays for it
 
-        fields["evidence"] = evidence.collect(folder, fields.get("log"))
+        fields["evidence"] = evidence.collect(folder, fields.get("log"), fields.get("rank") if own else None)
+    text = json.dumps({"time": time.time(), **output.redacted(fields)}, indent=1)
+    if own:
+        _write(f"{own}/{run_folder.failure(name)}", text)
+        if not _first(own, str(fields["node"])) or crowded(folder):
+            return
+    _write(f"{folder}/{run_folder.failure(name)}", text)
+
+
+def _write(target: str, text: str) -> None:
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        files.write_atomic(target, json.dumps({"time": time.time(), **output.redacted(fields)}, indent=1))
+        files.write_atomic(target, text)
     except OSError as error:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def _first(own: str, node: str) -> bool:
+    """Whether no other rank of this node has failed: one machine may be several nodes."""
+    try:
+        os.close(os.open(_mark(own, node), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk
+        return True
+    return True
+
+
+def _mark(own: str, node: str) -> str:
+    return f"{own}/{run_folder.FAILURES}/{node}.first"
+
+
+def crowded(folder: str) -> bool:
+    """Whether so many have failed that one more record tells nothing."""
+    try:
+        return len(os.listdir(f"{folder}/{run_folder.FAILURES}")) >= _ENOUGH
+    except OSError:
+        return False
+
+
+def exists(folder: str, name: str) -> bool:
+    """Whether another node has written it."""
+    return os.path.exists(f"{folder}/{run_folder.failure(name)}")
+
+
+def forget(own: str, node: str, names: Iterable[str]) -> None:
+    """Before all ranks start again: what the node's own folder has of the start before."""
+    for path in (*(f"{own}/{run_folder.failure(name)}" for name in names), _mark(own, node)):
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What this node is."""
+    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}.get(plan.get("variant", ""), "cpu")
+    seen = hardware.look(accelerator, environ, packages=me == 0)
+    return {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
+
+
+def introduce(plan: Mapping[str, Any], me: int, environ: Mapping[str, str], report: Callable[[str, Any], None]) -> None:
+    """Leave what this node is, for the capsule: in a run of many ranks the first node hears it."""
+    if plan["world"].get("logs_by_node"):
+        report("about", about(plan, me, environ))
+    else:
+        this_node(plan, me, environ)
 
 
 def this_node(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> None:
     """nodes/node-N.json, for the capsule; no run fails for want of it."""
     target = f"{plan['folder']}/{run_folder.node(me)}"
-    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}.get(plan.get("variant", ""), "cpu")
     try:
-        seen = hardware.look(accelerator, environ, packages=me == 0)
+        told = about(plan, me, environ)
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        told = {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
         files.write_atomic(target, json.dumps(told, indent=1))
     except (OSError, ValueError) as error:
         print(f"dray: {target} cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+def lines(target: str, told: Iterable[Mapping[str, Any]]) -> None:
+    """A file of JSON lines."""
+    _write(target, "".join(f"{json.dumps(one)}\n" for one in told))
+
+
+def copy(source: str, target: str) -> None:
+    """A text of the node's own folder."""
+    with open(source, encoding="utf-8", errors="replace") as file:
+        _write(target, file.read())
 
 
 def failing_nodes(folder: str, names: Iterable[str]) -> None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import files, heartbeat, processes, run_folder
-from dray.runner import record
+from dray.contract import heartbeat, processes, rank_lines, run_folder
+from dray.runner import node, record
 
 _KILLED = 137
 _WAIT_S = 0.5  # for a program to end with its supervisor, or for one that is alive to write down how its rank ended
@@ -23,17 +23,17 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
         while (silent := _silent(plan, rank)) is not False and time.monotonic() < deadline:
             time.sleep(0.02)
         if silent:
-            log = f"{plan['folder']}/{run_folder.rank_log(rank)}"
+            log, own = node.log_of(plan, rank)
             why = "killed by SIGKILL, or the process that supervises it was"
             record.write(
-                plan["folder"], f"rank-{rank}", node=name, rank=rank, code=_KILLED, why=why, log=log,
-                last_lines=files.tail(log),
+                plan["folder"], f"rank-{rank}", own=own, node=name, rank=rank, code=_KILLED, why=why, log=log,
+                last_lines=rank_lines.tail(log, rank if own else None),
             )  # fmt: skip
 
 
 def _silent(plan: Mapping[str, Any], rank: int) -> bool | None:
     """Whether its program is gone, and neither its end nor a record of that was written; None while it is there."""
-    if os.path.exists(f"{plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
+    if os.path.exists(f"{node.own(plan) or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
         return False
     try:
         with open(heartbeat.path(plan["scratch"], rank), "rb") as file:

@@ -23,7 +23,7 @@ from dray import __version__
 from dray.contract import files, secrets
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.contract.values import printable
-from dray.runs import why
+from dray.runs import rank_log, why
 from dray.runs.paths import RunPaths, attempts
 from dray.runs.write import read
 
@@ -95,8 +95,9 @@ def _chosen(paths: RunPaths) -> Iterator[Path]:
     failures = _listed(paths.failures, "*.json", _RECORDS)
     yield from failures
     yield from _listed(paths.failures, "restart-*/*.json", _RECORDS)
-    failed = [paths.logs / f"{path.stem}.log" for path in failures]
-    logs = [*failed, paths.rank_log(0), *_listed(paths.logs, "node-*.log", _LOGS), *_listed(paths.logs, "*.log", _LOGS)]
+    failed = [_log_of(paths, path.stem) for path in failures]
+    first, nodes = rank_log.find(paths.folder, 0).path, _listed(paths.logs, "node-*.log", _LOGS)
+    logs = [*failed, first, *nodes, *_listed(paths.logs, "*.log", _LOGS)]
     yield from list(dict.fromkeys(logs))[:_LOGS]
     yield paths.metrics
     yield from _listed(paths.run, "job-*.log", 2)
@@ -104,6 +105,12 @@ def _chosen(paths: RunPaths) -> Iterator[Path]:
     for before in earlier[-_EARLIER:]:
         yield before.result
         yield from _listed(before.failures, "*.json", _RECORDS)
+
+
+def _log_of(paths: RunPaths, failure: str) -> Path:
+    rank = failure.removeprefix("rank-")
+    known = failure != rank and rank.isascii() and rank.isdecimal() and len(rank) < 8
+    return rank_log.find(paths.folder, int(rank)).path if known else paths.logs / f"{failure}.log"
 
 
 def _listed(folder: Path, pattern: str, most: int) -> list[Path]:

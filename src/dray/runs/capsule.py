@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -170,19 +171,28 @@ def _belonging(paths: RunPaths) -> Iterator[Path]:
             if regular and path != paths.plan and path.name not in _NOT and ".part-" not in path.name:
                 yield path
     yield from sorted(paths.nodes.glob("node-*.json"))[:_MOST]
-    yield from [paths.preflight_report] if paths.preflight_report.is_file() else []
+    yield from (path for path in (paths.folder / run_folder.ALL_NODES, paths.preflight_report) if path.is_file())
 
 
 def _nodes(paths: RunPaths) -> tuple[tuple[Node, ...], dict[str, str]]:
     """As each runner has written it, in their order; a damaged one is left out."""
     nodes, packages = [], dict[str, str]()
-    for path in sorted(paths.nodes.glob("node-*.json"))[:_MOST]:
-        with suppress(OSError, ValueError, RecursionError):  # ValidationError is a ValueError
-            told = printable(json.loads(files.read(path, limit=_NODE)))
+    for text in _told(paths):
+        with suppress(ValueError, RecursionError):  # ValidationError is a ValueError
+            told = printable(json.loads(text))
             if isinstance(told, dict):
                 packages |= _texts(told.pop("packages", None))
                 nodes.append(Node.model_validate({name: _cut(value) for name, value in told.items()}))
     return tuple(sorted(nodes, key=lambda one: one.node)), packages
+
+
+def _told(paths: RunPaths) -> Iterator[bytes]:
+    """What each node has told: a file, or a line of the one that the first node writes in a run of many ranks."""
+    for path in sorted(paths.nodes.glob("node-*.json"))[:_MOST]:
+        with suppress(OSError):
+            yield files.read(path, limit=_NODE)
+    with suppress(OSError), files.open_regular(paths.folder / run_folder.ALL_NODES) as file:
+        yield from islice(iter(lambda: file.readline(_NODE), b""), _MOST)
 
 
 def _cut(value: Any) -> Any:  # noqa: ANN401  any JSON value

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, capsule, causes, cost, grace, noted, records, startup
+from dray.runs import again, capsule, causes, cost, grace, noted, rank_log, records, startup
 from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, newest_checkpoint
@@ -219,7 +219,8 @@ class _Left:
 
     def missing(self, plan: Plan, *, ended: bool) -> Cause | None:
         """Rank 0 is the cause where a training ended with 0 and left less than one does that ended well."""
-        log, final = self.paths.rank_log(0), self.paths.final_model
+        own, final = rank_log.find(self.paths.folder, 0), self.paths.final_model
+        log = own.path
         here = plan.world.shared_folder or self.tried(log, log.is_file)  # else another machine has the files
         if plan.recipe.train is None or not here:
             return None
@@ -228,7 +229,7 @@ class _Left:
         kept = plan.recipe.checkpoint.final
         left += [f"no model in {final}"] if kept and not self.tried(config, config.is_file) else []
         why = f"it ended with exit code 0, and left {' and '.join(left)}"
-        node, lines = plan.world.nodes[0].name, files.tail(log)
+        node, lines = plan.world.nodes[0].name, own.tail()
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
         return cause if left else None
 
@@ -247,6 +248,7 @@ class _Left:
         transports = " and ".join(sorted({rank["transport"] for rank in report["ranks"]}))
         best = max((row["bus_gb_s"] for row in report["sweep"]), default=0.0)
         slow = "".join(sorted({f"; {rank['warning']}" for rank in report["ranks"] if "warning" in rank}))
+        slow += "".join(f"; slow: {line}" for line in report.get("slow_links", ()))
         return f"{transports}, {best:.2f} GB/s of bus bandwidth, in {sum(report['seconds'].values()):.1f} s{slow}"
 
     def tidy(self) -> None:

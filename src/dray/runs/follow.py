@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from dray.contract import files
+from dray.contract import files, rank_lines
+from dray.runs.rank_log import RankLog
 
 _MARK = 64  # bytes before the place, by which a file is known that was written anew
 
@@ -70,15 +71,20 @@ class Growing:
 
 
 class Output:
-    """What a rank prints, byte for byte: a program may draw a bar of its own."""
+    """What a rank prints, byte for byte: a program may draw a bar of its own. Of its node's log, only its lines."""
 
-    def __init__(self, log: Path) -> None:
-        self._file, self._last = Growing(log), b"\n"
+    def __init__(self, log: RankLog) -> None:
+        self._file, self._last = Growing(log.path), b"\n"
+        self._before, self._part = b"" if log.rank is None else rank_lines.prefix(log.rank), b""
         self.empty = True
 
     def look(self) -> None:
         """Show what has come since the last look."""
         new = self._file.read()
+        if self._before:
+            *lines, self._part = (self._part + new).split(b"\n")
+            own = (line for line in lines if line.startswith(self._before))
+            new = b"".join(line[len(self._before) :] + b"\n" for line in own)
         if new:
             self._last, self.empty = new[-1:], False
             sys.stdout.flush()

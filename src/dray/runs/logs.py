@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dray.contract import files
+from dray.contract import files, rank_lines
 from dray.contract.findings import ConfigError, counted
 from dray.runs.follow import Growing
 from dray.runs.paths import RunPaths
@@ -34,9 +34,34 @@ Joined = tuple[float, "Log", bytes]
 class Log(Growing):
     """One file, read from where the last reading ended."""
 
-    def __init__(self, label: str, path: Path, kind: str, number: int) -> None:
+    def __init__(
+        self,
+        label: str,
+        path: Path,
+        kind: str,
+        number: int,
+        *,
+        ranks: bool = False,
+        only: int | None = None,
+        width: int = 0,
+    ) -> None:
         super().__init__(path)
         self.label, self.kind, self.number = label, kind, number
+        self.ranks = ranks  # whether it has the lines of its node's ranks too
+        self.only = only  # the rank whose lines alone are wanted of it
+        self.width = width  # letters of the longest name of one of these
+        self._of: dict[int, Log] = {}
+
+    def split(self, line: bytes) -> tuple[Log, bytes] | None:
+        """Whose line it is, and what that has written; None for one that is not wanted."""
+        rank, text = rank_lines.split(line) if self.ranks else (None, line)
+        if self.only not in (None, rank):
+            return None
+        if rank is None:
+            return self, line
+        if rank not in self._of:
+            self._of[rank] = Log(f"rank {rank}", self.path, "rank", rank)
+        return self._of[rank], text
 
     def new(self, *, whole: bool) -> Iterator[bytes]:
         """The lines that have come since; one without its end only if that is the `whole` file."""
@@ -45,9 +70,17 @@ class Log(Growing):
                 yield line.rstrip(b"\n")
 
 
-def of(paths: RunPaths, *, node: int | None = None, rank: int | None = None, each: int = 1) -> list[Log]:
-    """Those of an attempt, nodes first; of one rank, or of one node with its ranks. `each` ranks are on a node."""
+def of(
+    paths: RunPaths, *, node: int | None = None, rank: int | None = None, each: int = 1, by_node: bool = False
+) -> list[Log]:
+    """Those of an attempt, nodes first; of one rank, or of one node with its ranks. `each` ranks are on a node.
+
+    In a run of many ranks their lines are in the logs of their nodes.
+    """
     found = []
+    if by_node and rank is not None and node in (None, rank // each):
+        path = paths.node_log(rank // each)
+        return [Log(f"rank {rank}", path, "rank", rank, ranks=True, only=rank)] if path.exists() else []
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in paths.logs.iterdir():
             if not (match := _NAME.fullmatch(path.name)):
@@ -55,7 +88,8 @@ def of(paths: RunPaths, *, node: int | None = None, rank: int | None = None, eac
             kind, number = match[1], int(match[2])
             on = number // each if kind == "rank" else number
             if (rank is None or (kind, number) == ("rank", rank)) and node in (None, on):
-                found.append(Log(f"{kind} {number}", path, kind, number))
+                ranks, last = by_node and kind == "node", len(f"rank {(number + 1) * each - 1}")
+                found.append(Log(f"{kind} {number}", path, kind, number, ranks=ranks, width=last * ranks))
     return sorted(found, key=lambda log: (log.kind == "rank", log.number, log.kind))
 
 
@@ -85,7 +119,8 @@ def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[Jo
     clock = _Clock(began, written(log.path) or time.time(), steps)
     try:
         for line in log.new(whole=whole):
-            yield clock.of(line), log, line
+            if own := log.split(line):
+                yield clock.of(own[1]), *own
     except OSError as error:  # the others are shown all the same
         yield began, log, f"dray: this log cannot be read: {error.strerror}".encode()
 
@@ -96,8 +131,7 @@ def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
         with suppress(OSError):
             # A stat first: opening all of a thousand logs five times a second is a load for a shared disk.
             if log.path.stat().st_size != log.position:
-                for line in log.new(whole=False):
-                    yield log, line
+                yield from filter(None, map(log.split, log.new(whole=False)))
 
 
 class _Clock:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from dray.contract import exit_codes, files, secrets
 from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
-from dray.runs import causes
+from dray.runs import causes, rank_log
+from dray.runs.rank_log import RankLog
 from dray.runs.result import Cause
 
 RECORD = 1 << 20
@@ -64,16 +65,16 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
             raise ValueError(f"its time is {time}")
         cause = Cause.model_validate(record)
         if cause.log is None and cause.rank is not None:  # its supervisor could write no more than a line
-            log = logs / f"{path.stem}.log"
-            cause = cause.model_copy(update={"log": str(log), "last_lines": files.tail(log)})
+            own = rank_log.find(logs.parent, cause.rank)
+            cause = cause.model_copy(update={"log": str(own.path), "last_lines": own.tail()})
         return Record(time, cause, bool(record.get("lost")))
     except Exception as error:
         warn(f"{path} cannot be read: {reason(error)}")
     kind, _, number = path.stem.partition("-")
     rank = int(number) if kind == "rank" and re.fullmatch("[0-9]{1,9}", number) else None
-    log = logs / f"{path.stem}.log"
+    own = RankLog(logs / f"{path.stem}.log") if rank is None else rank_log.find(logs.parent, rank)
     why = f"it failed, and its record is damaged ({path.name})"
-    lines = files.tail(log)
+    log, lines = own.path, own.tail()
     code = code or exit_codes.FAILED
     return Record(modified(path), Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines), False)
 

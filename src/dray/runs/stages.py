@@ -18,6 +18,7 @@ from dray.runs.paths import RunPaths
 
 _HEAD = 1 << 18  # bytes of a node's log in which the first lines are
 _MOST = 16  # warnings, and slow ranks
+_LAUNCHED = b'"launched": '
 _JOINED, _PROVED = b"dray: cores of each rank: ", b"dray: preflight took "
 _QUIET_S = 120.0
 
@@ -105,13 +106,14 @@ def _stage(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> str:
 
 def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
     """Before the trainer's first line of metrics, and of a command, which has none."""
-    log = _head(paths.node_log(0))
+    log, rendezvous = _head(paths.node_log(0)), paths.folder / run_folder.RENDEZVOUS
+    by_node = dig(plan, "world", "logs_by_node") is True
     proved = not plan.get("preflight") or _PROVED in log
     stages = {
         "the command runs" if dig(plan, "recipe", "command") else "ranks load the data and build the model":
-            paths.rank_log(0).exists(),
+            paths.rank_log(0).exists() or (by_node and _LAUNCHED in _head(rendezvous)),
         "the launcher starts the ranks" if proved else "preflight": _JOINED in log,
-        "rendezvous: the first node waits for the others": (paths.folder / run_folder.RENDEZVOUS).exists(),
+        "rendezvous: the first node waits for the others": rendezvous.exists(),
         "nodes copy the image and start it" if plan.get("stage") else "nodes start the image":
             paths.node_log(0).exists(),
         "Slurm starts the nodes" if plan.get("job") else "the nodes start": True,

@@ -1,0 +1,33 @@
+"""The environment of what a runner starts: the launcher, and the ranks of the preflight."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dray.contract import heartbeat, rank_lines, run_folder
+from dray.runner import cores, node
+from dray.runner.start import Start
+
+
+def of(
+    plan: Mapping[str, Any], me: int, store: tuple[str, int], start: Start, gloo: Mapping[str, str]
+) -> dict[str, str]:
+    """On this node, with the store at this address and port."""
+    world = plan["world"]
+    found = {
+        # Where nobody has set another; torchrun and torch leave files in the first.
+        "TMPDIR": plan["scratch"],
+        **gloo,
+        **os.environ,
+        **cores.placed(world, os.environ),
+        # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
+        **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        heartbeat.FOLDER: plan["scratch"],
+        **({rank_lines.VARIABLE: f"{plan['folder']}/{run_folder.node_log(me)}"} if node.own(plan) else {}),
+    }
+    if world["max_restarts"]:  # the launcher, which starts ranks once, would tell them another number
+        found["DRAY_RESTARTS"] = f"{start.number}/{world['max_restarts']}"
+    return found
