@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sourced by slurm/lib.sh: what a job does when its nodes have ended. `dray finish` in the image writes the result and
 # decides what comes next, in the attempt's file `next`; Slurm's commands are here, outside.
-# It uses what lib::main has set: image, attempt, given, lost, stopped_by, stopped_at.
+# It uses what lib::main has set: image, attempt, given, lost, stopped_by, stopped_at, began_at.
 # shellcheck disable=SC2154
 
 end::finish() { # CODE: result.json and the last words; without the image this script's own
@@ -20,7 +20,16 @@ end::finish() { # CODE: result.json and the last words; without the image this s
     "fix:    see $attempt/failures and $attempt/logs, the first failure first"
 }
 
-end::job() { # CODE: whom to tell how it ended; of one that did not end well, what Slurm knows, and when it was asked to end
+end::cost() { # what the attempt had, for how long, and the energy of each of the job's steps, where Slurm counts it
+  local now gpus="${SLURM_GPUS_ON_NODE:-0}"
+  ((${#lost[@]} > 0)) || echo "first_of_job=1" # the wait in the queue was for this attempt
+  lib::uptime
+  echo "begun_s=$began_at ended_s=$now allocated_nodes=$SLURM_JOB_NUM_NODES allocated_gpus=${gpus##*:}"
+  ! type -P sacct >/dev/null ||
+    timeout 3 sacct --noheader --parsable2 --jobs="$SLURM_JOB_ID" --format=JobIDRaw,ConsumedEnergyRaw 2>/dev/null | sed 's/^/sacct=/' || true
+}
+
+end::job() { # CODE: whom to tell how it ended, what it cost, and what Slurm knows of the job; when it was asked to end
   local webhook="${DRAY_WEBHOOK_FILE:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/webhook}" url=""
   if [[ -f "$webhook" && -O "$webhook" ]]; then
     if [[ "$(stat --dereference --format=%a -- "$webhook")" == *00 ]]; then
@@ -30,11 +39,11 @@ end::job() { # CODE: whom to tell how it ended; of one that did not end well, wh
       echo "warning: $webhook is not used: chmod 600 it, since its URL is a secret" >&2
     fi
   fi
-  (($1 != 0)) || return 0
   [[ -z "$stopped_by" ]] || echo "signal=$stopped_by at=$stopped_at end=${SLURM_JOB_END_TIME:-} restarts=${SLURM_RESTART_COUNT:-0}"
   [[ "${ENVIRONMENT:-}" != BATCH ]] || echo "BatchFlag=1" # which sbatch sets, also where the controller does not answer
   # Slurm kills this script some seconds later (KillWait): there is no time for a controller that does not answer.
   ! type -P scontrol >/dev/null || timeout 5 scontrol show job --oneliner "$(end::id)" || true
+  end::cost
 }
 
 end::id() { # this job as Slurm is asked of it: the number of an array's last task is that of the array, and means all of it
@@ -111,7 +120,11 @@ end::follow() { # [NODE,NODE...]: where Slurm does not put jobs back, another on
       gres=*) value="${value//gres\/gpu/gpu}" value="${value//gres\//}" ;;
       exclude=*) value+="${value:+${1:+,}}${1:-}" ;;
       mem*=*) [[ "$value" != 0 ]] || value="" ;; # --mem=0 would be all of it
-      output=*) [[ -z "$value" ]] || words+=(--open-mode=append) ;;
+      output=*)
+        [[ -z "$value" ]] || words+=(--open-mode=append)
+        # The next job is no task of an array, and would take these for other numbers.
+        [[ -z "${SLURM_ARRAY_TASK_ID:-}" ]] || value="${value//%A/$SLURM_ARRAY_JOB_ID}" value="${value//%a/$SLURM_ARRAY_TASK_ID}"
+        ;;
     esac
     [[ -z "$value" ]] || words+=("--${option%%=*}=$value")
   done

@@ -97,6 +97,18 @@ lib::listen() { # FUNCTION: which is called with each signal's name
   done
 }
 
+lib::uptime() { # sets `now`: seconds by a clock that nobody sets
+  now=""
+  { read -r now _ </proc/uptime; } 2>/dev/null || true
+}
+
+lib::asked() { # for the nodes' script: when this one began the attempt, had the plan, and asked for the nodes
+  local now boot=""
+  { read -r boot </proc/sys/kernel/random/boot_id; } 2>/dev/null || true
+  lib::uptime
+  export DRAY_ASKED="asked_boot=$boot begun=$began_at planned=$planned_at asked=$now"
+}
+
 lib::late() { # SIGNAL: between the nodes' end and the next start of nodes, if there is one
   late="$1"
 }
@@ -126,8 +138,9 @@ lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has
   local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" folder="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}"
   # A number of another cluster's that has the same disk is unknown here too.
   grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
-  if answer="$(timeout 10 squeue --noheader --jobs="$job" 2>&1)"; then
-    [[ -z "$answer" ]] || return 0 # also while its nodes are still ending its processes
+  if answer="$(timeout 10 squeue --array --noheader --format=%A --jobs="$job" 2>&1)"; then
+    # Also while its nodes are still ending its processes. The other tasks of an array that has this number are other jobs.
+    [[ "$answer" =~ ^[0-9$'\n']*$ && $'\n'"$answer"$'\n' != *$'\n'"$job"$'\n'* ]] || return 0
   else
     [[ "$answer" == *"Invalid job id specified"* ]] || return 0
   fi
@@ -147,6 +160,8 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
   local staged=""
+  lib::uptime
+  local -r planned_at="$now"
   stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options
@@ -155,6 +170,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   # --export=ALL: where sbatch was told to export nothing, srun would take that over, and the engine had no PATH.
   # --disable-status: the first INT is passed on, and no second one kills. It has a process group of its own, where no
   # terminal's Ctrl-C comes too.
+  lib::asked
   set -m
   DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
@@ -208,7 +224,9 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     shift
   done
   lib::slurm
-  local nodes_pid="" stopped_by="" stopped_at="" late=""
+  local nodes_pid="" stopped_by="" stopped_at="" late="" now began_at
+  lib::uptime
+  began_at="$now"
   lib::listen lib::heard
   local recipe="" engine image layer="" attempt="" checkpoints="" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
   local -a settings=() command=()
@@ -248,7 +266,8 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     echo "run folder: ${attempt%/*}"
     lib::lease || true
     lib::start || code=$?
-    given_run="${attempt%/*}" nodes_pid=""
+    lib::uptime
+    given_run="${attempt%/*}" nodes_pid="" began_at="$now"
     cd -- "$here" || return
     lib::listen lib::heard
     [[ -z "$late" ]] || lib::heard "$late"

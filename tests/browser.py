@@ -12,6 +12,27 @@ from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
+# What a text and what is behind it look like, as computed, and their contrast by WCAG 2.
+INK = """
+const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+function colour(frame, owner) {
+  const text = channels(frame.contentWindow.getComputedStyle(owner).color);
+  for (let up = owner; up; up = up.parentElement) {
+    const ground = channels(frame.contentWindow.getComputedStyle(up).backgroundColor);
+    if (ground.length < 4 || ground[3] == 1) return {text, ground};
+  }
+  return {text, ground: [255, 255, 255]};
+}
+function contrast(a, b) {
+  const light = (rgb) => {
+    const [r, g, b] = rgb.slice(0, 3).map((c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const [one, other] = [light(a), light(b)].sort((x, y) => y - x);
+  return (one + 0.05) / (other + 0.05);
+}
+"""
+
 # The page is in frames of these widths, whose media queries go by them; the page itself has no script and allows none.
 _MEASURE = """
 const rough = (box) => [box.left, box.top, box.right, box.bottom].map(Math.round);
@@ -54,23 +75,6 @@ function look(frame) {
   }
   return found;
 }
-const channels = (text) => text.match(/[\\d.]+/g).map(Number);
-function colour(frame, owner) {
-  const text = channels(frame.contentWindow.getComputedStyle(owner).color);
-  for (let up = owner; up; up = up.parentElement) {
-    const ground = channels(frame.contentWindow.getComputedStyle(up).backgroundColor);
-    if (ground.length < 4 || ground[3] == 1) return {text, ground};
-  }
-  return {text, ground: [255, 255, 255]};
-}
-function contrast(a, b) {
-  const light = (rgb) => {
-    const [r, g, b] = rgb.slice(0, 3).map((c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const [one, other] = [light(a), light(b)].sort((x, y) => y - x);
-  return (one + 0.05) / (other + 0.05);
-}
 onload = () => {
   document.body.append(Object.assign(document.createElement('pre'), {
     id: 'found', textContent: JSON.stringify([...document.querySelectorAll('iframe')].map(look)),
@@ -107,7 +111,7 @@ def measured(page: Path, widths: tuple[int, ...], folder: Path, *, dark: bool = 
     frames = "".join(f'<iframe style="width:{w}px;height:900px;border:0" srcdoc="{content}"></iframe>' for w in widths)
     harness = folder / "harness.html"
     harness.write_text(
-        f"<!doctype html><meta charset=utf-8><body>{frames}<script>{_MEASURE}</script>", encoding="utf-8"
+        f"<!doctype html><meta charset=utf-8><body>{frames}<script>{INK}{_MEASURE}</script>", encoding="utf-8"
     )
     ended = chromium(
         "--dump-dom", f"--window-size={max(widths) + 100},1200", harness.as_uri(), folder=folder, dark=dark

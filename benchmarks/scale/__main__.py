@@ -7,9 +7,15 @@ import sys
 import plans
 import rendezvous
 import staging
+import startup
 import table
 
-SIMULATIONS = {"rendezvous": rendezvous.rows, "plan": plans.rows, "staging": staging.rows}
+SIMULATIONS = {
+    "rendezvous": rendezvous.rows,
+    "plan": plans.rows,
+    "startup": startup.rows,
+    "staging": staging.rows,
+}
 
 
 def main(names: list[str]) -> int:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import accessible
 import sources
 from sphinx.cmd.build import main as sphinx
 
@@ -22,6 +23,7 @@ def build(out: Path) -> int:
         argv = ["-c", str(HERE), "-d", str(Path(made, "doctrees")), "-b", "html", "-q", "-W", "--keep-going"]
         code = sphinx([*argv, str(pages), str(html)])
         if code == 0:
+            accessible.mend(html)
             (html / ".buildinfo").unlink(missing_ok=True)
             shutil.rmtree(out, ignore_errors=True)
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
-
-from sphinx.application import Sphinx
 
 project = "dray"
 extensions = ["myst_parser"]
@@ -30,16 +26,3 @@ suppress_warnings = [
     "myst.header",  # a page of GitHub may begin at any level
 ]
 exclude_patterns = ["files"]
-
-
-def _reachable(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: object) -> None:
-    """What scrolls sideways can be reached by keyboard."""
-    if body := context.get("body"):
-        body = re.sub(r"<pre>", '<pre tabindex="0">', body)
-        context["body"] = re.sub(r'<div class="table-wrapper', '<div tabindex="0" class="table-wrapper', body)
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx calls it."""
-    app.connect("html-page-context", _reachable, priority=900)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}

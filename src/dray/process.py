@@ -243,6 +243,17 @@ class Running:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=seconds)
 
+    def ask(self, number: int, seconds: float) -> bool:
+        """Send the whole group a signal, and say whether it has ended within so many seconds."""
+        began = time.monotonic()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+        while self.code() is None and time.monotonic() - began < (
+            min(seconds, _GRACE) if Interrupts.hurry else seconds
+        ):
+            self.wait(0.1)
+        return self.code() is not None
+
     def stop(self) -> None:
         """End the whole group, with SIGTERM first. Ranks have sessions of their own and end with their launcher.
 

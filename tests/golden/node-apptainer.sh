@@ -2,6 +2,19 @@
 # Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
+# contains this file.
+
+node::now() { # NAME
+  local now
+  { read -r now _ </proc/uptime; } 2>/dev/null || return 0
+  started+=" $1=$now"
+}
+
+{ read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
+started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
+node::now began
+
 # The engine would hand these in as well, and no plan would show them.
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
@@ -143,6 +156,8 @@ if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_N
 if [[ -v SLURM_CPUS_ON_NODE ]]; then export APPTAINERENV_SLURM_CPUS_ON_NODE="$SLURM_CPUS_ON_NODE"; fi
 if [[ -v DRAY_IMAGE_ID ]]; then export APPTAINERENV_DRAY_IMAGE_ID="$DRAY_IMAGE_ID"; fi
 [[ "$traced" != *x* ]] || set -x
+
+export APPTAINERENV_DRAY_STARTED="$started"
 
 node::start apptainer \
   --quiet \

@@ -2,6 +2,19 @@
 # Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
+# contains this file.
+
+node::now() { # NAME
+  local now
+  { read -r now _ </proc/uptime; } 2>/dev/null || return 0
+  started+=" $1=$now"
+}
+
+{ read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
+started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
+node::now began
+
 # dray: else accelerate looks for GPUs
 export ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
@@ -30,6 +43,8 @@ export TRITON_CACHE_AUTOTUNING=1
 export TRITON_CACHE_DIR=/tmp/dray-7-r/triton
 # dray: Triton's other folders, which are in the home by default
 export TRITON_HOME=/tmp/dray-7-r
+
+export DRAY_STARTED="$started"
 
 cd '/shared/my work/runs/r1/attempt-1'
 

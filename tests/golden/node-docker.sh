@@ -2,6 +2,19 @@
 # Starts run r1 on one node. dray 0.0.0 wrote it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
+# contains this file.
+
+node::now() { # NAME
+  local now
+  { read -r now _ </proc/uptime; } 2>/dev/null || return 0
+  started+=" $1=$now"
+}
+
+{ read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
+started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
+node::now began
+
 # dray: else accelerate looks for GPUs
 export ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
@@ -103,6 +116,8 @@ for device in /dev/infiniband /dev/cxi*; do
   [[ ! -e "$device" ]] || devices+=("--device=$device")
 done
 
+export DRAY_STARTED="$started"
+
 exec docker \
   run \
   --rm \
@@ -133,6 +148,7 @@ exec docker \
   --env=DRAY_NODE_NAME \
   --env=DRAY_CPUS \
   --env=DRAY_IMAGE_ID \
+  --env=DRAY_STARTED \
   "${mounts[@]}" \
   '--workdir=/shared/my work/runs/r1/attempt-1' \
   dray:cpu \

@@ -20,6 +20,7 @@ from dray.contract import hardware, run_folder
 from dray.contract.findings import ConfigError, DrayError
 from dray.runner import record
 from dray.runs import capsule, pack, source, verify
+from dray.runs.capsule_schema import Node
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.write import read
@@ -66,12 +67,12 @@ def test_a_runner_tells_what_a_capsule_has(tmp_path: Path) -> None:
     record.this_node(plan, 0, {"OMP_NUM_THREADS": "3", "DRAY_CORES": "0-2"})
     told = json.loads((tmp_path / run_folder.node(0)).read_text())
     packages = told.pop("packages")
-    node = capsule.Node.model_validate(told)
+    node = Node.model_validate(told)
     assert packages["pydantic"]
     assert (node.name, node.threads, node.cores_of_ranks, node.gpus) == ("n1", 3, "0-2", ())
     assert node.cpu
     assert node.kernel == f"Linux {os.uname().release}"
-    assert set(hardware.look("rocm", {})) | {"node", "name"} == set(capsule.Node.model_fields)
+    assert set(hardware.look("rocm", {})) | {"node", "name"} == set(Node.model_fields)
 
 
 def test_a_run_goes_on_where_a_node_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

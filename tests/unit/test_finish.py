@@ -231,6 +231,11 @@ class TestDone:
             f"  | its last line\n  log: {paths.rank_log(0)}\nrun folder: {paths.run}\nexit code: 1"
         )
 
+    def test_a_run_that_is_to_keep_no_model(self, root: Path, tmp_path: Path) -> None:
+        paths = begun(root, tmp_path, "checkpoint.final=false")
+        self.left(paths, self.END, model=False)
+        assert (finish(paths, code=0).status, finish(paths, code=0).cause) == ("done", None)
+
     def test_a_machine_that_shares_no_disk_with_rank_0(self, root: Path, tmp_path: Path) -> None:
         recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
         hosts = FACTS.model_copy(update={"scheduler": "hosts", "engine": "bare", "port": 20000})

@@ -79,6 +79,8 @@ def test_the_measured_ceiling_stands_beside_the_makers_figure(monkeypatch: pytes
 
     real = device.ceiling(torch.device("cpu"), torch.float32, size=64, seconds=0.003)
     assert 0 < real < 100
+    real = device.quick_ceiling(torch.device("cpu"), torch.float32, seconds=0.003)
+    assert 0 < real < 100
     monkeypatch.setattr(device, "ceiling", lambda _, half: {torch.bfloat16: 612.4, torch.float16: 90.0}[half])
     said = {}
     for name in ("NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB", "NVIDIA A10G"):

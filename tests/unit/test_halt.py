@@ -17,9 +17,11 @@ from dray.contract import processes
 from dray.contract.findings import ConfigError, UnfitError
 from dray.facts import Facts
 from dray.runs import halt, live, submit
+from dray.runs import look as shown
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.result import summary
+from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
@@ -128,8 +130,45 @@ def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPath
     paths.metrics.write_text('{"event": "start", "first_step": 0, "steps": 50}\n{"event": "step", "step": 20}\n')
     finish(paths, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
-    stop(paths.run)
+    safe = f"  safe:   all up to step 20, in {paths.checkpoints}/step-20"
+    assert stop(paths.run).splitlines() == [
+        "mine, attempt 1 has ended before: stopped, after step 20",
+        safe,
+        f"  resume: the same command with --run={paths.run}",
+        "its job waited in the queue, and was cancelled",
+        f"run folder: {paths.run}",
+    ]
     assert slurm.calls == ["scancel --state=PENDING 17"]
+
+
+@pytest.mark.parametrize("saved", [(), ("step-20", "step-100", "step-9x", "tmp")])
+def test_a_job_that_slurm_put_back_after_a_node_died_is_cancelled(
+    slurm: Slurm, paths: RunPaths, saved: tuple[str, ...]
+) -> None:
+    """Its attempt has left no result; what is safe is said before it is cancelled."""
+    for name in saved:
+        (paths.checkpoints / name).mkdir()
+    slurm.has(17, "PENDING")
+    here = paths.checkpoints
+    safe = f"all up to step 100, in {here}/step-100" if saved else f"no checkpoint in {here}"
+    assert stop(paths.run).splitlines()[:3] == [
+        "mine, attempt 1 has left no result", f"  safe:   {safe}", "its job waited in the queue, and was cancelled",
+    ]  # fmt: skip
+
+
+def test_another_cluster_of_the_same_slurm_is_asked(slurm: Slurm, tmp_path: Path) -> None:
+    """As dray submit wrote it down; what is shown of the run is what is done to it."""
+    run = tmp_path / "queued"
+    queued(run, 18, time.time() - 60)
+    told = json.loads((run / "job.json").read_text())
+    (run / "job.json").write_text(json.dumps(told | {"cluster": "far"}))
+    slurm.has(18, "PENDING", submitted=stamp(time.time() - 60))
+    seen = shown.look(run, Queue())
+    assert (seen.state, seen.waiting and seen.waiting.state, live.look(run).kind) == ("queued", "PENDING", "queued")
+    argv = ASKED.replace(" --format=", " --clusters=far --format=")
+    assert (slurm.folder / "calls").read_text().splitlines() == [argv] * 2
+    slurm.has(19, "PENDING")
+    assert (shown.look(run, Queue()).state, live.look(run).kind) == ("lost", "ended")
 
 
 @pytest.mark.parametrize(("words", "there"), [("--run={run} a.toml", True), ("--run={run}2 a.toml", False)])

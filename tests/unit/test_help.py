@@ -5,39 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-from typing import Any
 
 import pytest
-import typer
 
-from dray import cli
+import verbs
 from dray.config import checkout
 from dray.runs.write import read_recipe
 from helpers import ROOT
 
-
-def _tree() -> Any:
-    """All verbs, as a new process has them."""
-    shared, cli.app = cli.app, typer.Typer(epilog=cli.app.info.epilog, callback=cli._version)
-    try:
-        cli._register(None)
-        return typer.main.get_command(cli.app)
-    finally:
-        cli.app = shared
-
-
-TREE = _tree()
-
-
-def _verbs(command: Any = TREE, path: str = "dray") -> dict[str, Any]:
-    found = {path: command}
-    for name, inner in getattr(command, "commands", {}).items():
-        if not inner.hidden:
-            found |= _verbs(inner, f"{path} {name}")
-    return found
-
-
-VERBS = _verbs()
+VERBS = verbs.verbs()
 EXAMPLES = [
     (path, line.strip().replace(r"\[", "["))
     for path, command in VERBS.items()
@@ -56,15 +32,9 @@ def test_an_example_is_a_command_that_its_verb_takes(path: str, example: str, mo
     monkeypatch.chdir(ROOT)
     words = shlex.split(re.split(r" >", example)[0])
     assert words.pop(0) == "dray"
-    words = words[: words.index("--")] if words[0] in cli._START and "--" in words else words
-    context = TREE.make_context("dray", [], resilient_parsing=True)
-    command = TREE
-    while hasattr(command, "commands"):
-        name = words.pop(0)
-        command = command.commands[name]
-    command.make_context(name, list(words), parent=context)
+    command = verbs.parse(words)
     asked = VERBS[path]
-    whose = [one.callback for one in _verbs(asked).values()] if hasattr(asked, "commands") else [asked.callback]
+    whose = [one.callback for one in verbs.verbs(asked).values()] if hasattr(asked, "commands") else [asked.callback]
     assert inspect.unwrap(command.callback) in map(inspect.unwrap, whose) or path == "dray"
     recipe = next((word for word in words if word.startswith("recipes/") and "mine" not in word), "")
     if recipe:

@@ -168,10 +168,18 @@ class TestParts:
         assert raised.found == "in: its start: ImportError: libx.so"
         assert "dray: GPU 3: ImportError: libx.so" in capsys.readouterr().out
 
-    @pytest.mark.parametrize("said", ["[1]", "7", "null", '"x"', '{"finding": 3}', '{"finding": {"a": 1}}', "[" * 9999])
+    @pytest.mark.parametrize(
+        "said", ["[1]", "7", "null", '"x"', '{"finding": 3}', '{"finding": {"a": 1}}', '{"tflops": "x"}', "[" * 9999]
+    )
     def test_what_is_no_word_of_a_check_is_for_the_log(self, capsys: pytest.CaptureFixture[str], said: str) -> None:
         assert self.found(f"print({said!r})") == [[]]
         assert f"dray: GPU 3: {said}" in capsys.readouterr().out
+
+    def test_the_slowest_gpu_is_the_node_s(self, plan, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = ('{"tflops": 612.5}', '{"tflops": 590.25}', '{"tflops": NaN}', '{"tflops": -1}', '{"phase": "device"}')
+        monkeypatch.setattr(check, "parts", lambda _: [part(f"print({text!r})") for text in told])
+        measured: dict[str, float] = {}
+        assert (check.node(plan, 0, measured), measured) == (None, {"tflops": 590.25})
 
     def test_a_stop_from_outside_is_no_finding(self) -> None:
         code = (

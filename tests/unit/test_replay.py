@@ -13,6 +13,7 @@ from capsules import NODE, begun, nodes, steps
 from dray.contract.findings import ConfigError
 from dray.planning.world import SLURM
 from dray.runs import capsule, pack, replay
+from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
 from dray.runs.finish import finish
@@ -76,7 +77,7 @@ def test_a_recipe_as_a_file_is_the_same_recipe(path: Path, tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> capsule.Capsule:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Capsule:
     """Of a run that has told all."""
     return capsule.read(ended(tmp_path_factory.mktemp("told")))
 
@@ -101,18 +102,18 @@ def differs(kind: str, name: str) -> Difference:
     ],
     ids=str,
 )
-def test_when_losses_must_be_identical(told: capsule.Capsule, found: list[Difference], promised: bool) -> None:
+def test_when_losses_must_be_identical(told: Capsule, found: list[Difference], promised: bool) -> None:
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
     assert (not replay.breaks(found, recipe, told)) is promised
 
 
-def test_nothing_is_promised_of_what_was_not_recorded(told: capsule.Capsule) -> None:
+def test_nothing_is_promised_of_what_was_not_recorded(told: Capsule) -> None:
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
     unknown = "versions: the run has recorded neither packages nor nodes"
     assert replay.breaks([], recipe, told.model_copy(update={"nodes": ()})) == [unknown]
 
 
-def test_a_gpu_promises_nothing_unless_it_is_deterministic(told: capsule.Capsule) -> None:
+def test_a_gpu_promises_nothing_unless_it_is_deterministic(told: Capsule) -> None:
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda"])
     assert replay.breaks([], recipe, told) == ["training: train.deterministic is false, and this is a GPU"]
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda", "train.deterministic=true"])

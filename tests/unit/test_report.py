@@ -20,7 +20,7 @@ from dray.facts import Facts
 from dray.runs.paths import RunPaths
 from dray.runs.report import axis, curves, html, markdown, sections
 from dray.runs.report.data import gather
-from dray.runs.report.document import Document, Series
+from dray.runs.report.document import Document, Series, Spans, Table, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT, golden
@@ -128,6 +128,41 @@ def told(*folders: Path) -> Document:
 def test_the_whole_markdown(tmp_path: Path) -> None:
     made = markdown.page(told(resumed(tmp_path / "my runs")))
     golden("report.md", made.replace(str(tmp_path).replace("_", r"\_"), "/scratch/me"))
+
+
+def test_a_start_that_was_measured(tmp_path: Path) -> None:
+    """By the first node's clock, and by node; the ceiling of MFU, and what the attempts cost."""
+    paths = begin(tmp_path, "mine")
+    lines(paths, start(BEGAN, 0), step(1, BEGAN + 50))
+    first = {"container": 2.0, "rendezvous": 4.0, "import": 20.0, "compile": 12.0, "first_step": 1.5, "tflops": 700.4}
+    other = {"container": 5.5, "rendezvous": 0.5, "import": 22.0, "first_step": 0.25, "tflops": 612.3}
+    told_by = {"attempt": 1, "step": "0", "nodes": [first, other]}
+    (paths.folder / "startup.json").write_text(json.dumps(told_by))
+    spent = {"node_hours": 1.5, "gpu_hours": 6.0, "kwh": 2.5}
+    ended(paths, finished="2026-11-18T11:10:25Z", startup={"parts": {"queue": 60.0}}, spent=spent)
+    made = told(tmp_path / "mine")
+    (section,) = [one for one in made.sections if one.heading == "Start-up"]
+    spans, table, note, nodes = section.items
+    assert isinstance(spans, Spans)
+    assert isinstance(table, Table)
+    assert isinstance(note, Text)
+    assert isinstance(nodes, Table)
+    assert [row[1:] for row in table.rows] == [
+        ("queue", "60.0 s"), ("container", "2.0 s"), ("rendezvous", "4.0 s"), ("launcher and imports", "20.0 s"),
+        ("compile", "12.0 s"), ("first step", "1.5 s"), ("together", "99.5 s"),
+    ]  # fmt: skip
+    assert (nodes.caption, nodes.head) == (
+        "Each node's start, attempt 1",
+        ("node", "container", "rendezvous", "launcher and imports", "compile", "first step"),
+    )
+    assert nodes.rows == (
+        ("n1", "2.0 s", "4.0 s", "20.0 s", "12.0 s", "1.5 s"),
+        ("n2", "5.5 s", "500 ms", "22.0 s", "", "250 ms"),
+    )
+    page = markdown.page(made)
+    assert "| cost, all attempts | 6.00 GPU-hours, 2.50 kWh |" in page
+    assert "| ceiling | 612 TFLOP/s, measured before the launch, of the slowest GPU (on n2) |" in page
+    assert "an older version" not in page
 
 
 class Page(HTMLParser):

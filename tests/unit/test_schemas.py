@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from pydantic import BaseModel
 
 from dray.config.image import Image
 from dray.config.recipe import Recipe
+from dray.config.schema import Schema
 from dray.config.site import Site
 from dray.planning.plan import Plan
-from dray.runs.capsule import Capsule
+from dray.runs.capsule_schema import Capsule
 from dray.runs.result import Result
 from helpers import GOLDEN, ROOT, golden
 
@@ -45,6 +47,12 @@ def file(kind: str) -> Path:
 def test_the_schema_is_that_of_the_model(kind: str) -> None:
     jsonschema.Draft202012Validator.check_schema(schema(kind))
     golden(file(kind), json.dumps(schema(kind), indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), Result], ids=lambda model: model.__name__)
+def test_every_key_has_a_text(model: type[BaseModel]) -> None:
+    described = Schema(model).describe()
+    assert [key for key, _, _, text in described if not re.fullmatch(r"[^ ].*[.;]", text, re.DOTALL)] == []
 
 
 @pytest.mark.parametrize(("kind", "path"), FILES, ids=lambda value: value.name if isinstance(value, Path) else value)

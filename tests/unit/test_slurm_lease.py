@@ -33,7 +33,7 @@ def asked(
               "process": []}  # fmt: skip
     (Path(checkpoints or attempt.parent / "checkpoints") / "lease.json").write_text(lease or json.dumps(holder))
     tool = folder / "bin/squeue"
-    tool.write_text(f'#!/bin/bash\n[[ "$*" == "--noheader --jobs=16" ]] || exit 64\n{squeue}\n')
+    tool.write_text(f'#!/bin/bash\n[[ "$*" == "--array --noheader --format=%A --jobs=16" ]] || exit 64\n{squeue}\n')
     tool.chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": own}
     argv = ["bash", "-c", SCRIPT, "job", str(attempt), checkpoints]
@@ -43,7 +43,7 @@ def asked(
     return told.read_text() if told.exists() else ""
 
 
-@pytest.mark.parametrize("squeue", [GONE, "true"])
+@pytest.mark.parametrize("squeue", [GONE, "true", "echo 160; echo 17; echo 161"])
 def test_it_is_gone(tmp_path: Path, squeue: str) -> None:
     assert asked(tmp_path, squeue) == f"{TOKEN}\n"
 
@@ -57,7 +57,9 @@ def test_in_a_folder_of_the_recipe_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("squeue", "changed"),
     [
-        ("echo 16 main r me CG 0:10 1 n1", {}),  # COMPLETING: its processes may be alive
+        ("echo 16", {}),  # also COMPLETING: its processes may be alive
+        ("echo 15; echo 16; echo 17", {}),  # the last task of an array that has its number
+        ("echo 'CLUSTER: lumi'; echo 15", {}),  # nothing that is known here
         ("echo 'Unable to contact slurm controller' >&2; exit 1", {}),
         (GONE, {"own": "16"}),  # this job, requeued
         (GONE, {"cluster": "another"}),

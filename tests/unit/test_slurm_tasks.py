@@ -1,4 +1,4 @@
-"""A task of an array, as its batch script sees it: the run and the settings that a line of the study's file gives it."""
+"""A task of an array, as its batch script sees it: a line of the study's file gives it its run and its settings."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_job_that_follows_a_task_goes_on_in_its_run_with_its_settings(tmp_path
     """It is no task of an array."""
     job = Job(tmp_path)
     job.tool("sbatch", FAKE_SBATCH)
-    job.tool("scontrol", "#!/bin/bash\necho JobId=17 ArrayJobId=17 ArrayTaskId=2 JobName=tiny\n")
+    job.tool("scontrol", "#!/bin/bash\necho 'JobId=17 ArrayJobId=17 JobName=tiny StdOut=/r/s-%a/job-%A_%a.log'\n")
     words = (f"--tasks={tasks}", "--site=", "recipes/smoke-cpu.toml", "train.steps=9")
     run = f"{tasks.parent.parent}/s-2"
     script = f"""set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"
@@ -184,7 +184,8 @@ def test_a_job_that_follows_a_task_goes_on_in_its_run_with_its_settings(tmp_path
     )  # fmt: skip
     assert "follow-on: job 20 goes on in this run folder" in ended.stdout, ended.stderr
     assert (tmp_path / "calls").read_text().split("\0")[:-1] == [
-        "--parsable", "--dependency=afterany:17_2", "--nodes=1", "--job-name=tiny", f"{job.home}/slurm/singlenode.sh",
+        "--parsable", "--dependency=afterany:17_2", "--nodes=1", "--job-name=tiny",
+        "--open-mode=append", "--output=/r/s-2/job-17_2.log", f"{job.home}/slurm/singlenode.sh",
         f"--run={run}", f"--run={run}", "--site=", "recipes/smoke-cpu.toml", "train.steps=9",
         "data.train=/my data/*.jsonl", "env.X=$(id) \"'`\\",
     ]  # fmt: skip

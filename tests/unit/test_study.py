@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import typer
 
-from dray import process
 from dray.cli import scale as scaling
 from dray.cli import studies
 from dray.cli import sweep as sweeping
@@ -114,7 +113,7 @@ again: dray scale --table {folder}
         code, out = shown(folder, capsys)
         states = [line.split()[:2] for line in out.splitlines()[1:6]]
         assert (code, states) == (
-            0, [["1", "done"], ["2", "running"], ["4", "running"], ["8", "no"], ["16", "queued"]]
+            0, [["1", "done"], ["2", "no"], ["4", "no"], ["8", "no"], ["16", "queued"]]
         )  # fmt: skip
         assert f"\n4 runs of 5 not ended; again: dray scale --table {folder}\n" in out
         result = json.loads((tmp_path / "r1/attempt-1/result.json").read_text()) | {"status": "failed"}
@@ -159,8 +158,7 @@ class TestStart:
 
         monkeypatch.setattr(studies, "_run", run)
         monkeypatch.setenv("PATH", "/nowhere")
-        monkeypatch.setattr(scaling, "new_id", lambda name: f"20-{name}")
-        monkeypatch.setattr(sweeping, "new_id", lambda name: f"20-{name}")
+        monkeypatch.setattr(studies, "new_id", lambda name: f"20-{name}")
         return found
 
     def test_strong_and_weak(self, asked: list[list[str]], tmp_path: Path) -> None:
@@ -178,37 +176,6 @@ class TestStart:
             ["--nodes=1", "--gpus-per-node=2", "batch.global_size=16"],
             ["--nodes=2", "--gpus-per-node=4", "batch.global_size=64"],
         ]
-
-    def test_with_slurm_each_is_a_job_that_is_noted_at_once(
-        self,
-        asked: list[list[str]],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        submitted: list[list[str]] = []
-
-        def run(argv: list[str], **_: object) -> process.Done:
-            submitted.append(list(argv))
-            if len(submitted) == 3:
-                return process.Done(argv=(), code=78, out="", err="dray: no\n")
-            queued = {"job": 10 + len(submitted), "run": str(tmp_path / f"job{len(submitted)}")}
-            return process.Done(argv=(), code=0, out=json.dumps(queued), err="")
-
-        monkeypatch.setattr(process, "which", lambda name: f"/bin/{name}")
-        monkeypatch.setattr(process, "run", run)
-        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-        monkeypatch.setattr(sys, "argv", ["/bin/dray"])
-        with pytest.raises(typer.Exit) as ended:
-            scaling.scale(RECIPE, ranks="1,2,4", runs=tmp_path, sbatch=["--time=1"])
-        assert submitted[0] == [
-            "dray", "submit", "--json", "--nodes=1", "--ranks=1", "--sbatch=--time=1", f"--runs={tmp_path}", str(RECIPE)
-        ]  # fmt: skip
-        members = study.load(tmp_path / "20-scale-smoke-cpu").members
-        assert [(one.run, one.job) for one in members] == [("job1", 11), ("job2", 12)]
-        out, err = capsys.readouterr()
-        assert (ended.value.exit_code, asked, err) == (78, [], "dray: no\n")
-        assert "job 11: 1 rank\njob 12: 2 ranks\n" in out
 
     @pytest.mark.parametrize(("code", "begun", "ended_with"), [(137, 2, 0), (130, 1, 130), (75, 1, 75), (1, 2, 0)])
     def test_a_run_that_fails_leaves_the_others_and_one_that_is_stopped_ends_them(
@@ -314,7 +281,7 @@ def test_inside_an_salloc_each_run_is_a_process_of_its_own(
     script.write_text(f'#!/bin/bash\necho "$@" >>{calls}\nmkdir {runs}/${{2#*=}}\n{line}\n')
     script.chmod(0o755)
     monkeypatch.setattr(studies, "_program", lambda: [str(script)])
-    monkeypatch.setattr(scaling, "new_id", lambda name: f"20-{name}")
+    monkeypatch.setattr(studies, "new_id", lambda name: f"20-{name}")
     with pytest.raises(typer.Exit) as ended:
         scaling.scale(RECIPE, ranks="1,2", runs=runs)
     where = f"--runs={runs} {RECIPE}"

@@ -178,7 +178,7 @@ def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path
     paths = begun(tmp_path)
     finish(paths, code=1)
     os.utime(paths.result, (NOW, NOW))
-    queued(tmp_path, 60, "mine")
+    queued(tmp_path, 60, "mine", since=time.time())
     submitted = "2026-11-25T01:30:00"
     slurm(f"60|60|PENDING|{submitted}|Priority|N/A|/c/multinode.sh --run={paths.run} x")
     assert look(paths.run, Queue()).state == "queued"
@@ -186,7 +186,7 @@ def test_a_run_that_is_submitted_again(tmp_path: Path, slurm: Callable[..., Path
     assert look(paths.run, Queue()).state == "running"
     slurm()
     assert look(paths.run, Queue()).state == "queued"  # job.json is new, and squeue lists a job some seconds later
-    os.utime(paths.run / "job.json", (NOW + 60, NOW + 60))
+    queued(tmp_path, 60, "mine", since=NOW + 60)
     assert look(paths.run, Queue()).state == "failed"
 
 
@@ -269,7 +269,7 @@ def several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TABLE = """\
-RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS
+RUN     STATE      RECIPE     NODES   STEP   LOSS  STARTED           ATTEMPTS  COST
 waits   no result  gpt2                            2026-11-25 01:26         0
 second  no result  smoke-cpu      2  59/60  0.100  2026-11-25 01:26         1
 first   stopped    smoke-cpu      2  20/60  4.000  2026-11-25 01:26         2
@@ -396,6 +396,7 @@ def test_a_run_that_trains(tmp_path: Path, slurm: Callable[..., Path], monkeypat
         "  n2: slow: rank 1 on n2, 1.31 times the median rank",
         "  the checkpoint of step 2 is not saved: No space left\ufffd[2J",
         "  it was asked to save and end (USR1)",
+        "  start-up: queue 20 h 26 min",
         f"run folder: {paths.run}",
     ]
 

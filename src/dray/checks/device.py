@@ -15,6 +15,7 @@ from dray.contract import gpus, node
 from dray.contract.findings import Finding, UnfitError
 
 _NO_CODE = ("no kernel image", "invalid device function")  # by CUDA, by HIP
+_LARGEST = 8192
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -103,10 +104,15 @@ def memory(index: int | str, size: int = 1 << 30) -> str:
     return f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
 
 
+def _half(device: torch.device) -> tuple[gpus.Gpu | None, torch.dtype]:
+    """What its maker says of it, and its own type of 16 bits: older ones only emulate bf16."""
+    maker = gpus.find(torch.cuda.get_device_name(device))
+    return maker, torch.float16 if maker and not maker.bf16 else torch.bfloat16
+
+
 def _matmul(device: torch.device) -> str:
     """The most that this GPU gives a program, beside what its maker says."""
-    maker = gpus.find(torch.cuda.get_device_name(device))
-    half = torch.float16 if maker and not maker.bf16 else torch.bfloat16
+    maker, half = _half(device)
     found = ceiling(device, half)
     kind = str(half).removeprefix("torch.")
     if maker is None:
@@ -127,6 +133,21 @@ def ceiling(device: torch.device, dtype: torch.dtype, size: int = 8192, seconds:
             rounds += 4
         best = max(best, 2 * size**3 * rounds / took / 1e12)
     return best
+
+
+def quick_ceiling(device: torch.device, dtype: torch.dtype | None = None, seconds: float = 0.2) -> float:
+    """About the same within about so many seconds, also on a slow GPU: products as large as there is time for."""
+    dtype = dtype or _half(device)[1]
+    size = 512
+    while True:
+        square = torch.randn(size, size, device=device, dtype=dtype)
+        square @ square  # the first one of a size also looks for the kernel
+        began = _now(device)
+        square @ square
+        # Twice the size takes eight times as long, and `ceiling` has twelve products at least.
+        if size >= _LARGEST or 8 * 12 * (_now(device) - began) > seconds / 2:
+            return ceiling(device, dtype, size, seconds / 2)
+        size *= 2
 
 
 def _now(device: torch.device) -> float:

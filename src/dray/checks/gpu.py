@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ def main(path: str, local: int) -> int:
         device.right(local)
         _tell(phase="memory")
         device.memory(local)
+        _tell(phase="ceiling")
+        with suppress(RuntimeError):  # torch's, where there is no room for it: it is no condition
+            _tell(tflops=round(device.quick_ceiling(torch.device("cuda", local)), 1))
         _tell(phase="health")
         for found in importlib.import_module("dray.checks.health").of(torch.cuda.get_device_properties(local)):
             _tell(finding=_of(local, found)._asdict())

@@ -27,7 +27,7 @@ def finish(
 ) -> None:
     """Write result.json, print how the run ended, and end with the run's exit code.
 
-    Standard input has what Slurm knows of a job that did not end well, and `webhook=URL`.
+    Standard input has what Slurm and the job's script know of the job, and `webhook=URL`.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # what stopped the run may be sent again
@@ -36,7 +36,7 @@ def finish(
     told = stop.parse(known, now=time.time(), grace=_grace(paths))
     # Slurm may signal the nodes alone, as in a preemption: then the job's script has heard nothing, and no rank fails.
     why = told if stopped or (code and told.by_slurm and not any(paths.failures.glob("*.json"))) else None
-    result = conclude(paths, code=code, stopped=why, batch=stop.of_a_batch_job(known))
+    result = conclude(paths, code=code, stopped=why, batch=stop.of_a_batch_job(known), known=known)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells

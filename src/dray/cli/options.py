@@ -110,13 +110,7 @@ def chosen(
     arguments: list[str] | None, launcher: str, context: typer.Context, ranks: int | None = None, gpus: int = 0
 ) -> Chosen:
     """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
-    if ranks and gpus and ranks != gpus:
-        raise ConfigError(
-            "each rank has a GPU of its own",
-            wanted="--ranks and --gpus-per-node of one number",
-            found=f"--ranks {ranks} and --gpus-per-node {gpus}",
-            fix=f"leave out --gpus-per-node, or --ranks {gpus}",
-        )
+    require_gpus(ranks, gpus)
     command, rest = tuple(context.obj or ()), [*(arguments or [])]
     if rest and not command and Path(rest[0]).suffix in (".py", ".sh"):
         raise ConfigError(
@@ -140,6 +134,17 @@ def chosen(
     return Chosen(path, (*rest, *(f"{key}={value}" for key, value in options.items() if value)), command, ranks)
 
 
+def require_gpus(ranks: int | None, gpus: int) -> None:
+    """A GPU for each rank."""
+    if ranks and gpus and ranks != gpus:
+        raise ConfigError(
+            "each rank has a GPU of its own",
+            wanted="--ranks and --gpus-per-node of one number",
+            found=f"--ranks {ranks} and --gpus-per-node {gpus}",
+            fix=f"leave out --gpus-per-node, or --ranks {gpus}",
+        )
+
+
 def again(*options: str, command: Sequence[str] = ()) -> list[str]:
     """What the user has typed, with more options or settings, which win over the same ones before them."""
     typed = sys.argv[1 : sys.argv.index("--") if "--" in sys.argv else None]
@@ -160,7 +165,7 @@ Run = Annotated[
     str,
     typer.Argument(
         metavar="[RUN]",
-        help="A run's folder, name or its beginning, or a job's number; else the newest.",
+        help="A run's folder, name or its beginning, or a job's number (42, or 42_3 of an array); else the newest.",
         autocompletion=candidates.runs,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +16,7 @@ from dray.planning.schema import Plan
 from dray.runs.follow import Growing, Output
 from dray.runs.metrics import Event, number, parsed, whole
 from dray.runs.paths import RunPaths
+from dray.runs.records import RECORD
 
 
 class Progress:
@@ -58,7 +60,7 @@ class Steps:
     """Steps and evaluations: a bar on a terminal, a line for each elsewhere. An evaluation is a line on both."""
 
     def __init__(self, metrics: Path, steps: int | None, *, position: int = 0) -> None:
-        self._file, self._rest = Growing(metrics, position), b""
+        self._file = Growing(metrics, position)
         self._steps, self._figures = steps or 0, ""
         console = Console()
         self._bar: Bar | None = None
@@ -77,9 +79,9 @@ class Steps:
         """Show what has come since the last look."""
         if self._bar:
             self._bar.start()
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        for event in filter(None, map(parsed, lines)):
-            self._show(event)
+        with suppress(FileNotFoundError):
+            for event in filter(None, map(parsed, self._file.lines(RECORD))):
+                self._show(event)
 
     def close(self) -> None:
         """Remove the bar."""

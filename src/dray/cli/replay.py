@@ -21,7 +21,7 @@ from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import capsule, compared, effect, live, local, pack, resubmit, verify, write
 from dray.runs import replay as replays
-from dray.runs.capsule import Capsule
+from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.named import find
 from dray.runs.paths import RunPaths, default_runs, newest_attempt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import time
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -29,7 +30,7 @@ from dray.cli.options import (
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import allocation, hosts, local, write
+from dray.runs import allocation, cost, hosts, local, write
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths, default_runs, run_name
 from dray.runs.result import Result, summary
@@ -124,13 +125,15 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
     """Start what is planned here, show how it goes, and how it ended. `again` is what to type for its next attempt."""
     progress = Progress(plan, paths, only)
     report(plan)
+    began = time.monotonic()
     with progress:
         try:
             watch, stopping = progress.update, progress.stopping
             code, stopped = local.run(plan, paths, watch=watch, stopping=stopping, only=only), None
         except KeyboardInterrupt as stop:  # all that was started is gone by now
             code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
-    result = finish(paths, code=code, stopped=stopped)
+    spent = None if only is not None else cost.here(paths, plan, time.monotonic() - began)
+    result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again=again, shown=progress.rank))
     return result
 

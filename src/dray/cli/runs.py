@@ -16,16 +16,16 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError, counted
-from dray.runs import state
+from dray.runs import cost, state
 from dray.runs.look import look, newest_first
 from dray.runs.named import every
 from dray.runs.paths import default_runs
 from dray.runs.squeue import Queue
 from dray.runs.state import State
 
-_HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS")
+_HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
 _LAST = 30
-_RIGHT = {"NODES", "STEP", "LOSS", "ATTEMPTS"}
+_RIGHT = {"NODES", "STEP", "LOSS", "ATTEMPTS", "COST"}
 _COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red", "stopped": "yellow"}
 
 
@@ -107,4 +107,5 @@ def _row(one: State) -> tuple[str, ...]:
         "" if one.loss is None else f"{one.loss:.3f}",
         times.local(one.started),
         str(one.attempts),
+        cost.short(one.spent),
     )

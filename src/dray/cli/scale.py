@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray.cli import studies
-from dray.cli.candidates import recipes
 from dray.cli.options import Json, Overrides, Runs, Sbatch, Site, found
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.fitness import host
 from dray.planning.batch import divide
 from dray.runs import write
-from dray.runs.paths import default_runs, new_id
-from dray.runs.study import Member, Study
+from dray.runs.arrays import Size
 
 
 def scale(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RECIPE]", help="A recipe file, or its name.", autocompletion=recipes),
-    ] = None,
+    recipe: studies.RecipeFile = None,
     overrides: Overrides = None,
     gpus: Annotated[str, typer.Option(metavar="1,2,4", help="How many GPUs each run has.")] = "",
     ranks: Annotated[str, typer.Option(metavar="1,2", help="On CPUs: how many ranks each run has.")] = "",
@@ -36,12 +30,14 @@ def scale(
     site: Site = "",
     runs: Runs = None,
     sbatch: Sbatch = None,
+    at_most: studies.AtOnce = None,
     table: studies.Table = "",
     as_json: Json = False,
 ) -> None:
     """Run a recipe on several numbers of GPUs, and compare speed, efficiency and losses; 1 where losses differ.
 
-    With Slurm each run is a job, and --table shows them later; without, and inside a job, one follows another.
+    With Slurm runs with the same nodes and options are a job array, others jobs of their own, and --table shows them
+    later; without, and inside a job, one follows another.
 
     dray scale recipes/smoke-cpu.toml --ranks 1,2 train.steps=20
     dray scale recipes/gpt2-wikitext-ddp.toml --gpus 1,2,4,8,16 --weak
@@ -58,17 +54,17 @@ def scale(
     counts = _numbers("--gpus" if gpus else "--ranks", gpus or ranks)
     read = write.read_recipe(path, settings)
     per_node = per_node or (host.site(site).site.gpus_per_node if gpus else 0) or max(counts)
-    study = Study(kind="weak" if weak else "strong", recipe=str(path.absolute()))
-    folder = (runs or default_runs()).absolute() / new_id(f"scale-{read.name}")
-    planned = []
+    wanted = []
     for count in counts:
         nodes, each = _nodes(count, per_node)
         own = [f"batch.global_size={_weak_batch(read, count, counts[0])}"] if weak else []
         _batch(read, count, own)
-        options = [f"--nodes={nodes}", f"--gpus-per-node={each}" if gpus else f"--ranks={each}"]
-        options += [*([f"--site={site}"] if site else []), *(f"--sbatch={option}" for option in sbatch or [])]
-        planned.append((Member(run=f"{folder.name}-{count}", ranks=count, settings=own), options))
-    studies.start(folder, study, read, planned, [str(path.absolute()), *settings])
+        wanted.append(studies.Wanted(own, Size(nodes, gpus=each) if gpus else Size(nodes, ranks=each), count))
+    start = studies.Start(
+        kind="weak" if weak else "strong", recipe=path, settings=settings, site=site, runs=runs, sbatch=sbatch or [],
+        at_most=at_most,
+    )  # fmt: skip
+    start(wanted)
 
 
 def _numbers(option: str, text: str) -> list[int]:

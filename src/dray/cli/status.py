@@ -14,7 +14,7 @@ from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.contract.findings import counted
 from dray.contract.values import printable
-from dray.runs import state
+from dray.runs import cost, startup, state
 from dray.runs.look import look
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
@@ -52,9 +52,11 @@ def text(seen: State) -> list[str]:
 
 def _text(seen: State) -> list[str]:
     lines = [head(seen), *waiting(seen)]
+    start = [f"  {line}" for line in startup.lines(seen.startup)]
+    start += [f"  cost: {cost.text(seen.spent)}"] if seen.spent else []
     if seen.attempt and seen.state != state.RUNNING and (ended := _last_words(seen)):
-        return [*lines, *ended]
-    lines += running(seen) if seen.live else []
+        return [*lines, *start, *ended]
+    lines += [*(running(seen) if seen.live else []), *start]
     lines += [f"  {seen.why}"] if seen.why and not seen.live else []
     if seen.attempt and seen.state in _UNTOLD:
         lines.append(f"  {_UNTOLD[seen.state]}: dray why {seen.run}")

@@ -25,6 +25,8 @@ class Checkpoint(Spec):
     """Whether a checkpoint of step 0 is kept too. It is removed as others are, once there are `keep` newer ones."""
     keep: Count = 2
     """How many of the newest checkpoints to keep."""
+    final: bool = True
+    """Whether the model is saved at the end. false: for a run that only measures, as those of dray tune."""
     folder: str = ""
     """Where checkpoints are kept; else in the run folder. With a folder, the same command, requeued or typed again,
     resumes where the last one stopped. A relative path starts at the recipe's own folder. One run at a time has it."""

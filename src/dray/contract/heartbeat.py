@@ -1,8 +1,8 @@
-"""A rank's heartbeat: 64 bytes in the node's own folder, which the rank maps and writes, and its node's runner reads.
+"""A rank's heartbeat: 128 bytes in the node's own folder, which the rank maps and writes, and its node's runner reads.
 
 Whole numbers of 8 bytes, little-endian: the process id of the rank's program, which its supervisor writes (below 0 once
-it has ended), then what the program writes: its step, its phase, a limit, and the time. Nothing of it is on a shared
-disk, and a write costs no system call.
+it has ended), then what the program writes: its step, its phase, a limit, and the time; then how long each part of its
+start took. Nothing of it is on a shared disk, and a write costs no system call.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ VARIABLE = "DRAY_HEARTBEAT"
 """Names the file to the rank."""
 FOLDER = "DRAY_HEARTBEATS"
 """Names the folder to the rank's supervisor."""
-SIZE = 64
+SIZE = 128
 PROGRAM = struct.Struct("<q")
 BEAT, BEAT_AT = struct.Struct("<4q"), PROGRAM.size
 """Step, phase, limit (the most seconds to the next beat; 0: the recipe's hang_timeout_s), CLOCK_MONOTONIC in ns."""
+MARK, MARKS_AT = struct.Struct("<q"), 64
+IMPORTED, GROUPS, MODEL, LOAD, COMPILED, FIRST_STEP = MARKS = range(6)
+"""Nanoseconds, and 0 as long as they are not known: CLOCK_BOOTTIME once all was imported, then how long it took to make
+the process groups, to read datasets and make the model, to read the checkpoint, to compile, and to take the first step
+but for that."""
 
 START, COMPILE, STEP, CHECKPOINT, EVALUATE, END = range(6)
 LEAST = {START: 3600, COMPILE: 1800, STEP: 600, CHECKPOINT: 1800, EVALUATE: 1800, END: 3600}

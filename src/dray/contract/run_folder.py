@@ -10,12 +10,16 @@ RUN/attempt-1/plan.json     one try of the run: plan, scripts, logs, failures, m
 RUN/attempt-2/...           the next, after a requeue or by hand
 
 STUDY/study.json            beside the runs: which of them belong together (dray scale, dray sweep)
+STUDY/tasks                 with Slurm: a line for each run, which the task of an array with its number reads
+TUNING/tune.json            what dray tune has measured; its runs, their recipes and what they printed are beside it
 """
 
 from __future__ import annotations
 
 JOB = "job.json"
 STUDY = "study.json"
+TASKS = "tasks"
+TUNE = "tune.json"
 CHECKPOINTS = "checkpoints"
 COMPILED = "compiled"
 TRACKERS = "trackers"
@@ -33,6 +37,7 @@ FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
 STAGE = "stage.json"  # where the first node tells the others from whom they get the image
+STARTUP = "startup.json"  # how long each part of the start took, on each node
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit
 LOGS = "logs"
 FAILURES = "failures"

@@ -17,15 +17,20 @@ from dray.facts import Facts
 class Bind(BaseModel):
     """One folder or file of the host, seen at the same place inside."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     path: str
+    """The path on the host, and the same in the container."""
     write: bool
+    """Whether the ranks may write there."""
     source: str
+    """Who asks for it: dray, the site, or a key of the recipe."""
     why: str
+    """What it is for."""
     required: bool = True
+    """Whether a node without it is unfit; else the node goes on without the bind."""
     made: bool = False
-    """Whether the node makes it, where it is not there."""
+    """Whether the node creates the folder if it is missing."""
 
     @property
     def origin(self) -> str:

@@ -22,13 +22,18 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 class Variable(BaseModel):
     """One variable, and whom it beat."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
+    """The variable's name."""
     value: str
+    """The value that the ranks see."""
     source: str
+    """Who set it: dray, the site or the recipe."""
     why: str = ""
+    """Why it has this value."""
     beats: tuple[str, ...] = ()
+    """The values that it replaced, each with its source."""
 
 
 def resolve(

@@ -32,33 +32,45 @@ Finding = Annotated[
 class Plan(BaseModel):
     """One attempt at a run, ready to be rendered and started."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     version: Literal[1] = 1
+    """Of the plan's form; a dray that writes another one refuses this plan."""
     dray: str
+    """The version of dray that planned it."""
     run: str
+    """The run's name, which is its folder's."""
     run_folder: str
+    """The folder of all attempts at the run."""
     attempt: int
+    """The number of this attempt; the first is 1."""
     job: int = 0
-    """Slurm's number; 0 without Slurm."""
+    """Slurm's number of the job; 0 without Slurm."""
     folder: str
-    """Of this attempt; the checkpoints of all of them are in the run's."""
+    """The folder of this attempt; the checkpoints of all attempts are in the run's."""
     scratch: str
     """A node's own folder for temporary files and compiled code; gone when the node has ended. Nobody can guess its
     name, and it is this user's alone."""
     engine: Engine
+    """What starts the container."""
     image: str
+    """The image's file or reference; for bare, the Python that has the training stack."""
     image_sha256: str
+    """SHA-256 of the image's file, as its record has it; empty where nothing is known."""
     layer: Layer | None = None
     """The user's own packages, bound beside the image."""
     signers: tuple[str, ...]
     """Fingerprints of keys, one of which must have signed the image and the layer, where recipe or site demand it."""
     stage: str
+    """The node's own folder in which a copy of the image is; empty where the image is read where it is."""
     stage_by: tuple[staging.Way, ...] = ()
     """How the image comes to the folder `stage` of each node; what did not come, the node copies."""
     variant: str
+    """The variant of the image: cpu, cuda, cuda12 or rocm."""
     site: str
+    """The site, as `site NAME`."""
     sbatch: tuple[str, ...]
+    """Options that the site gives to sbatch."""
     grace_s: int
     """Seconds before the time limit at which Slurm is asked to tell the job."""
     fabric: Fabric
@@ -66,18 +78,29 @@ class Plan(BaseModel):
     """What the engine's own hooks are told, by the name of the annotation."""
     preflight: Preflight | None
     user: str
+    """The user's and the group's number, as `UID:GID`."""
     world: World
     batch: Batch | None
     launcher: tuple[str, ...]
+    """The command that starts the ranks of a node; `{master}` and the like are filled in after the rendezvous."""
     command: tuple[str, ...]
+    """The program that each rank runs, with its arguments."""
     where: str
+    """The working directory of the ranks."""
     files: dict[str, str]
+    """Files that the launcher reads, each with its content, by their names in the attempt's folder."""
     env: tuple[Variable, ...]
+    """The environment variables of each rank."""
     pass_env: tuple[str, ...]
+    """Names of variables that the ranks take from the job; their values are in no file."""
     left_outside: tuple[str, ...]
+    """Names of the job's variables that the container does not get."""
     binds: tuple[Bind, ...]
+    """What of the host the container sees."""
     reasons: dict[str, str]
+    """Why each automatic choice was made, by the name of the choice."""
     findings: tuple[Finding, ...] = ()
+    """What is wrong or unwise: problem, wanted, found, where, fix; one with a code refuses the run."""
     recipe: Recipe
 
     @property

@@ -41,33 +41,48 @@ _FIRST_PORT, _PORTS = 20000, 10000  # below Linux's ephemeral range (32768 up), 
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Node(_Model):
     """A node as the others reach it."""
 
     name: str
+    """The node's name in Slurm, or in the hostfile."""
     address: str
+    """The name or the address at which the others reach it."""
 
 
 class World(_Model):
     """Who takes part, and where they find one another."""
 
     nodes: tuple[Node, ...]
+    """The nodes that take part, in the order of their numbers."""
     ranks_per_node: int
+    """How many ranks each node starts."""
     size: int
+    """The world size: ranks of all nodes together."""
     master: str
+    """The name or the address of the first node, which holds the rendezvous."""
     port: int
+    """The port of the rendezvous; 0 where the first node chooses a free one and writes it to rendezvous.json."""
     interfaces: tuple[str, ...]
+    """Network interfaces on one of which the first node listens, as the site names them; empty where the route
+    decides."""
     rendezvous_timeout_s: int
+    """Seconds that a node waits for the others in the rendezvous."""
     max_restarts: int
+    """How often the runners start all ranks again within the job."""
     spares: tuple[str, ...]
     """Nodes of the job that take no part as long as these do."""
     cores: tuple[str, ...]
+    """The cores of each rank of a node, as the site's CPU map has them; empty where each node divides its own."""
     one_machine: bool
+    """Whether all nodes are this machine."""
     shared_folder: bool
+    """Whether all nodes see the run folder at the same place."""
     identity: dict[_Identity, str]
+    """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
 
 
 def port_of(run: str) -> int:

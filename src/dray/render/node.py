@@ -10,7 +10,7 @@ from importlib import resources
 
 from dray import engines
 from dray.config.image import ACCELERATORS
-from dray.contract import exit_codes
+from dray.contract import exit_codes, startup
 from dray.contract import run_folder as names
 from dray.engines.base import STAGED_IMAGE, Container, Engine, Mount, Shell
 from dray.planning.binds import Bind
@@ -57,6 +57,7 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
     parts = [
         _head(plan, does),
         _SHARED if plan.recipe.runs.share == "group" else "",
+        "" if entering else _file("clock"),
         _unset() if engine.env_prefix else "",
         *_lines(_exports(plan, engine.env_prefix)),
         own,
@@ -67,8 +68,9 @@ def _script(plan: Plan, does: str, own: str, argv: list[str], *, entering: bool 
         *_lines(_missing_secrets(plan)),
         _DEVICES if engine.names_devices else "",
         _devices(plan, engine),
-        _stage(plan) if plan.stage else "",
+        f"node::now staging\n\n{_stage(plan)}\n\nnode::now staged" if plan.stage else "",
         _signed(plan) if plan.signers else "",
+        "" if entering else f'export {engine.env_prefix}{startup.VARIABLE}="$started"',
         f"cd {_quoted(plan.where)}" if not engine.script_mounts else "",
         start,
     ]
@@ -123,7 +125,12 @@ def _container(plan: Plan, *, terminal: bool = False) -> Container:
         fabric=kind if brings else "",
         folder=plan.folder if inside else plan.where,
         user=plan.user,
-        variables=(*(variable.name for variable in plan.env), *plan.world.identity.values(), *plan.pass_env),
+        variables=(
+            *(variable.name for variable in plan.env),
+            *plan.world.identity.values(),
+            startup.VARIABLE,
+            *plan.pass_env,
+        ),
         name_variable=plan.world.identity["name"],
         one_machine=plan.world.one_machine,
         terminal=terminal,

@@ -16,6 +16,7 @@ from typing import Any
 from dray.contract import files, findings, heartbeat, run_folder, scratch, unexpected
 from dray.contract.cores import render
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
+from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
     address,
     check,
@@ -32,6 +33,7 @@ from dray.runner import (
 )
 from dray.runner.hang import Hang
 from dray.runner.start import Start
+from dray.runner.startup import Startup
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
@@ -50,24 +52,26 @@ def main(path: str) -> int:
     links = lock = unfit = None
     try:
         me = node.index(world, os.environ)
+        parts = Startup(plan, me)
         node.require(plan)
         lock = scratch.take(plan["scratch"])
         if world["max_restarts"]:
             children.adopt()
-        if plan["preflight"] is not None and (unfit := check.node(plan, me)):
+        if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
         start, at, listener = Start(), None, None
         while True:
             channels, at, listener = rendezvous.meet(plan, me, digest(plan), start, at, listener, unfit)
             clock.setdefault("met", time.time())
+            parts.lap(RENDEZVOUS)
             own = channels[0].line.getsockname()[0] if me else at[0]
             supervised = children.Children()
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
             watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
             hang = Hang(plan, me, start.number) if watched else None
-            links = control.Control(world, me, supervised, channels, start, stop, hang)
-            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock)
+            links = control.Control(world, me, supervised, channels, start, stop, hang, parts)
+            code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
                 for other, (since, found) in links.lost.items():
                     _record(plan, str(other), found, why=str(found), name=f"node-{me}-lost-{other}", time=since)
@@ -102,6 +106,7 @@ def launch(
     start: Start,
     gloo: Mapping[str, str],
     clock: Mapping[str, float],
+    parts: Startup,
 ) -> int:
     """Hand the first node's socket to the store, prove the fabric, run the launcher; this node's exit code."""
     world, since = plan["world"], time.time()
@@ -128,6 +133,7 @@ def launch(
         from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
 
         preflight.check(plan, me, supervised, environ)
+        parts.lap(PREFLIGHT)
     if environ.get("TORCH_EXTENSIONS_DIR"):
         from dray.runner import locks  # noqa: PLC0415
 
@@ -135,6 +141,7 @@ def launch(
     command = argv(plan, me, *store)
     # torchrun prints the exception of a rank that torch's @record has written down.
     between = output.between()
+    parts.launched()
     try:
         # A session of its own: what the engine's group hears, it would hear twice.
         supervised.start(command, env=environ, session=True, output=between.writer if between else None)

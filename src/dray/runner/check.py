@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import exit_codes, run_folder
+from dray.contract import exit_codes, run_folder, startup
 from dray.contract.findings import Finding, counted
 from dray.runner import children
 
@@ -38,6 +38,7 @@ class Part:
         self.name, self.argv = name, argv
         self.phase, self._since = "its start", time.monotonic()
         self.found: list[Finding] = []
+        self.tflops = 0.0
         self.reader = -1
         self._children: children.Children | None = None
         self._text, self._last = b"", ""
@@ -78,6 +79,8 @@ class Part:
             told = json.loads(text)
             if told.keys() == {"phase"}:
                 self.phase, self._since = str(told["phase"]), time.monotonic()
+            elif told.keys() == {"tflops"}:
+                self.tflops = float(told["tflops"])
             else:
                 self.found.append(Finding(**told["finding"]))
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -117,8 +120,8 @@ def parts(plan: Mapping[str, Any]) -> list[Part]:
     return found
 
 
-def node(plan: Mapping[str, Any], me: int) -> Finding | None:
-    """Why this node is unfit. What is only unwise is printed."""
+def node(plan: Mapping[str, Any], me: int, measured: dict[str, float] | None = None) -> Finding | None:
+    """Why this node is unfit. What is only unwise is printed. What its slowest GPU gives goes into `measured`."""
     began = time.monotonic()
     looked = parts(plan)
     run(looked, limit(plan["world"]))
@@ -127,6 +130,9 @@ def node(plan: Mapping[str, Any], me: int) -> Finding | None:
         if not one.code:
             print(f"dray: {one.level}: {one}", flush=True)
     print(f"dray: the node's check took {time.monotonic() - began:.1f} s", flush=True)
+    speeds = [part.tflops for part in looked if part.tflops > 0]
+    if speeds and measured is not None:
+        measured[startup.TFLOPS] = min(speeds)
     wrong = [one for one in found if one.code]
     if not wrong:
         return None

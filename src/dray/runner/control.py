@@ -20,6 +20,7 @@ from dray.runner.channel import Channel
 from dray.runner.children import Children, exit_code
 from dray.runner.hang import MESSAGES, Hang
 from dray.runner.start import Start
+from dray.runner.startup import MESSAGE, Startup
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
@@ -44,6 +45,7 @@ class Control:
         start: Start = Start(),  # noqa: B008  it cannot be changed
         stop: str = "",
         hang: Hang | None = None,
+        startup: Startup | None = None,
     ) -> None:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
@@ -53,7 +55,7 @@ class Control:
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self._stop_file = stop
-        self.hang = hang
+        self.hang, self._startup = hang, startup
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -73,13 +75,14 @@ class Control:
                 deadline = deadline or time.monotonic() + _REST
                 if time.monotonic() > deadline:
                     break
-            looks = deadline or self._stop_file or self.hang
+            looks = deadline or self._stop_file or self.hang or (self._startup and self._startup.open)
             events = self._children.wait(_COLLECTING_S if self._hangs() else 1.0 if looks else None)
             if self._stop_file and not self.asked and _written(self._stop_file):
                 self.ask()
             for number in events.signals:
                 self._heard(number)
             self._watch()
+            self._tell_of_the_start(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
                     self._failed(explain(code))
@@ -101,6 +104,11 @@ class Control:
             print(f"dray: the run ends: {found}", file=sys.stderr, flush=True)
             self.fail(found)
             self._children.end(_HUNG_GRACE)
+
+    def _tell_of_the_start(self, *, last: bool) -> None:
+        if self._startup:
+            for message in self._startup.look(last=last):
+                self._tell_all(message)
 
     def _hangs(self) -> bool:
         """Whether it does, and the first node has not yet named the cause."""
@@ -146,6 +154,9 @@ class Control:
 
     def close(self) -> None:
         """Tell the others that this node has ended by itself, and was not lost."""
+        if self._startup:
+            self._tell_of_the_start(last=True)
+            self._startup.write()
         self._tell_all({"ended": self._me})
         for node in list(self._open):
             self._forget(node)
@@ -189,6 +200,8 @@ class Control:
                     self._pass_on(message)
                 elif any(name in message for name in MESSAGES):
                     self._hear_of_a_hang(node, message)
+                elif MESSAGE in message and self._startup:
+                    self._startup.hear(node, message[MESSAGE])
                 elif "idle" in message:
                     self._idle.add(node)
                 elif "restart" in message and self._me:

@@ -10,7 +10,8 @@ from dray.contract import exit_codes, files
 from dray.planning import members
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths, attempts
-from dray.runs.result import Attempt, Next, Result, read
+from dray.runs.recovery import Next
+from dray.runs.result import Attempt, Result, read
 from dray.runs.stop import PREEMPTION, TIME_LIMIT
 
 _LIMIT = 1 << 20  # bytes of a list of nodes
@@ -54,6 +55,7 @@ def attempt(result: Result, number: int) -> Attempt:
         lost_s=result.lost_s,
         finished=result.finished,
         requeued=bool(result.next and result.next.requeue),
+        cost=result.cost,
     )
 
 

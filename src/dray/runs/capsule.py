@@ -13,9 +13,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from dray.config.model import explained
 from dray.contract import files, run_folder
@@ -25,9 +25,10 @@ from dray.images.sif import record
 from dray.planning.schema import Plan
 from dray.runs import again, records
 from dray.runs import source as sources
+from dray.runs.capsule_schema import Capsule, File, Image, Node
 from dray.runs.metrics import Metrics
 from dray.runs.paths import RunPaths
-from dray.runs.result import Attempt, Result
+from dray.runs.result import Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
 
@@ -39,102 +40,6 @@ _MOST = 65_536  # nodes, and files
 _NOT = {run_folder.CAPSULE, run_folder.SECRET, run_folder.STOP, run_folder.NEXT, run_folder.RENDEZVOUS}
 _CHUNK = 1 << 20
 _NAME = 256  # letters of what a node tells
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class File(_Model):
-    """A file of the attempt's folder, as it was recorded."""
-
-    path: str
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    size: Annotated[int, Field(ge=0)]
-
-
-class Image(_Model):
-    """What started the run."""
-
-    engine: str
-    variant: str
-    file: str
-    """Its file or reference; for bare, the Python that has the training stack."""
-    sha256: str
-    """Of the file, as its record has it; empty where nobody knows it."""
-    inputs: str = ""
-    """Digest of all that the image was built from, its lock with it."""
-    layer: str = ""
-    """Digest of the layer's file; empty where there is none."""
-    packages: dict[str, str] = {}
-    """Versions of what Python had on the first node: the lock, as it came to be."""
-    packages_sha256: str = ""
-    """Of these packages, `name==version` a line."""
-
-
-class Node(_Model):
-    """A node, as its runner saw it."""
-
-    node: Annotated[int, Field(ge=0)]
-    name: str
-    host: str = ""
-    cpu: str = ""
-    """The processor's model."""
-    cpus: int = 0
-    """Logical processors of the machine."""
-    usable_cpus: str = ""
-    """Those of them that the run might use."""
-    cores_of_ranks: str = ""
-    """To which each rank was bound; empty where none was."""
-    threads: int | None = None
-    """OMP_NUM_THREADS of each rank."""
-    numa: tuple[str, ...] = ()
-    """The processors of each NUMA node."""
-    memory_gb: float | None = None
-    kernel: str = ""
-    libc: str = ""
-    python: str = ""
-    gpus: tuple[str, ...] = ()
-    """Of the machine, by their makers' names."""
-    driver: str = ""
-    """Version of the GPUs' kernel module."""
-
-
-class Capsule(_Model):
-    """One attempt at a run."""
-
-    version: Literal[1] = 1
-    dray: str
-    run: str
-    attempt: Annotated[int, Field(ge=1)]
-    job: int = 0
-    """Slurm's number; 0 without Slurm."""
-    planned: str
-    """When it was planned."""
-    finished: str | None = None
-    """When its result was written; null until then."""
-    status: str | None = None
-    """As in result.json."""
-    site: str
-    world_size: int
-    image: Image
-    source: Source | None = None
-    """The user's own code; null where git does not know the folder of the command or the recipe."""
-    torch: str = ""
-    nodes: tuple[Node, ...] = ()
-    data: dict[str, str] = {}
-    """Of each dataset the SHA-256 of its tokens; of a stream, what tells it from another."""
-    preflight: str | None = None
-    """What the nodes proved before the launch, in a line."""
-    attempts: tuple[Attempt, ...] = ()
-    """All attempts up to this one."""
-    files: tuple[File, ...]
-    """What belongs to it, the plan first."""
-
-    @property
-    def plan(self) -> File:
-        """The plan's file."""
-        return self.files[0]
 
 
 def begun(paths: RunPaths, plan: Plan, beside: Path | None) -> None:

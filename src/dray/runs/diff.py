@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs.capsule import Capsule
+from dray.runs.capsule_schema import Capsule
 
 # In the order of their likely effect. What one changes, those after it often follow: another number of nodes has
 # another gradient accumulation, another image other versions.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,12 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, capsule, causes, grace, noted, records
+from dray.runs import again, capsule, causes, cost, grace, noted, records, startup
+from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
-from dray.runs.paths import RunPaths
+from dray.runs.paths import RunPaths, newest_checkpoint
 from dray.runs.records import RECORD
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
@@ -28,10 +30,14 @@ T = TypeVar("T")
 _ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 
 
-def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False) -> Result:
+def finish(
+    paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bool = False, known: str = "",
+    spent: Cost | None = None,
+) -> Result:  # fmt: skip
     """Write result.json. `code` is what starting the nodes ended with; the first cause's own code wins over it.
 
-    It also decides what comes next; a `batch` job can go back into the queue.
+    It also decides what comes next; a `batch` job can go back into the queue. `known` is what Slurm and the job's
+    script tell of it; what a run without a job has `spent`, only this machine knows.
 
     It does not fail: what cannot be read is a warning, and where nothing can be written, the text is printed.
     """
@@ -54,6 +60,9 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
+    own = spent or (cost.parse(known, plan.job, startup.step(paths)) if plan and known else None)
+    history = left.tried(paths.run, lambda: again.history(paths)) or []
+    hosts = [node.name for node in plan.world.nodes] if plan else []
     cause, first = (one and records.redacted(left.explained(one), plan) for one in (cause, first))
     result = Result(
         **printable(
@@ -63,7 +72,7 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "exit_code": cause.code if cause else code,
                 "finished": utc(),
                 "world_size": plan.world.size if plan else None,
-                "hosts": [node.name for node in plan.world.nodes] if plan else [],
+                "hosts": hosts,
                 "cause": cause.model_dump() if cause else None,
                 "failing_nodes": left.tried(paths.failing_nodes, lambda: again.failing_nodes(paths, plan)) or [],
                 "restarts": len(failures),
@@ -76,7 +85,10 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
                 "preflight": left.tried(paths.preflight_report, left.preflight),
                 **figures,
                 "recoveries": left.tried(paths.failures, lambda: left.recoveries(failures)) or [],
-                "history": [one.model_dump() for one in left.tried(paths.run, lambda: again.history(paths)) or ()],
+                "history": [one.model_dump() for one in history],
+                "startup": left.tried(paths.startup, lambda: _dumped(startup.read(paths, hosts, cost.queue_s(known)))),
+                "cost": _dumped(own),
+                "spent": _dumped(cost.spent([*((one.attempt, one.cost) for one in history), (paths.attempt, own)])),
                 "command": plan is not None and plan.recipe.train is None,
                 "warnings": left.warnings,
             }
@@ -102,6 +114,10 @@ def finish(paths: RunPaths, *, code: int, stopped: Stop | None = None, batch: bo
         line = f"{'spare' if then.spare else 'requeue'} {' '.join(then.exclude)}\n"
         left.tried(paths.next, lambda: files.write_atomic(paths.next, line))
     return result
+
+
+def _dumped(found: BaseModel | None) -> dict[str, Any] | None:
+    return found.model_dump() if found else None
 
 
 class _Left:
@@ -209,18 +225,18 @@ class _Left:
             return None
         config = final / "config.json"
         left = [] if ended else [f"no `end` in {self.paths.metrics.name}"]
-        left += [] if self.tried(config, config.is_file) else [f"no model in {final}"]
+        kept = plan.recipe.checkpoint.final
+        left += [f"no model in {final}"] if kept and not self.tried(config, config.is_file) else []
         why = f"it ended with exit code 0, and left {' and '.join(left)}"
         node, lines = plan.world.nodes[0].name, files.tail(log)
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
         return cause if left else None
 
     def newest_checkpoint(self, plan: Plan | None) -> str | None:
-        """A checkpoint gets its name when it is complete."""
+        """By the plan's folder, or the run's own."""
         folder = Path((plan.recipe.checkpoint.folder if plan else "") or self.paths.checkpoints)
-        found = self.tried(folder, lambda: [path for path in folder.glob("step-*") if path.is_dir()]) or []
-        steps = [int(path.name[5:]) for path in found if re.fullmatch("step-[0-9]{1,18}", path.name)]
-        return str(folder / f"step-{max(steps)}") if steps else None
+        found = self.tried(folder, lambda: newest_checkpoint(folder))
+        return str(found) if found else None
 
     def preflight(self) -> str | None:
         """What the nodes proved before the launch, in a line."""

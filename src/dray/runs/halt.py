@@ -14,8 +14,8 @@ from dray.contract import run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import live, squeue
 from dray.runs.live import State
-from dray.runs.paths import RunPaths
-from dray.runs.result import summary
+from dray.runs.paths import RunPaths, newest_checkpoint
+from dray.runs.result import left, summary
 from dray.runs.write import read
 
 Say = Callable[[str], None]
@@ -26,6 +26,7 @@ _TRIES = 3
 
 def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
     """Ask it, or end it `now`; wait until it has ended, and say its last words."""
+    told = ""
     for _ in range(_TRIES):
         state = live.look(run)
         if state.kind == "ended":
@@ -33,9 +34,12 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             return
         if state.kind == "queued":
             assert state.job
+            if state.paths and not told:
+                say(told := _before(state.paths))
             squeue.cancel(state.job, state.cluster, waiting=True)
             if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
-                say(f"its job waited in the queue, and was cancelled; nothing has run\nrun folder: {run}")
+                none = "" if state.paths else "; nothing has run"
+                say(f"its job waited in the queue, and was cancelled{none}\nrun folder: {run}")
                 return
             continue  # it has begun in the meantime
         break
@@ -134,6 +138,22 @@ def _grace(paths: RunPaths) -> float | None:
         plan = read(paths)
         return float(plan.grace_s) if plan.recipe.train is None else None
     return None
+
+
+def _before(paths: RunPaths) -> str:
+    """What is safe of the attempts of a run whose job waits for the next one."""
+    name = f"{paths.run.name}, attempt {paths.attempt}"
+    if found := live.result(paths):
+        ended = f"{found.status}{f', after step {found.steps}' if found.steps else ''}"
+        return "\n".join(
+            [f"{name} has ended before: {ended}", *left(found, f"the same command with --run={paths.run}")]
+        )
+    folder = paths.checkpoints
+    with suppress(DrayError, OSError):
+        folder = Path(read(paths).recipe.checkpoint.folder or folder)
+    saved = newest_checkpoint(folder)
+    step = f"all up to step {saved.name.rpartition('-')[2]}, in {saved}" if saved else f"no checkpoint in {folder}"
+    return f"{name} has left no result\n  safe:   {step}"
 
 
 def _ended(state: State) -> str:

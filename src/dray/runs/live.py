@@ -1,25 +1,33 @@
-"""Whether a run waits, goes on or has ended: by its folder, by Slurm, and by the process that runs it here."""
+"""Whether a run waits, goes on or has ended: by its folder, by Slurm, and by the process that runs it here.
+
+This is decided here alone; runs/look.py shows what was decided.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
-from dray.contract import files, processes, run_folder
+from dray.contract import files, processes, run_folder, scratch
 from dray.contract.findings import ConfigError, DrayError
+from dray.runs import metrics, records
 from dray.runs.named import cluster_of, id_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
-from dray.runs.result import Result, read
+from dray.runs.result import LIMIT, Result, read, require_version
 from dray.runs.squeue import JUST_S, Job, Queue
+from dray.runs.stages import dig, written
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
-_MOST = 1 << 20  # bytes of a file of a run
+Table = dict[str, Any]
 
 
 class State(NamedTuple):
@@ -43,6 +51,75 @@ class State(NamedTuple):
         if self.job:
             return f"job {self.job.id}, {self.job.state}"
         return f"process {self.process}" if self.process else self.why
+
+
+class Left:
+    """What an attempt has left, or a run that has none yet: each file is read once, and only if somebody asks for it,
+    since there are lists of thousands of runs."""
+
+    def __init__(self, run: Path, number: int, numbers: list[int]) -> None:
+        self.run, self.number, self.numbers = run, number, numbers
+        self.folder = f"{run}/{run_folder.attempt(number)}"  # text: a Path each would be half the time of a list
+        self.warnings: list[str] = []
+        self.result = self.read_result()
+
+    def read_result(self) -> Table | None:
+        """The result, as it is now."""
+        return table(f"{self.folder}/{run_folder.RESULT}", self.warnings, require_version) if self.number else None
+
+    @cached_property
+    def plan(self) -> Table:
+        """Empty where there is none."""
+        return (table(f"{self.folder}/{run_folder.PLAN}", self.warnings) if self.number else None) or {}
+
+    @cached_property
+    def paths(self) -> RunPaths:
+        """All of its files, of which an attempt that has ended needs two."""
+        return RunPaths(self.run, self.number)
+
+    @cached_property
+    def began(self) -> float | None:
+        """When its plan was written."""
+        return written(f"{self.folder}/{run_folder.PLAN}")
+
+    @property
+    def ended(self) -> float | None:
+        """When its result was written, whatever is in that."""
+        return written(f"{self.folder}/{run_folder.RESULT}") if self.number else None
+
+    @property
+    def goes_on(self) -> bool:
+        """With the same job, which goes back into the queue or on with other nodes."""
+        return bool(dig(self.result, "next", "requeue") or dig(self.result, "next", "spare"))
+
+    @cached_property
+    def job(self) -> int:
+        """The number of the job that the attempt is in; 0 without Slurm, or where nothing tells."""
+        return (metrics.whole(self.plan, "job") or job_of(self.paths)) if self.number else 0
+
+    @cached_property
+    def submitted(self) -> Queued | None:
+        """The job that was put into the queue for the run."""
+        file = f"{self.run}/{run_folder.JOB}"
+        if written(file) is not None:
+            with suppress(OSError, ValidationError, ValueError):
+                return Queued.model_validate_json(files.read(file, limit=LIMIT))
+        return None
+
+    @cached_property
+    def queued(self) -> Queued | None:
+        """The same, unless it has begun an attempt."""
+        one = self.submitted
+        if one is None or (one.task is None and one.job == self.job):
+            return None
+        return None if one.id in {id_of(RunPaths(self.run, number)) for number in self.numbers} else one
+
+    @cached_property
+    def owner(self) -> int:
+        """The user whose run it is."""
+        with suppress(OSError):
+            return os.lstat(self.folder if self.number else f"{self.run}/{run_folder.JOB}").st_uid
+        return os.geteuid()
 
 
 def own(folder: Path) -> Path:
@@ -69,108 +146,112 @@ def result(paths: RunPaths) -> Result | None:
 
 def look(run: Path, queue: Queue | None = None) -> State:
     """As it is now; for many runs with one queue, which is asked once."""
-    queue = queue or Queue()
     numbers = attempts(run)
-    paths = RunPaths(run, numbers[-1]) if numbers else None
-    queued = _queued(run)
-    cluster = queued.cluster if queued else ""
-    if queued and queued.id in {id_of(RunPaths(run, number)) for number in numbers}:
-        queued = None  # it has begun
-    job = job_of(paths) if paths else 0
-    if not job and not queued:
-        return _here(run, paths)
-    ended = paths is not None and paths.result.exists()
-    over = ended and not queued and not _goes_on(paths)
+    return decide(Left(run, max(numbers, default=0), numbers), queue or Queue())
+
+
+def decide(left: Left, queue: Queue) -> State:
+    """By its last attempt, and by the job that was submitted for the next one."""
+    here = None if left.job or left.queued else _here(left)
+    if here and here.kind != "ended":
+        return here
+    # Another user's file is not followed to other clusters: Slurm lists none of their jobs here.
+    cluster = left.submitted.cluster if left.submitted and left.owner == os.geteuid() else ""
+    state = State("ended", left.run, left.paths if left.number else None, cluster=cluster)
+    over = here or (left.ended is not None and not left.queued and not left.goes_on)
     try:
-        known = queue.jobs(cluster)
+        if found := queue.of(_named(left), _folders(left), cluster):
+            return _found(left, state._replace(job=found), found, queue)
+        why = "" if over else _untold(left, queue, cluster)
     except DrayError as silent:
-        return State("ended" if over else "unknown", run, paths, cluster=cluster, why=silent.finding.problem)
-    named = _named(paths, queued, job, ended=ended)
-    found = next((one for one in known if _is(one, run, named, queue)), None)
-    if found is None:
-        why = "" if over else _of_another(run, paths) or ("" if cluster else _elsewhere(paths, queue))
-        if queued and queue.is_older(queued.time, cluster, margin_s=JUST_S):
-            why = f"job {queued.id} was submitted a moment ago, and squeue does not list it yet"
-        return State("unknown" if why else "ended", run, paths, cluster=cluster, why=why)
-    if found.waits:
-        return State("queued", run, paths, found, cluster)
-    again = paths and ended and (_goes_on(paths) or (found.start or 0.0) > _time(paths.result))
-    begun = paths is not None and found.number == job and not again  # an allocation by salloc outlives an attempt
-    if begun and ended:  # its last words are written, and Slurm is cleaning up
-        return State("ended", run, paths, cluster=cluster)
-    return State("running" if begun else "starting", run, paths, found, cluster)
+        why = "" if over else silent.finding.problem
+    if left.result is None and not left.warnings and left.ended is not None:
+        left.result = left.read_result()  # it has come since
+    return state._replace(kind="unknown", why=why) if why else state
 
 
-def _of_another(run: Path, paths: RunPaths | None) -> str:
-    """Why Slurm does not tell of its job here: squeue was asked for this user's alone, and may list no other's."""
-    with suppress(OSError):
-        owner = (paths.folder if paths else run / run_folder.JOB).lstat().st_uid
-        return f"its job is one of user {owner}'s" if owner != os.geteuid() else ""
+def _found(left: Left, state: State, job: Job, queue: Queue) -> State:
+    """By the job that has the run."""
+    ended = left.ended
+    if job.waits and not _is_new(left, queue, state.cluster):
+        return state._replace(kind="queued")
+    again = ended and (left.goes_on or (job.start or 0.0) > ended)
+    if not left.number or job.number != left.job or again:  # an allocation by salloc outlives an attempt
+        return state._replace(kind="starting")
+    # With a result, its last words are written, and Slurm is cleaning up.
+    return state._replace(job=None) if ended else state._replace(kind="running")
+
+
+def _is_new(left: Left, queue: Queue, cluster: str) -> bool:
+    """Whether the attempt has begun since Slurm was asked."""
+    return bool(left.number) and left.ended is None and queue.is_older(left.began or 0.0, cluster)
+
+
+def _named(left: Left) -> dict[int | str, float]:
+    """The jobs by which the run may go on, and when each was written down. Slurm itself may put back one that has
+    ended, as after a preemption."""
+    named: dict[int | str, float] = {left.job: left.ended or left.began or 0.0} if left.job else {}
+    return named | ({left.queued.id: left.queued.time} if left.queued else {})
+
+
+def _folders(left: Left) -> set[str]:
+    """The run's folder, by the names that a job may have been given."""
+    told = left.plan.get("run_folder")
+    return {str(left.run), *([told] if isinstance(told, str) and told else [])}
+
+
+def _untold(left: Left, queue: Queue, cluster: str) -> str:
+    """Why it is no end that Slurm here does not tell of its job."""
+    if left.owner != os.geteuid():  # squeue was asked for this user's alone, and may list no other's
+        return f"its job is one of user {left.owner}'s"
+    if left.queued and queue.is_older(left.queued.time, cluster, margin_s=JUST_S):
+        return f"job {left.queued.id} was submitted a moment ago, and squeue does not list it yet"
+    if _is_new(left, queue, cluster):
+        return "its attempt began a moment ago, and squeue was asked before"
+    name = cluster_of(left.paths) if left.number and not cluster else ""
+    if name and name != queue.cluster:  # which has the same disk
+        return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
     return ""
 
 
-def _elsewhere(paths: RunPaths | None, queue: Queue) -> str:
-    """Why Slurm here does not know of its job: another cluster has the same disk."""
-    name = cluster_of(paths) if paths else ""
-    if not name or name == queue.cluster:
-        return ""
-    return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
-
-
-def _named(paths: RunPaths | None, queued: Queued | None, job: int, *, ended: bool) -> dict[int | str, float]:
-    """The jobs by which the run may go on, and when each was written down."""
-    named: dict[int | str, float] = {}
-    if paths and job and not ended:
-        named[job] = _time(paths.plan)
-    elif paths and job:  # Slurm itself may have put it back, as after a preemption
-        named[job] = _time(paths.result)
-    if queued:
-        named[queued.id] = queued.time
-    return named
-
-
-def _is(job: Job, run: Path, named: dict[int | str, float], queue: Queue) -> bool:
-    """By its number, unless another job has got that since; or by its own command line, as of a follow-on job."""
-    if f" --run={run} " in f" {job.command} ":
-        return True
-    since = named.get(job.id, named.get(job.number))
-    return since is not None and queue.was_there(job, since)
-
-
-def _goes_on(paths: RunPaths | None) -> bool:
-    """With the same job, which goes back into the queue or on with other nodes."""
-    found = result(paths) if paths else None
-    return bool(found and found.next and (found.next.requeue or found.next.spare))
-
-
-def _here(run: Path, paths: RunPaths | None) -> State:
-    if paths is None or paths.result.exists():
-        return State("ended", run, paths)
-    process = _process(paths)
+def _here(left: Left) -> State:
+    """Of a run without Slurm."""
+    if not left.number:
+        return State("ended", left.run)
+    state = State("unknown", left.run, left.paths)
+    if left.ended is not None:
+        return state._replace(kind="ended")
+    process = _process(left.paths)
     if process is None:
-        return State("unknown", run, paths, why="no file tells which process runs it")
+        return state._replace(why="no file tells which process runs it")
     if not processes.here(process):
-        return State("unknown", run, paths, why="it was started on another machine, or before this one's last start")
-    if processes.gone(process):
-        return State("ended", run, paths)
-    return State("running", run, paths, process=process[2])
+        return state._replace(why="it was started on another machine, or before this one's last start")
+    if not processes.gone(process):
+        return state._replace(kind="running", process=process[2])
+    held = scratch.held(left.plan.get("scratch"))
+    return state._replace(why="its runner goes on without it") if held else state._replace(kind="ended")
 
 
 def _process(paths: RunPaths) -> list[Any] | None:
     with suppress(OSError, ValueError, RecursionError):
-        match json.loads(files.read(paths.process, limit=_MOST)):
+        match json.loads(files.read(paths.process, limit=LIMIT)):
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 return list(found)
     return None
 
 
-def _queued(run: Path) -> Queued | None:
-    with suppress(OSError, ValidationError, ValueError):
-        return Queued.model_validate_json(files.read(run / run_folder.JOB, limit=_MOST))
-    return None
-
-
-def _time(path: Path) -> float:
-    with suppress(OSError):
-        return path.lstat().st_mtime
-    return 0.0
+def table(
+    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
+) -> Table | None:
+    """A file's JSON object; None where there is none, and a warning where it cannot be read."""
+    try:
+        found = from_json(files.read(path, limit=LIMIT))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+        check(found, path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.append(f"{path} cannot be read: {records.reason(error)}")
+        return None
+    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
@@ -20,6 +21,19 @@ ASSUMED = "assumed, since nothing was probed: nodes' names, GPUs, HF_HOME, job n
 _ACCOUNT = ("--account=", "-A")
 
 
+class Known(NamedTuple):
+    """What is the same for all runs of a study, and is asked once."""
+
+    slurm: Mapping[str, str]
+    """What scontrol tells of its configuration."""
+    choice: sites.Choice
+
+
+def known(site: str) -> Known:
+    """At this login node."""
+    return Known(host.slurm_config(), host.site(site))
+
+
 def facts(
     recipe: Recipe,
     nodes: int | None,
@@ -29,10 +43,11 @@ def facts(
     ranks: int | None,
     options: Sequence[str],
     gpu_memory: float | None,
+    known: Known | None = None,
 ) -> tuple[Facts, sites.Choice]:
     """What this login node can know, and the site."""
     count = nodes or recipe.nodes
-    slurm = host.slurm_config()
+    slurm = host.slurm_config() if known is None else known.slurm
     given_image = os.environ.get("DRAY_IMAGE", "")
     seen = Facts(
         scheduler="slurm",
@@ -50,7 +65,7 @@ def facts(
         hf_home=local.hf_home(),
         shell=dict(os.environ),
     )
-    seen, choice = write.at_site(seen)
+    seen, choice = write.at_site(seen, known.choice if known else None)
     variant = image.variant(recipe, choice.site, seen).value
     engine = choice.site.engine or "apptainer"
     file = store.job_file(checkout.root(), recipe.adopted or variant, engine)

@@ -10,11 +10,11 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from dray.contract import files
 from dray.contract.findings import ConfigError, counted
+from dray.runs.follow import Growing
 from dray.runs.paths import RunPaths
 from dray.runs.stages import written
 
@@ -31,24 +31,17 @@ _SPARE = 64  # open files that are not logs
 Joined = tuple[float, "Log", bytes]
 
 
-@dataclass
-class Log:
+class Log(Growing):
     """One file, read from where the last reading ended."""
 
-    label: str
-    path: Path
-    kind: str
-    number: int
-    position: int = 0
+    def __init__(self, label: str, path: Path, kind: str, number: int) -> None:
+        super().__init__(path)
+        self.label, self.kind, self.number = label, kind, number
 
-    def lines(self, *, whole: bool) -> Iterator[bytes]:
-        """The lines that are new; one without its end is left for the next time, unless that is the `whole` file."""
-        with suppress(FileNotFoundError), files.open_regular(self.path) as file:
-            file.seek(self.position)
-            while line := file.readline(_LONGEST):
-                if not line.endswith(b"\n") and len(line) < _LONGEST and not whole:
-                    return
-                self.position += len(line)
+    def new(self, *, whole: bool) -> Iterator[bytes]:
+        """The lines that have come since; one without its end only if that is the `whole` file."""
+        with suppress(FileNotFoundError):
+            for line in self.lines(_LONGEST, whole=whole):
                 yield line.rstrip(b"\n")
 
 
@@ -91,7 +84,7 @@ def joined(logs: list[Log], paths: RunPaths, *, since: float = 0.0, whole: bool 
 def _timed(log: Log, began: float, steps: _Steps, *, whole: bool) -> Iterator[Joined]:
     clock = _Clock(began, written(log.path) or time.time(), steps)
     try:
-        for line in log.lines(whole=whole):
+        for line in log.new(whole=whole):
             yield clock.of(line), log, line
     except OSError as error:  # the others are shown all the same
         yield began, log, f"dray: this log cannot be read: {error.strerror}".encode()
@@ -102,8 +95,8 @@ def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
     for log in logs:
         with suppress(OSError):
             # A stat first: opening all of a thousand logs five times a second is a load for a shared disk.
-            if log.path.stat().st_size > log.position:
-                for line in log.lines(whole=False):
+            if log.path.stat().st_size != log.position:
+                for line in log.new(whole=False):
                     yield log, line
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ from pydantic_core import from_json
 
 from dray.contract import files
 from dray.contract.findings import counted
+from dray.runs.follow import Growing
 from dray.runs.records import RECORD
 
 Event = dict[str, Any]
 _STEP = b'{"event": "step", '
+_FEW, _TAIL = 1 << 13, 1 << 16  # bytes of the end that is read
+_KEPT = 4096
 
 
 class Metrics:
@@ -42,31 +47,79 @@ class Metrics:
         return [f"{self._path}: {counted(self._damaged, 'damaged line')} left out"] if self._damaged else []
 
 
-def last(path: Path, *kinds: str, most: int = 1 << 16) -> Event | None:
-    """The newest event of one of these kinds, looked for in the end of the file alone: there may be a million lines."""
-    return next((event for event in reversed(tail(path, most=most)) if event.get("event") in kinds), None)
-
-
-def tail(path: Path, *, most: int = 1 << 16) -> list[Event]:
+def tail(path: Path) -> list[Event]:
     """The events in the end of the file."""
-    try:
-        with files.open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            return list(filter(None, map(parsed, file.read(most).split(b"\n"))))
-    except FileNotFoundError:
-        return []
+    return list(filter(None, map(parsed, _end(path, _TAIL).split(b"\n"))))
+
+
+def last_step(path: Path | str) -> Event:
+    """The last one, in the end of the file; empty where there is none. Other lines are not parsed: there are lists of
+    thousands of runs."""
+    for most in (_FEW, _TAIL, _TAIL + RECORD):
+        end = _end(path, most)
+        found, begin = len(end), b'\n{"event": "step",'
+        while (found := end.rfind(begin, 0, found)) >= 0:
+            if event := parsed(end[found + 1 :].partition(b"\n")[0]):
+                return event
+    return {}
+
+
+def first(path: Path | str) -> Event:
+    """The start, with which a file begins."""
+    with suppress(FileNotFoundError), files.open_regular(path) as file:
+        return parsed(file.readline(RECORD)) or {}
+    return {}
+
+
+def _end(path: Path | str, most: int) -> bytes:
+    """From the beginning of a line on; a step of thousands of nodes is a longer line than many of others are."""
+    with suppress(FileNotFoundError), files.open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for much in (most, _TAIL + RECORD):
+            file.seek(max(0, size - much))
+            end = file.read(much) if size > much else b"\n" + file.read(much)
+            if size <= much or b"\n" in end[:-1]:
+                return end[end.find(b"\n") :]
+    return b""
+
+
+class Rare:
+    """The events of a file that grows beside its steps, of which there may be a million: their lines are not parsed.
+    Each look reads on from where the last one ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._again = Growing(path), 0
+        self.events: deque[Event] = deque(maxlen=_KEPT)
+        self.first: dict[str, Event] = {}
+        """The first start, and the first step."""
+
+    def look(self) -> None:
+        """Read what has come. OSError says why it cannot be read; one that is not there has nothing."""
+        with suppress(FileNotFoundError):
+            for line in self._file.lines(RECORD):
+                self._renew()
+                if not line.startswith(_STEP):
+                    if event := parsed(line):
+                        self.events.append(event)
+                        if event.get("event") == "start":
+                            self.first.setdefault("start", event)
+                elif "step" not in self.first and (event := parsed(line)):
+                    self.first["step"] = event
+        self._renew()
+
+    def _renew(self) -> None:
+        """Forget what was in a file that is another one now."""
+        if self._again != self._file.again:
+            self._again = self._file.again
+            self.events.clear()
+            self.first.clear()
 
 
 def rare(path: Path) -> Iterator[Event]:
-    """All events that are no steps, of which there may be a million: their lines are not parsed."""
-    try:
-        file = files.open_regular(path)
-    except FileNotFoundError:
-        return
-    with file:
-        while line := file.readline(RECORD):
-            if not line.startswith(_STEP) and (event := parsed(line)):
-                yield event
+    """All events that are no steps."""
+    read = Rare(path)
+    read.look()
+    yield from read.events
 
 
 def parsed(line: bytes) -> Event | None:

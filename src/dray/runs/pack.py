@@ -18,6 +18,7 @@ from dray.contract import run_folder
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.runs import bundle, capsule
+from dray.runs.capsule_schema import File
 from dray.runs.named import find
 from dray.runs.paths import RunPaths, attempts, last_attempt
 
@@ -72,7 +73,7 @@ def text(made: Packed) -> str:
 def _attempt(paths: RunPaths, left_out: list[str]) -> dict[str, str]:
     """The files that the capsule names, without secrets; it then names them as they are in the archive."""
     made, clean = capsule.read(paths), bundle.cleaner(paths, homes=False)
-    folder, content, listed = paths.folder.name, dict[str, str](), list[capsule.File]()
+    folder, content, listed = paths.folder.name, dict[str, str](), list[File]()
 
     def take(name: str, *, end: bool) -> bytes | None:
         path = f"{folder}/{name}"
@@ -89,7 +90,7 @@ def _attempt(paths: RunPaths, left_out: list[str]) -> dict[str, str]:
 
     for file in made.files:
         if (data := take(file.path, end=False)) is not None:
-            listed.append(capsule.File(path=file.path, sha256=hashlib.sha256(data).hexdigest(), size=len(data)))
+            listed.append(File(path=file.path, sha256=hashlib.sha256(data).hexdigest(), size=len(data)))
     for log in sorted(paths.logs.glob("*.log"))[:_LOGS]:
         take(log.relative_to(paths.folder).as_posix(), end=True)
     made = made.model_copy(update={"files": tuple(listed)})

@@ -13,37 +13,58 @@ from dray.contract import run_folder as names
 from dray.contract.findings import ConfigError
 
 _ATTEMPT = re.compile(names.attempt("([1-9][0-9]{0,8})"))
+_CHECKPOINT = re.compile("step-[0-9]{1,18}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class _In:
+    """A name in an attempt's folder. A path is made only where somebody asks for it: there are lists of thousands."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths, _owner: object) -> Path:
+        return paths.folder / self._name
 
 
 class RunPaths:
     """One attempt at a run: a folder of its own, beside the checkpoints that all attempts share."""
 
+    plan = _In(names.PLAN)
+    node_script = _In(names.NODE_SCRIPT)
+    srun_options = _In(names.SRUN_OPTIONS)
+    stage_script = _In(names.STAGE_SCRIPT)
+    stop = _In(names.STOP)
+    process = _In(names.PROCESS)
+    enter_script = _In(names.ENTER_SCRIPT)
+    facts = _In(names.FACTS)
+    secret = _In(names.SECRET)
+    logs = _In(names.LOGS)
+    failures = _In(names.FAILURES)
+    preflight = _In(names.PREFLIGHT)
+    preflight_report = _In(names.PREFLIGHT_REPORT)
+    startup = _In(names.STARTUP)
+    metrics = _In(names.METRICS)
+    result = _In(names.RESULT)
+    capsule = _In(names.CAPSULE)
+    nodes = _In(names.NODES)
+    source_diff = _In(names.SOURCE_DIFF)
+    next = _In(names.NEXT)
+    failing_nodes = _In(names.FAILING_NODES)
+
     def __init__(self, run: Path, attempt: int = 1) -> None:
         self.run, self.attempt = run, attempt
-        self.checkpoints = run / names.CHECKPOINTS
-        self.final_model = self.checkpoints / names.FINAL_MODEL
         self.folder = run / names.attempt(attempt)
-        self.plan = self.folder / names.PLAN
-        self.node_script = self.folder / names.NODE_SCRIPT
-        self.srun_options = self.folder / names.SRUN_OPTIONS
-        self.stage_script = self.folder / names.STAGE_SCRIPT
-        self.stop = self.folder / names.STOP
-        self.process = self.folder / names.PROCESS
-        self.enter_script = self.folder / names.ENTER_SCRIPT
-        self.facts = self.folder / names.FACTS
-        self.secret = self.folder / names.SECRET
-        self.logs = self.folder / names.LOGS
-        self.failures = self.folder / names.FAILURES
-        self.preflight = self.folder / names.PREFLIGHT
-        self.preflight_report = self.folder / names.PREFLIGHT_REPORT
-        self.metrics = self.folder / names.METRICS
-        self.result = self.folder / names.RESULT
-        self.capsule = self.folder / names.CAPSULE
-        self.nodes = self.folder / names.NODES
-        self.source_diff = self.folder / names.SOURCE_DIFF
-        self.next = self.folder / names.NEXT
-        self.failing_nodes = self.folder / names.FAILING_NODES
+
+    @property
+    def checkpoints(self) -> Path:
+        """Of all attempts."""
+        return self.run / names.CHECKPOINTS
+
+    @property
+    def final_model(self) -> Path:
+        """What is there once the training has ended."""
+        return self.checkpoints / names.FINAL_MODEL
 
     def node_log(self, node: int) -> Path:
         """What the runner and the launcher of a node write."""
@@ -176,6 +197,12 @@ def first_attempt(run: Path) -> RunPaths | None:
     """The first attempt of a run that was planned."""
     found = (RunPaths(run, number) for number in attempts(run))
     return next((paths for paths in found if paths.plan.is_file()), None)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """One gets its name when it is complete. OSError where the folder cannot be read."""
+    found = [path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
 def newest_attempt(folder: Path) -> RunPaths:

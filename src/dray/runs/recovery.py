@@ -1,11 +1,11 @@
-"""How long a run took from a failure to its next step, by the times in its own files."""
+"""What follows a failure, and how long it took to the next step, by the times in a run's own files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Recovery(BaseModel):
@@ -14,6 +14,7 @@ class Recovery(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     why: str
+    """What failed."""
     step: int
     """The first step that was logged after it."""
     detect_s: float
@@ -39,6 +40,21 @@ class Recovery(BaseModel):
         rest = f"start {self.start_s:.1f}, load {self.load_s:.1f}, step {self.step_s:.1f}"
         why = self.why.partition("\n")[0]
         return f"step {self.step} {self.total_s:.1f} s after {why} (stop {self.stop_s:.1f}, {queue}{rest})"
+
+
+class Next(BaseModel):
+    """Whether the job goes back into the queue, or on with other nodes or fewer, and why."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    requeue: bool
+    """Whether the job goes back into the queue."""
+    spare: bool = False
+    """Whether the job goes on at once, with spare nodes or with fewer."""
+    exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
+    """Nodes that were lost or found unfit, and that the next attempt is not to have; null in older files."""
+    why: str
+    """Why the job goes on, or does not."""
 
 
 class Failure(NamedTuple):

@@ -17,7 +17,7 @@ from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
 from dray.runs import capsule
 from dray.runs import diff as differ
-from dray.runs.capsule import Capsule
+from dray.runs.capsule_schema import Capsule, Node
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
 from dray.runs.paths import RunPaths
@@ -101,7 +101,7 @@ def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, en
         packages = seen.pop("packages", {})
         if not own:  # the image's, which its nodes will tell
             seen |= {"python": "", "libc": ""}
-        here = capsule.Node.model_validate({"node": 0, "name": "", **seen})
+        here = Node.model_validate({"node": 0, "name": "", **seen})
         image = made.image.model_copy(update={"packages": packages})
         made = made.model_copy(update={"nodes": (here,), "image": image, "torch": packages.get("torch", "")})
     return [one for one in differ.differences(before, (plan, made)) if not _meant(one)]
@@ -146,9 +146,12 @@ def same(found: Parting) -> bool:
     return found.first is None and found.steps > 0 and not found.only_a
 
 
-def as_files(recipe: Recipe, stem: str) -> dict[str, str]:
-    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text."""
-    table = recipe.model_dump(mode="json", exclude_none=True)
+def as_files(recipe: Recipe, stem: str, *, whole: bool = True) -> dict[str, str]:
+    """The recipe as a file, which dray submit takes, and those that it names: in the plan it has their text.
+
+    Not `whole`: without what it leaves to the defaults.
+    """
+    table = recipe.model_dump(mode="json", exclude_none=True, exclude_unset=not whole)
     files = dict[str, str]()
     for part, key in (
         (table.get("train", {}), "deepspeed"),

@@ -13,8 +13,12 @@ from pydantic_core import from_json
 from dray.contract import files
 from dray.contract.findings import counted
 from dray.contract.values import printable
+from dray.runs import cost as costs
+from dray.runs import startup as startups
+from dray.runs.cost import Cost, Spent
 from dray.runs.paths import RunPaths
-from dray.runs.recovery import Recovery
+from dray.runs.recovery import Next, Recovery
+from dray.runs.startup import Startup
 
 UNKNOWN = "unknown"
 VERSION = 1
@@ -35,17 +39,23 @@ class Cause(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     node: str
+    """The name of the node."""
     rank: Annotated[int, Field(ge=0)] | None
+    """The rank; null where the node itself failed."""
     code: Annotated[int, Field(ge=1, le=255)]
     """A shell would cut any other, and 256 to a 0."""
     why: str
+    """What happened, as it was recorded."""
     log: str | None
+    """The log of the rank or the node."""
     last_lines: list[str]
+    """The last lines of that log."""
     evidence: Annotated[list[str], BeforeValidator(_evidence)] = []
     """What the node saw when it failed: memory, kernel log, disks."""
     name: str = UNKNOWN
     """Of runs/causes.toml."""
     fix: str = ""
+    """What to do about it, where the cause is known by name."""
     source: str = ""
     """Where the sign comes from by which it was named."""
 
@@ -56,18 +66,29 @@ class Attempt(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     attempt: Annotated[int, Field(ge=1)]
+    """The number of the attempt; the first is 1."""
     status: str
+    """How it ended, as in result.json."""
     exit_code: int | None = None
+    """Its exit code."""
     why: str | None = None
     """The first line of its cause, or what stopped it."""
     hosts: list[str] = []
+    """The names of its nodes."""
     first_step: int | None = None
+    """The step from which it went on; 0 from the beginning."""
     steps: int | None = None
+    """The last step that it logged."""
     saved_step: int | None = None
+    """The step of its newest checkpoint."""
     lost_s: float | None = None
+    """Seconds of training after that checkpoint, which were lost."""
     finished: str | None = None
+    """When it ended, in UTC."""
     requeued: bool = False
     """Whether dray put the job back into the queue after it."""
+    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    """What it cost; None where nobody knows."""
 
 
 class SlowRank(BaseModel):
@@ -76,23 +97,13 @@ class SlowRank(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     rank: Annotated[int, Field(ge=0)]
+    """The rank."""
     node: str
+    """The name of its node."""
     times: float
     """How many times as long as the median rank's its own part of a step took."""
     step: int | None
     """When it was named."""
-
-
-class Next(BaseModel):
-    """Whether the job goes back into the queue, or on with other nodes or fewer, and why."""
-
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
-
-    requeue: bool
-    spare: bool = False
-    exclude: Annotated[list[str], BeforeValidator(lambda names: [] if names is None else names)] = []
-    """Nodes that were lost or found unfit, and that the next attempt is not to have; null in older files."""
-    why: str
 
 
 class Result(BaseModel):
@@ -103,22 +114,37 @@ class Result(BaseModel):
     version: Literal[1] = 1
     """Increases when a valid file becomes invalid; files of before it have none."""
     run: str
+    """The run's name."""
     status: str
+    """done, stopped or failed."""
     exit_code: int
+    """The exit code of the attempt."""
     finished: str
+    """When it ended, in UTC."""
     world_size: int | None
+    """How many ranks all nodes start together; null where the plan cannot be read."""
     hosts: list[str]
+    """The names of the nodes in the plan."""
     first_step: int | None = None
     """The step of the checkpoint that it resumed from; 0 for a run from the beginning."""
     steps: int | None = None
+    """The last step that was logged."""
     loss_first: float | None = None
+    """The first loss that was logged."""
     loss_last: float | None = None
+    """The last loss that was logged."""
     perplexity: float | None = None
+    """Of the last evaluation."""
     tokens_per_s: float | None = None
+    """Tokens a second, from the first step to the last."""
     train_seconds: float | None = None
+    """Seconds that the steps took."""
     sample: str | None = None
+    """Text that the model wrote after the training."""
     slow_ranks: list[SlowRank] = []
+    """Ranks that were steadily slower than the others."""
     preflight: str | None = None
+    """What the nodes proved before the launch, in a line."""
     cause: Cause | None = None
     failing_nodes: list[str] = []
     """Nodes that their own check before the rendezvous has found unfit."""
@@ -146,6 +172,12 @@ class Result(BaseModel):
     """Whether the job goes on by itself; None where the run ended, or the same again would not help."""
     history: list[Attempt] = []
     """The attempts before this one."""
+    startup: Annotated[Startup | None, BeforeValidator(startups.of)] = None
+    """How long each part of the start took; None where nothing was measured."""
+    cost: Annotated[Cost | None, BeforeValidator(costs.of)] = None
+    """What this attempt cost; None where nobody knows."""
+    spent: Annotated[Spent | None, BeforeValidator(costs.spent_of)] = None
+    """What all attempts together cost, this one too."""
     command: bool = False
     """Whether a command ran in the place of dray's trainer; what it saves, only it knows."""
     warnings: list[str] = []
@@ -193,7 +225,7 @@ def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> li
             listed = f"{' '.join(names[:_SHOWN])}{' ...' * bool(names[_SHOWN:])}"
             file = shlex.quote(str(paths.failing_nodes))
             lines += [f'failing nodes: {listed} (sbatch --exclude="$(cat {file})")']
-        return [*lines, *_left(result, again)] if result.checkpoint else lines
+        return [*lines, *left(result, again)] if result.checkpoint else lines
     return _stopped(result, again) if result.status == "stopped" else _done(result)
 
 
@@ -251,10 +283,11 @@ def _done(result: Result) -> list[str]:
 def _stopped(result: Result, again: str) -> list[str]:
     """What stopped it, how far it was, what is safe, and how to go on."""
     reached = f", after step {result.steps}" if result.steps else ", before the first step was logged"
-    return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *_left(result, again)]
+    return [f"stopped by {result.reason} at {result.at}{'' if result.command else reached}", *left(result, again)]
 
 
-def _left(result: Result, again: str) -> list[str]:
+def left(result: Result, again: str) -> list[str]:
+    """What is safe, and how to go on."""
     if result.checkpoint:
         step = result.checkpoint.rpartition("-")[2]
         return [f"  safe:   all up to step {step}, in {result.checkpoint}", f"  resume: {again}"]

@@ -34,7 +34,9 @@ class Source(BaseModel):
     folder: str
     """The root of the working tree."""
     commit: str
+    """The commit that was checked out."""
     branch: str = ""
+    """The branch, where one was checked out."""
     changed: bool | None = None
     """Whether the working tree had more than the commit; then source.diff has it. Null where git took too long."""
     cut: bool = False

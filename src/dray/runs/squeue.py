@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
@@ -66,6 +66,8 @@ class Queue:
         self._known: dict[str, list[Job] | DrayError] = {}
         self._restarts: dict[str, bool] = {}
         self._asked: dict[str, float] = {}
+        self._by_name: dict[str, dict[int | str, list[Job]]] = {}
+        self._commands: dict[str, str] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All of this user's there. DrayError: Slurm is not here, or does not answer."""
@@ -102,15 +104,22 @@ class Queue:
         """What Slurm calls the cluster that was asked."""
         return host.cluster_name() if self.answers else ""
 
-    def of(self, job: int | str | None, at: float, folders: Iterable[str] = ()) -> Job | None:
-        """The job with this number, or task of an array, that was there at that time, one that runs before one that
-        waits; or one for such a run folder (`--run=`)."""
-        known = sorted(self.jobs(), key=lambda one: one.waits) if self.answers else []
-        found = next((one for one in known if job in (one.number, one.id)), None)
-        if found and self.was_there(found, at):
-            return found
-        options = [f" --run={folder} " for folder in folders]
-        return next((one for one in known if any(option in f" {one.command} " for option in options)), None)
+    def of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
+        """One of the jobs that are named by number, or as tasks of an array, and was there at that time; or one for
+        such a run folder (`--run=`). One that runs comes before one that waits. DrayError as from `jobs`."""
+        known = self.jobs(cluster)
+        if cluster not in self._by_name:
+            by_name = self._by_name.setdefault(cluster, {})
+            for one in known:
+                for name in (one.number, one.id):
+                    by_name.setdefault(name, []).append(one)
+            self._commands[cluster] = "".join(f" {one.command} " for one in known)
+        named_so = [(one, at) for name, at in named.items() for one in self._by_name[cluster].get(name, ())]
+        found = [one for one, at in named_so if self.was_there(one, at)]
+        for option in (f" --run={folder} " for folder in folders):
+            if option in self._commands[cluster]:  # one search for thousands of jobs
+                found += [one for one in known if option in f" {one.command} "]
+        return min(found, key=lambda one: one.waits, default=None)
 
     def was_there(self, job: Job, at: float) -> bool:
         """Whether it is the job that had its number then; else Slurm has given that number again."""

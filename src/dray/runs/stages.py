@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 from dray.contract import files, run_folder
 from dray.runs import metrics
-from dray.runs.metrics import Event
+from dray.runs.metrics import Event, Rare
 from dray.runs.paths import RunPaths
 
-_HEAD = 1 << 18  # bytes of a node's log and of metrics, in which the first lines are
+_HEAD = 1 << 18  # bytes of a node's log in which the first lines are
 _MOST = 16  # warnings, and slow ranks
 _JOINED, _PROVED = b"dray: cores of each rank: ", b"dray: preflight took "
 _QUIET_S = 120.0
@@ -60,10 +60,14 @@ class Live(BaseModel):
     """Slow ranks, checkpoints that were not saved, a loss that jumped, a request to end."""
 
 
-def live(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> Live:
-    """`tail` has the last events of its metrics."""
+def live(paths: RunPaths, plan: dict[str, Any], rare: Rare) -> Live:
+    """`rare` has what earlier looks have read of its metrics."""
     began = written(paths.plan) or time.time()
-    told = list(_told(paths))
+    tail = list[Event]()
+    with suppress(OSError):  # the state has a warning of it
+        rare.look()
+        tail = metrics.tail(paths.metrics)
+    told = _told(rare)
     restarts = _restarts(paths)
     nodes = _nodes(paths, plan, told)
     ages = [node.quiet_s for node in nodes if node.quiet_s is not None]
@@ -79,7 +83,7 @@ def live(paths: RunPaths, plan: dict[str, Any], tail: list[Event]) -> Live:
         notes.append(f"nothing was written for {duration(quiet)}")
     return Live(
         stage=_stage(paths, plan, tail),
-        stages=_stages(paths, began),
+        stages=_stages(paths, began, rare),
         nodes=nodes,
         quiet_s=quiet,
         restarts=len(restarts),
@@ -115,38 +119,34 @@ def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
     return next(stage for stage, reached in stages.items() if reached)
 
 
-def _stages(paths: RunPaths, began: float) -> list[Stage]:
+def _stages(paths: RunPaths, began: float, rare: Rare) -> list[Stage]:
     """Those that leave a time."""
     at = {
         "image started": written(paths.folder / run_folder.RENDEZVOUS),
         "preflight passed": written(paths.preflight_report),
     }
-    for event in map(metrics.parsed, _head(paths.metrics).split(b"\n")):
-        kind = str((event or {}).get("event"))
-        if event and kind in _BY_EVENT:
-            at.setdefault(_BY_EVENT[kind], metrics.number(event, "time"))
+    at |= {name: metrics.number(rare.first.get(kind, {}), "time") for kind, name in _BY_EVENT.items()}
     return [Stage(name=name, s=round(max(0.0, when - began), 1)) for name, when in at.items() if when]
 
 
 _BY_EVENT = {"start": "model built", "step": "first step"}
 
 
-def _told(paths: RunPaths) -> list[tuple[str, str]]:
+def _told(rare: Rare) -> list[tuple[str, str]]:
     """What its metrics have beside steps that is worth a line, with the node that it is about."""
     found: list[tuple[str, str]] = []
     unsaved: dict[str, str] = {}
-    with suppress(OSError):
-        for event in metrics.rare(paths.metrics):
-            kind, node = event.get("event"), str(event.get("node", ""))[:80]
-            if kind == "slow" and (times := metrics.number(event, "times")):
-                rank = metrics.whole(event, "rank")
-                found.append((node, f"slow: rank {rank} on {node}, {times:.2f} times the median rank"))
-            elif kind in ("checkpoint", "mirror"):
-                what = "saved" if kind == "checkpoint" else "copied to the mirror"
-                why = f"the checkpoint of step {metrics.whole(event, 'checkpoint')} is not {what}"
-                unsaved[str(kind)] = "" if event.get("saved") else f"{why}: {str(event.get('why'))[:200]}"
-            elif kind == "divergence":
-                found.append(("", f"at step {metrics.whole(event, 'last_step')}: {str(event.get('why'))[:200]}"))
+    for event in rare.events:
+        kind, node = event.get("event"), str(event.get("node", ""))[:80]
+        if kind == "slow" and (times := metrics.number(event, "times")):
+            rank = metrics.whole(event, "rank")
+            found.append((node, f"slow: rank {rank} on {node}, {times:.2f} times the median rank"))
+        elif kind in ("checkpoint", "mirror"):
+            what = "saved" if kind == "checkpoint" else "copied to the mirror"
+            why = f"the checkpoint of step {metrics.whole(event, 'checkpoint')} is not {what}"
+            unsaved[str(kind)] = "" if event.get("saved") else f"{why}: {str(event.get('why'))[:200]}"
+        elif kind == "divergence":
+            found.append(("", f"at step {metrics.whole(event, 'last_step')}: {str(event.get('why'))[:200]}"))
     return [*found, *(("", text) for text in unsaved.values() if text)]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from dray.runs.cost import Spent
 from dray.runs.stages import Live
+from dray.runs.startup import Startup
 
 QUEUED, RUNNING, DONE, FAILED, STOPPED, LOST, NO_RESULT = STATES = (
     "queued", "running", "done", "failed", "stopped", "lost", "no result",
@@ -64,4 +66,8 @@ class State(BaseModel):
     waiting: Waiting | None = None
     live: Live | None = None
     """Of one that runs, where it was looked at closely."""
+    startup: Startup | None = None
+    """How long each part of the last attempt's start took, where it was looked at closely."""
+    spent: Spent | None = None
+    """What all attempts together cost, of one whose last attempt has ended."""
     warnings: list[str] = []

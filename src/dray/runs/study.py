@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,13 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dray.config.model import explained
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import write
+from dray.runs import look as looking
+from dray.runs import state, write
 from dray.runs.metrics import Event, Metrics, number, whole
+from dray.runs.named import is_run
 from dray.runs.paths import RunPaths, attempts, make_run_folder
-from dray.runs.result import Result
+from dray.runs.squeue import Queue
 
 PARITY = 1e-4
 """The largest relative difference of losses that fp32 makes by adding in another order."""
+MOST = 256
+"""Runs of one study."""
 _VERSION = 1
 
 
@@ -30,10 +35,18 @@ class Member(BaseModel):
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
     """Its folder's name, beside the study's own."""
-    ranks: Annotated[int, Field(ge=0)] = 0
-    settings: list[str] = []
+    ranks: Annotated[int, Field(ge=0, le=10**9)] = 0
+    settings: Annotated[list[Annotated[str, Field(max_length=1 << 16)]], Field(max_length=MOST)] = []
     """What it has that the others have not."""
-    job: int | None = None
+    job: Annotated[int, Field(ge=1, lt=10**18)] | None = None
+    task: Annotated[int, Field(ge=0, lt=10**18)] | None = None
+    """Of the array that the job is."""
+
+    @property
+    def job_id(self) -> str | None:
+        """As Slurm's commands take it: 12, or 12_3."""
+        task = "" if self.task is None else f"_{self.task}"
+        return f"{self.job}{task}" if self.job else None
 
 
 class Study(BaseModel):
@@ -45,7 +58,7 @@ class Study(BaseModel):
     kind: Literal["strong", "weak", "sweep"]
     """strong: one global batch on any number of ranks; weak: one batch of a rank; sweep: other settings."""
     recipe: str
-    members: list[Member] = []
+    members: Annotated[list[Member], Field(max_length=MOST)] = []
 
 
 class Row(BaseModel):
@@ -55,7 +68,9 @@ class Row(BaseModel):
     ranks: int
     settings: list[str]
     state: str
-    """queued, running, or the status of its result."""
+    """As `dray status` has it; `no run` where it never began."""
+    job_id: str | None = None
+    """As Slurm's commands take it: 12, or 12_3."""
     seconds: float | None = None
     """Of the training."""
     step_s: float | None = None
@@ -84,10 +99,16 @@ def save(folder: Path, study: Study) -> None:
     files.write_atomic(folder / run_folder.STUDY, study.model_dump_json(indent=1) + "\n")
 
 
-def remove(folder: Path) -> None:
-    """A study without a run."""
-    (folder / run_folder.STUDY).unlink()
-    folder.rmdir()
+def keep(folder: Path, study: Study, members: Sequence[Member]) -> Study:
+    """The same with these runs, on the disk too; without a run there is no study."""
+    study = study.model_copy(update={"members": list(members)})
+    if members:
+        save(folder, study)
+    else:
+        for name in (run_folder.STUDY, run_folder.TASKS):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+    return study
 
 
 def load(folder: Path) -> Study:
@@ -107,12 +128,12 @@ def load(folder: Path) -> Study:
         raise ConfigError("the study is damaged", where=path, found=explained(wrong)) from wrong
 
 
-def find(named: str, runs: Path) -> Path:
-    """A study by its folder, its name or the beginning of it."""
+def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
+    """A study by its folder, its name or the beginning of it; `file` is what makes a folder one."""
     folder = Path(named).absolute()
-    if "/" in named or os.path.lexists(folder / run_folder.STUDY):
+    if "/" in named or os.path.lexists(folder / file):
         return folder
-    names = sorted(path.parent.name for path in runs.glob(f"*/{run_folder.STUDY}"))
+    names = sorted(path.parent.name for path in runs.glob(f"*/{file}"))
     fitting = [name for name in names if name == named] or [name for name in names if name.startswith(named)]
     if len(fitting) != 1:
         raise ConfigError(
@@ -126,9 +147,9 @@ def find(named: str, runs: Path) -> Path:
 def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
     """Its runs as they are now, in the order of their ranks, and whether their losses agree."""
     members = study.members if study.kind == "sweep" else sorted(study.members, key=lambda one: one.ranks)
-    rows, losses = [], {}
+    rows, losses, queue = [], {}, Queue()
     for member in members:
-        row, losses[member.run] = _row(folder.parent / member.run, member)
+        row, losses[member.run] = _row(folder.parent / member.run, member, queue)
         rows.append(row)
     if study.kind != "sweep":
         _compare(rows)
@@ -136,14 +157,14 @@ def look(folder: Path, study: Study) -> tuple[list[Row], Parity]:
     return rows, _parity(rows, losses, checked=fp32) if study.kind == "strong" else Parity(checked=False)
 
 
-def _row(run: Path, member: Member) -> tuple[Row, dict[int, float]]:
+def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]]:
     """One run, and its loss by the step."""
-    row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="queued" if member.job else "no run")
+    row = Row(run=member.run, ranks=member.ranks, settings=member.settings, state="no run", job_id=member.job_id)
     losses: dict[int, float] = {}
     lines: list[Event] = []
     for attempt in attempts(run):
         paths = RunPaths(run, attempt)
-        row.state, lines = "running", []
+        lines = []
         with suppress(OSError):
             for event in Metrics(paths.metrics):
                 kind = event.get("event")
@@ -154,8 +175,10 @@ def _row(run: Path, member: Member) -> tuple[Row, dict[int, float]]:
                     row.eval_loss = number(event, "loss")
                 elif kind == "end":
                     row.seconds = number(event, "train_seconds")
-        with suppress(OSError, ValueError):
-            row.state = Result.model_validate_json(files.read(paths.result)).status
+    if is_run(run):
+        row.state = looking.look(run, queue).state
+    elif member.job:
+        row.state = state.QUEUED
     row.step_s, row.tokens_per_s = (_median(lines, name) for name in ("step_s", "tokens_per_s"))
     return row, losses
 

@@ -25,6 +25,11 @@ from dray.runs.queued import Queued
 def check(options: Sequence[str]) -> None:
     """Refuse options of sbatch that the plan must know of, or that are no options."""
     for option in options:
+        if option.startswith(("-a", "--ar")):
+            raise ConfigError(
+                "all tasks of an array would be one run", found=f"--sbatch {option}",
+                fix="dray sweep RECIPE key=a,b submits an array, with a run for each of its tasks",
+            )  # fmt: skip
         if option.startswith(("-N", "--nodes", "-G", "--gpus", "--gres=gpu", "-n", "--ntasks")):
             raise ConfigError(
                 "the plan would not know of this option of sbatch",

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from dray.contract.findings import counted
 from dray.planning.schema import Plan
 from dray.runs import capsule, source
-from dray.runs.capsule import Capsule, Node
+from dray.runs.capsule_schema import Capsule, Node
 from dray.runs.paths import RunPaths
 
 State = Literal["same", "changed", "missing", "unknown"]

@@ -102,9 +102,10 @@ def _copied(path: Path, what: str, recipe: Recipe) -> str:
     return text
 
 
-def at_site(facts: Facts) -> tuple[Facts, sites.Choice]:
-    """The site that the facts name, and the facts with the job's values of the variables in its paths."""
-    choice = sites.choose(facts)
+def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, sites.Choice]:
+    """The site that the facts name, or one that is chosen already, and the facts with the job's values of the variables
+    in its paths."""
+    choice = choice or sites.choose(facts)
     if facts.shell and (facts.login or facts.scheduler != "slurm"):  # a job's probe is asked for them
         facts = facts.model_copy(update={"variables": sites.path_variables(choice.site, facts.shell)})
     return facts, choice

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from dray.contract.findings import ConfigError, DrayError, counted
+from dray.contract.heartbeat import LOAD, MODEL
 from dray.train import checkpoint, manifest, numerics, objectives, strategies
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import all_gather_json, barrier, init_distributed
@@ -27,7 +28,7 @@ from dray.train.data.datasets import Datasets
 from dray.train.data.token_cache import IDS, Tokens
 from dray.train.errors import guarded, say
 from dray.train.evaluate import Evaluator
-from dray.train.heartbeat import heartbeat
+from dray.train.heartbeat import boottime, heartbeat
 from dray.train.loop import NOT_FINITE, Loop
 from dray.train.metrics import Metrics, flops_per_token
 from dray.train.model import attention, build, lora
@@ -35,7 +36,7 @@ from dray.train.outputs import card
 from dray.train.stop import Stop
 from dray.train.strategies.base import Strategy, check_same
 
-_IMPORTED = time.time()
+_IMPORTED, _IMPORTED_NS = time.time(), boottime()
 _LARGE = 500_000_000  # weights; a larger model is not loaded once more only to be seen
 
 
@@ -43,7 +44,7 @@ def main(path: str) -> None:
     """One rank from the first line to the last."""
     _be_quiet()
     config = read(path)
-    heartbeat.begin(config.hang_timeout_s)
+    heartbeat.begin(config.hang_timeout_s, _IMPORTED_NS)
     device = init_distributed(config.variant)
     stop = Stop()
     numerics.set_up(config, device)
@@ -61,13 +62,11 @@ def main(path: str) -> None:
     strategy = strategies.make(network, config, device)
     objective = objectives.named(config.train.objective)(config, tokens)
     checkpoints = Checkpoints(config, strategy, metrics, lease, dataset=data.training.identity)
-    loading = time.monotonic()
-    data.training.load(checkpoints.resume())
+    load_s = _resume(config, data, checkpoints)
     resumed = checkpoints.newest or 0
-    _require_steps(config, resumed)
     _write_start(
         config, metrics, parameters=parameters, trained=trained, data=data, step=resumed,
-        load_s=time.monotonic() - loading, strategy=strategy,
+        load_s=load_s, strategy=strategy,
     )  # fmt: skip
 
     evaluator = Evaluator(config, tokens, strategy, objective, metrics)
@@ -90,13 +89,13 @@ def main(path: str) -> None:
         )
     if data.test is not None:
         evaluator.dataset("test", config.steps, data.test)
-    final = Path(config.final_model)
-    _save(strategy, tokens, final, config.model.name)
+    sample = ""
+    if config.checkpoint.final:
+        validation = next(iter(data.validation.values()))
+        sample = _keep(config, strategy, tokens, validation, parameters=parameters, figures=evaluator.found)
     if dist.get_rank() == 0:
-        card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=evaluator.found)
         steps = config.steps - resumed
         speed = steps * config.step_tokens / seconds if steps else 0.0
-        sample = _reload(final, next(iter(data.validation.values())), config) if parameters < _LARGE else ""
         metrics.write("end", "done", tokens_per_s=round(speed, 1), train_seconds=round(seconds, 2), sample=sample)
     checkpoints.close()
     metrics.close()
@@ -114,6 +113,16 @@ def _sizes(network: torch.nn.Module) -> tuple[int, int]:
     """How many parameters it has, and how many of them are trained."""
     sizes = [(weight.numel(), weight.requires_grad) for weight in network.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _resume(config: Config, data: Datasets, checkpoints: Checkpoints) -> float:
+    """Go on from the newest checkpoint, if there is one and steps are left; seconds of reading it."""
+    heartbeat.lap(MODEL)
+    loading = time.monotonic()
+    data.training.load(checkpoints.resume())
+    heartbeat.lap(LOAD)
+    _require_steps(config, checkpoints.newest or 0)
+    return time.monotonic() - loading
 
 
 def _require_steps(config: Config, resumed: int) -> None:
@@ -156,6 +165,19 @@ def _write_start(
         imported=round(_IMPORTED, 3),
         data=data.contents,
     )
+
+
+def _keep(
+    config: Config, strategy: Strategy, tokens: Any, validation: Tokens, *, parameters: int,  # noqa: ANN401  a tokenizer
+    figures: dict[str, dict[str, float]],
+) -> str:  # fmt: skip
+    """Save the model and its card; on the first rank, what it generates once it is loaded again."""
+    final = Path(config.final_model)
+    _save(strategy, tokens, final, config.model.name)
+    if dist.get_rank():
+        return ""
+    card.write(final, config, parameters=parameters, ranks=dist.get_world_size(), figures=figures)
+    return _reload(final, validation, config) if parameters < _LARGE else ""
 
 
 def _save(strategy: Strategy, tokens: Any, final: Path, base: str) -> None:  # noqa: ANN401  a tokenizer

@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dray.contract import findings
 from dray.contract.findings import DrayError, UnfitError
+from dray.contract.heartbeat import GROUPS
+from dray.train.heartbeat import heartbeat
 
 # How long a rank waits for the others in a step, as NCCL does by default, and in all else.
 _IN_A_STEP, _ELSE = timedelta(minutes=10), timedelta(days=7)
@@ -47,6 +49,7 @@ def init_distributed(variant: str) -> torch.device:
         ) from error
     assert _control is not None
     _set_pg_timeout(_ELSE, _control)
+    heartbeat.lap(GROUPS)
     return device
 
 

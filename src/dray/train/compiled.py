@@ -14,6 +14,7 @@ import platform
 import shutil
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,27 @@ class Compiled:
         self._on = config.train.compile and bool(self._caches)
         self.folder = Path(config.compiled) / _key(config, device)
         self._kept: set[Path] = set()
+        self.nanoseconds = self._since = self._depth = 0
+        if config.train.compile or "torch._dynamo" in sys.modules:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Sum up the time in which torch compiles: the forward pass at once, the backward one when it is first taken.
+
+        Within one another they count once; what torch hands to its callbacks differs between its versions.
+        """
+        from torch._dynamo import callback  # noqa: PLC0415  it imports all that compiles
+
+        def begin(*_: object) -> None:
+            self._since = self._since if self._depth else time.monotonic_ns()
+            self._depth += 1
+
+        def end(*_: object) -> None:
+            self._depth -= 1
+            self.nanoseconds += 0 if self._depth else time.monotonic_ns() - self._since
+
+        callback.on_compile_start(begin)
+        callback.on_compile_end(end)
 
     def load(self) -> None:
         """All ranks together, before anything is compiled."""

@@ -21,6 +21,11 @@ _TIMES = 10
 _AGAIN = 2  # a step may compile once more
 
 
+def boottime() -> int:
+    """The clock of a start: its runner, and the script before that, have the same."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
 class Heartbeat:
     """Of one rank; without a runner it goes nowhere."""
 
@@ -29,10 +34,12 @@ class Heartbeat:
         self._slowest = dict.fromkeys(LEAST, 0.0)
         self._step, self._phase, self._set = 0, START, 0
         self._last = time.monotonic_ns()
+        self._lap, self._spent = boottime(), [0 for _ in contract.MARKS]
         self._server: object = None
 
-    def begin(self, limit: int | None) -> None:
-        """Write into the file that the supervisor has made; `limit` is the recipe's hang_timeout_s."""
+    def begin(self, limit: int | None, imported: int = 0) -> None:
+        """Write into the file that the supervisor has made; `limit` is the recipe's hang_timeout_s. All was `imported`
+        at that time by CLOCK_BOOTTIME, and what follows is the rest of the start."""
         self._set = limit or 0
         if path := os.environ.get(contract.VARIABLE):
             try:
@@ -41,7 +48,26 @@ class Heartbeat:
                 self._server = _worker_server(contract.socket(path))
             except (OSError, ValueError) as error:
                 say(f"this rank has no heartbeat: {error}")
+        self._lap = imported or self._lap
+        self._mark(contract.IMPORTED, imported)
         self.beat()
+
+    def lap(self, part: int) -> None:
+        """The time since the last lap went into this part of the start."""
+        now = boottime()
+        self._spent[part] += now - self._lap
+        self._lap = now
+        self._mark(part, self._spent[part])
+
+    def first_step(self, compiled: int) -> None:
+        """The first step is logged, of whose time so many nanoseconds went into compiling."""
+        if not self._spent[contract.FIRST_STEP]:
+            self._spent[contract.FIRST_STEP] = boottime() - self._lap
+            self._mark(contract.COMPILED, compiled)
+            self._mark(contract.FIRST_STEP, max(1, self._spent[contract.FIRST_STEP] - compiled))
+
+    def _mark(self, part: int, nanoseconds: int) -> None:
+        contract.MARK.pack_into(self._map, contract.MARKS_AT + part * contract.MARK.size, nanoseconds)
 
     def beat(self) -> None:
         """There is progress: a step, or a part of what else it does."""

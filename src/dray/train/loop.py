@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, RetryError
-from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, STEP
+from dray.contract.heartbeat import CHECKPOINT, COMPILE, END, EVALUATE, LOAD, MODEL, STEP
 from dray.train import divergence, host
 from dray.train.checkpoint import Checkpoints, due
 from dray.train.collectives import all_gather_json, barrier
@@ -76,10 +76,12 @@ class Loop:
 
     def run(self, evaluate: Callable[[int], None]) -> None:
         """Take the steps that are left, with checkpoints and evaluations between them."""
+        heartbeat.lap(MODEL)
         self.strategy.network.train()
         if self.config.checkpoint.at_start and self.checkpoints.newest is None:
             with heartbeat.during(CHECKPOINT):
                 self.checkpoints.save(0, self.feed.state())
+            heartbeat.lap(LOAD)
         while True:
             try:
                 self._steps(self.checkpoints.newest or 0, evaluate)
@@ -114,6 +116,7 @@ class Loop:
             if taken % config.train.log_every == 0 or taken in (begin + 1, config.steps):
                 self._log(taken, norm, batches[-1])
             if taken == begin + 1:  # all ranks have compiled: their losses are logged
+                heartbeat.first_step(self.compiled.nanoseconds)
                 self.compiled.keep()
             if due(taken, config.checkpoint.every):
                 self._check(taken, norm)

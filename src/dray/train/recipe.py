@@ -129,6 +129,7 @@ class Checkpoint:
     every: tuple[tuple[int, int], ...]
     at_start: bool
     keep: int
+    final: bool
     folder: str
     mirror: str
 

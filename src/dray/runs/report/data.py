@@ -14,12 +14,14 @@ from dray.contract import files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
 from dray.runs import again, records, why
+from dray.runs import startup as measured
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.recovery import Recovery
 from dray.runs.report import startup
 from dray.runs.report.curves import Trace
 from dray.runs.result import Attempt, Result, who
+from dray.runs.startup import Startup
 
 _LIMIT = 1 << 20
 _ATTEMPTS = 200
@@ -49,6 +51,8 @@ class Try:
     """The first and the last one."""
     lost_s: float | None
     startup: tuple[startup.Part, ...]
+    nodes: Startup | None
+    """What was measured of its start, on each node."""
     failures: tuple[Failed, ...]
     recoveries: tuple[Recovery, ...]
     preflight: dict[str, Any]
@@ -115,6 +119,8 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
     if first and began > (number(first, "time") or began):  # the folder is a copy, with the times of that
         began = 0.0
     ended = _seconds(known.finished) if known.finished else (number(latest, "time") if latest else 0.0) or 0.0
+    result = why.read_result(paths, [])
+    found = _measured(paths, plan, result)
     begin = known.first_step if known.first_step is not None else whole(starts[0] if starts else {}, "first_step")
     return Try(
         number=paths.attempt,
@@ -125,7 +131,9 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
         ended=ended,
         steps=(begin, known.steps if known.steps is not None else whole(latest or {}, "step")),
         lost_s=known.lost_s,
-        startup=startup.parts(
+        startup=startup.measured(found.parts, planned=began, first=first)
+        if found and len(found.parts.keys() - {"queue"})
+        else startup.parts(
             plan,
             startup.times(paths),
             queued=queued if began >= queued else 0.0,
@@ -134,10 +142,18 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
             first=first,
             usual=trace.median("step_s") or 0.0,
         ),
+        nodes=found,
         failures=tuple(_failures(paths)),
-        recoveries=tuple(result.recoveries) if (result := why.read_result(paths, [])) else (),
+        recoveries=tuple(result.recoveries) if result else (),
         preflight=_preflight(paths),
     )
+
+
+def _measured(paths: RunPaths, plan: Plan | None, result: Result | None) -> Startup | None:
+    """Of all nodes, as the first one wrote it; the queue, and all of a run whose file is gone, by the result."""
+    kept = result.startup if result else None
+    names = [node.name for node in plan.world.nodes] if plan else []
+    return measured.read(paths, names, kept.parts.get("queue") if kept else None) or kept
 
 
 def _failures(paths: RunPaths) -> list[Failed]:

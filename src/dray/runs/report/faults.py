@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dray.contract.findings import counted
+from dray.contract.startup import NAMES
 from dray.runs.metrics import Event, number
 from dray.runs.report.data import Run, Try
 from dray.runs.report.document import MISSING, Item, Span, Spans, Table, Text
@@ -13,6 +14,7 @@ from dray.runs.report.plots import curve
 from dray.runs.stop import utc
 
 _LISTED = 200
+_NODES = 64
 
 
 def checkpoints(runs: Sequence[Run]) -> Iterator[Item]:
@@ -122,6 +124,19 @@ def _time_line(run: Run, title: str, begin: float) -> Spans:
     return Spans(title, tuple(rows), tuple(marks[:100]), f"{title}, {faults} marked. {told}.")
 
 
+def _nodes(of: str, one: Try) -> Iterator[Table]:
+    """The parts of each node's start; of many nodes those that took the longest for what a node does by itself."""
+    if one.nodes is None or len(one.nodes.nodes) < 2:
+        return
+    found, shown = one.nodes.nodes, [name for name in NAMES if any(name in row for row in one.nodes.nodes.values())]
+    rest = [name for name in one.nodes.slowest if name in NAMES]
+    names = sorted(found, key=lambda node: -sum(found[node].get(part, 0.0) for part in rest))[:_NODES]
+    kept = f": the {_NODES} of {len(found)} nodes whose own parts took the longest" if len(found) > _NODES else ""
+    yield Table(f"Each node's start, {of}{kept}", ("node", *(NAMES[part] for part in shown)), tuple(
+        (node, *(seconds(found[node].get(part), "") for part in shown)) for node in names
+    ), folded=True)  # fmt: skip
+
+
 def _happened(event: Event) -> str:
     if event.get("event") == "slow":
         return f"rank {figure(number(event, 'rank'))} on {str(event.get('node'))[:100]} is slow"
@@ -150,10 +165,19 @@ def startups(runs: Sequence[Run]) -> Iterator[Item]:
     yield Spans("From the queue to the first step", tuple(rows[:48]), alt=f"From the queue to the first step. {told}.")
     yield Table("Parts of each start", ("attempt", "part", "took"), tuple(table[: _LISTED * 2]))
     yield Text(
-        "Where parts stand together, nothing has measured them apart. The queue has the job's planning too, and the "
-        "container has srun's start. Compile is the time to the first step beyond a usual one, where train.compile is "
-        "set. What a run does not have, such as a queue or a preflight, is left out."
+        "The queue is by Slurm's clock, all else by that of the first node: where that waits for other nodes, it is in "
+        "rendezvous, preflight, process groups, datasets and model, and first step. What a run does not have, such as "
+        "a queue or a preflight, is left out."
     )
+    if any(one.startup and not (one.nodes and one.nodes.nodes) for run in runs for one in run.tries):
+        yield Text(
+            "Of an older version's attempt, where parts stand together, nothing has measured them apart. Its queue has "
+            "the job's planning too, and its container has srun's start. Its compile is the time to the first step "
+            "beyond a usual one, where train.compile is set."
+        )
+    for run in runs:
+        for one in run.tries:
+            yield from _nodes(f"{run.name}, " * (len(runs) > 1) + f"attempt {one.number}", one)
     for run in runs:
         for one in run.tries:
             parts = one.preflight.get("seconds")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from dray.contract import gpus
 from dray.contract.findings import counted
+from dray.runs import cost
 from dray.runs.metrics import number
 from dray.runs.report import faults, memory, steps
 from dray.runs.report.curves import MOST, reduced
@@ -99,6 +100,7 @@ def _summary(runs: Sequence[Run]) -> Table:
         ("memory of rank 0, peak", _gb),
         ("waiting for data", lambda run: _waited(run, "data_s")),
         ("waiting for checkpoints", lambda run: _waited(run, "checkpoint_s")),
+        ("cost, all attempts", lambda run: cost.text(run.result.spent if run.result else None) or MISSING),
         ("run folder", lambda run: run.folder),
     ))  # fmt: skip
     return replace(made, rows=tuple(row for row in made.rows if {*row[1:]} != {MISSING}))
@@ -140,7 +142,7 @@ def _speed(runs: Sequence[Run]) -> Iterator[Item]:
         ("MFU, median", lambda run: _percent(run.trace.median("mfu"))),
         ("GPU", lambda run: _device(run) or ("none: MFU is for GPUs" if _on_cpu(run) else MISSING)),
         ("maker's peak", _peak),
-        ("ceiling", lambda run: f"{MISSING}; python -m dray.checks measures it" if not _on_cpu(run) else "no GPU"),
+        ("ceiling", _ceiling),
         ("FLOPs per token", lambda run: _of_start(run, "flops_per_token")),
         ("bus bandwidth, preflight", _bandwidth),
     ))  # fmt: skip
@@ -194,6 +196,14 @@ def _peak(run: Run) -> str:
     if gpu is None or not train:
         return "no GPU" if _on_cpu(run) else MISSING
     return f"{gpu.bf16 if train.precision == 'bf16' else gpu.fp16:g} TFLOP/s ({gpu.source})"
+
+
+def _ceiling(run: Run) -> str:
+    """What the slowest of its GPUs gave before the launch of the last attempt for which that was measured."""
+    found = next((one.nodes.tflops for one in reversed(run.tries) if one.nodes and one.nodes.tflops), None)
+    if found is None:
+        return "no GPU" if _on_cpu(run) else f"{MISSING}; python -m dray.checks measures it"
+    return f"{found.s:.0f} TFLOP/s, measured before the launch, of the slowest GPU (on {found.node})"
 
 
 def _bandwidth(run: Run) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dray.contract import files, run_folder
+from dray.contract.startup import NAMES
 from dray.planning.schema import Plan
 from dray.runs.metrics import Event, number
 from dray.runs.paths import RunPaths
@@ -40,6 +41,22 @@ def times(paths: RunPaths) -> dict[str, float]:
         for name in ("runner", "met", "launched")
         if isinstance(found, dict) and (seconds := number(found, name))
     }
+
+
+def measured(found: dict[str, float], *, planned: float, first: Event | None) -> tuple[Part, ...]:
+    """In their order, with the durations that each was measured to have, up to the first step where there is one.
+
+    Their place in time is another clock's, and only for a drawing.
+    """
+    rest = {name: seconds for name, seconds in found.items() if name != "queue"}
+    end = number(first or {}, "time") or planned + sum(rest.values())
+    since = end - sum(rest.values())
+    queue = found.get("queue")
+    made = [Part("queue", since - queue, since)] if queue is not None else []
+    for name, seconds in rest.items():
+        made.append(Part(NAMES[name], since, since + seconds))
+        since += seconds
+    return tuple(made)
 
 
 def parts(

@@ -1,0 +1,78 @@
+"""The parts of a start, and how a node's script tells the runner of those before it.
+
+Each is a duration by one clock of one node, which nobody sets: CLOCK_BOOTTIME, which bash reads in /proc/uptime. Nodes'
+clocks differ, and one that is set would make a part negative.
+"""
+
+from __future__ import annotations
+
+VARIABLE = "DRAY_STARTED"
+"""`boot=ID step=N NAME=SECONDS ...`: which start of which kernel the seconds are of, and Slurm's number of the step."""
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT = "stage", "container", "rendezvous", "preflight"
+RANK = IMPORT, GROUPS, MODEL, CHECKPOINT, COMPILE, FIRST_STEP = (
+    "import", "process_groups", "model", "checkpoint", "compile", "first_step",
+)  # fmt: skip
+"""What ranks of dray's trainer tell, in the order of contract.heartbeat's marks."""
+NODE = ("plan", "srun", STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT, *RANK)
+"""Of a node. Only the first one, where the job's script runs, knows the first two."""
+PARTS = ("queue", *NODE)
+NAMES = {
+    "queue": "queue", "plan": "planning", "srun": "srun", STAGE: "image staged", CONTAINER: "container",
+    RENDEZVOUS: "rendezvous", PREFLIGHT: "preflight", IMPORT: "launcher and imports", GROUPS: "process groups",
+    MODEL: "datasets and model", CHECKPOINT: "checkpoint", COMPILE: "compile", FIRST_STEP: "first step",
+}  # fmt: skip
+"""As a reader sees them."""
+TFLOPS = "tflops"
+"""Beside the parts: the least that one of the node's GPUs gave in matrix products, in 16 bits."""
+
+_MOST = {TFLOPS: 1e6}
+_LONGEST = 1e7  # seconds: four months, which no job lasts
+
+
+def clean(told: object) -> dict[str, float]:
+    """Those of a node's parts that are durations; what is negative, absurd, no number or no part is left out."""
+    if not isinstance(told, dict):
+        return {}
+    found = {}
+    for name in (*NODE, TFLOPS):
+        value = told.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST.get(name, _LONGEST):
+            found[name] = round(float(value), 3)
+    return found
+
+
+def before(text: str, boot: str, runner: float) -> dict[str, float]:
+    """The parts before the runner began, at `runner`; none of a clock of another machine, nor of times in no order."""
+    fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    if not boot or fields.get("boot") != boot:
+        return {}
+    at = {name: _seconds(fields.get(name, "")) for name in ("begun", "planned", "asked", "began", "staging", "staged")}
+    same_machine = fields.get("asked_boot") == boot
+    stage = _between(at["staging"], at["staged"])
+    whole = _between(at["began"], runner)
+    sent = _between(at["planned"], at["asked"]) if same_machine else None  # by sbcast, to all nodes at once
+    parts = {
+        "plan": _between(at["begun"], at["planned"]) if same_machine else None,
+        "srun": _between(at["asked"], at["began"]) if same_machine else None,
+        STAGE: stage if stage is None else stage + (sent or 0.0),
+        CONTAINER: None if whole is None or (stage or 0.0) > whole else whole - (stage or 0.0),
+    }
+    return clean(parts)
+
+
+def step(text: str) -> str:
+    """Slurm's number of the step that the node's script ran in; empty without one."""
+    found = next((word[5:] for word in text.split() if word.startswith("step=")), "")
+    return found if found.isascii() and found.isdigit() and len(found) < 12 else ""
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None or end < begin else end - begin
+
+
+def _seconds(text: str) -> float | None:
+    """As /proc/uptime has them."""
+    plain = text.isascii() and text.replace(".", "", 1).isdigit() and len(text) < 20
+    return float(text) if plain else None

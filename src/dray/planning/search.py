@@ -1,0 +1,125 @@
+"""The fastest of many candidates in few runs: coordinate descent from the recipe's own setting.
+
+One key after another is changed alone, and a change stays if it is faster by more than both spreads. A number, the
+micro-batch, is followed in a direction as long as it is not slower. If there is no room for a larger one, it is tried
+with what makes room, where that can be worth its own cost. It ends when a round through all keys changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from dray.planning.tuning import ROWS, SAVERS, STRATEGY, Axis, Candidate, Space, Value
+
+
+class Figure(NamedTuple):
+    """How fast a candidate is: the median of its steps in tokens a second, and how far half of them are from it."""
+
+    speed: float
+    spread: float
+    memory: float = 0.0
+
+
+Measure = Callable[[Candidate], Figure | None]
+"""None: it cannot run. The same candidate is asked for again and again, and is to be measured once."""
+
+
+def beats(one: Figure, other: Figure) -> bool:
+    """Whether it is faster by more than noise."""
+    return one.speed - other.speed > one.spread + other.spread
+
+
+def best(found: Iterable[tuple[Candidate, Figure]], start: Candidate) -> Candidate | None:
+    """Of those that none beats: the fewest changes of the recipe's own, then the least memory, then the fastest."""
+    every = list(found)
+    if not every:
+        return None
+    fastest = max((figure for _, figure in every), key=lambda figure: figure.speed)
+    tied = [(candidate, figure) for candidate, figure in every if not beats(fastest, figure)]
+    return min(tied, key=lambda one: (len(one[0].differences(start)), one[1].memory, -one[1].speed))[0]
+
+
+def descend(space: Space, measure: Measure) -> None:
+    """Measure what leads to the fastest, from the first that runs: the recipe's own, or what is nearest to it."""
+    search = _Search(space, measure)
+    current = next((one for one in space.every() if measure(one)), None)
+    while current:
+        before = current
+        for axis in space.axes:
+            current = search.along(axis, current)
+        current = search.with_room(current)
+        if current == before:
+            return
+
+
+class _Search:
+    def __init__(self, space: Space, measure: Measure) -> None:
+        self._space, self._measure = space, measure
+
+    def along(self, axis: Axis, current: Candidate) -> Candidate:
+        """The best value of one key."""
+        if not axis.ordered:
+            others = (self._space.moved(current, {axis.key: value}) for value in axis.values)
+            for other in filter(None, others):
+                current = self._better(other, current)
+            return current
+        place = axis.values.index(current.get(axis.key) or axis.values[0])
+        for values in (axis.values[place + 1 :], axis.values[:place][::-1]):
+            began = current
+            for value in values:
+                other = began.changed({axis.key: value})
+                figure, known = self._measure(other), self._measure(current)
+                if figure is None or (known and beats(known, figure)):
+                    break
+                current = self._better(other, current)
+            if current != began:  # the other direction is slower
+                break
+        return current
+
+    def with_room(self, current: Candidate) -> Candidate:
+        """Larger micro-batches, where there is no room for them as it is, with all that may make room."""
+        axis = next((axis for axis in self._space.axes if axis.key == ROWS), None)
+        larger = axis.values[axis.values.index(current.get(ROWS) or 0) + 1 :] if axis else ()
+        if not axis or not larger:
+            return current
+        if self._measure(plain := current.changed({ROWS: larger[0]})):
+            return self._better(plain, current)
+        most, found = self._most(axis, current), current
+        for changes in self._rooms(current):
+            cost = math.prod(self._share(current, {key: value}) for key, value in changes.items())
+            other = self._space.moved(current, {ROWS: larger[0], **changes}) if cost * most > 1 else None
+            if other and self._measure(other):
+                found = self._better(self.along(axis, other), found)
+        return found
+
+    def _rooms(self, current: Candidate) -> Iterator[Mapping[str, Value]]:
+        """A strategy that shards more, what keeps less, or both."""
+        strategies = next((axis.values for axis in self._space.axes if axis.key == STRATEGY), ())
+        others: list[Mapping[str, Value]] = [{STRATEGY: one} for one in strategies if one != current.get(STRATEGY)]
+        for strategy in ({}, *others):
+            for saver in ({}, *SAVERS):
+                if strategy or saver:
+                    yield {**strategy, **saver}
+
+    def _share(self, current: Candidate, change: Mapping[str, Value]) -> float:
+        """How much of its speed is left with one change, at best; 0 where it cannot run."""
+        other = self._space.moved(current, change)
+        figure, known = self._measure(other) if other else None, self._measure(current)
+        return (figure.speed + figure.spread) / known.speed if figure and known else 0.0
+
+    def _most(self, axis: Axis, current: Candidate) -> float:
+        """How many times as fast a larger micro-batch can make it: each step up helps less than the one before."""
+        rows = [value for value in axis.values if isinstance(value, int)]
+        place = rows.index(int(current.get(ROWS) or 0))
+        most = rows[-1] / rows[place]
+        known = self._measure(current)
+        below = self._measure(current.changed({ROWS: rows[place - 1]})) if place else None
+        if not known or not below:
+            return most
+        return min(most, ((known.speed + known.spread) / below.speed) ** (len(rows) - 1 - place))
+
+    def _better(self, other: Candidate, current: Candidate) -> Candidate:
+        figure, known = self._measure(other), self._measure(current)
+        return other if figure and (known is None or beats(figure, known)) else current

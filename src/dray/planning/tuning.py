@@ -1,0 +1,217 @@
+"""What `dray tune` may change of a recipe: how it is computed, and never what is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from dray.config.model import explained
+from dray.config.recipe import Recipe
+from dray.config.training import STRATEGIES
+from dray.contract.findings import ConfigError
+from dray.planning.schema import Plan
+
+Value = str | int | bool
+STRATEGY, ROWS, CHECKPOINTING = "train.strategy", "batch.per_device", "train.activation_checkpointing"
+COMPILE, LOSS, SHARD = "train.compile", "train.loss", "train.fsdp_shard"
+KEYS = (ROWS, STRATEGY, CHECKPOINTING, COMPILE, LOSS, SHARD)
+"""In the order of the search: what is the fastest strategy depends on the micro-batch more than the other way round."""
+SAVERS: tuple[Mapping[str, Value], ...] = (
+    {CHECKPOINTING: True},
+    {LOSS: "chunked"},
+    {CHECKPOINTING: True, LOSS: "chunked"},
+)
+"""What makes room for a larger micro-batch."""
+# Where a configuration does not name them, transformers takes 0.1.
+_DROPOUT = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "opt": ("dropout",),
+}
+
+
+class Axis(NamedTuple):
+    """A key, and its values; those of a number in their order, others with the recipe's own first."""
+
+    key: str
+    values: tuple[Value, ...]
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what helps in one direction may help more further on."""
+        return self.key == ROWS
+
+
+class Candidate(NamedTuple):
+    """One setting of all keys."""
+
+    values: tuple[tuple[str, Value], ...]
+
+    def get(self, key: str) -> Value | None:
+        """None where the key has no effect with the others."""
+        return dict(self.values).get(key)
+
+    def changed(self, changes: Mapping[str, Value]) -> Candidate:
+        """The same with other values. Of fsdp's own key only fsdp has one."""
+        found = {**dict(self.values), **changes}
+        if found[STRATEGY] != "fsdp":
+            found.pop(SHARD, None)
+        return Candidate(tuple((key, found[key]) for key in KEYS if key in found))
+
+    def differences(self, other: Candidate) -> list[tuple[str, Value]]:
+        """What this has that the other has not."""
+        return [pair for pair in self.values if pair not in other.values]
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates of a recipe on so many ranks."""
+
+    start: Candidate
+    """The recipe's own setting."""
+    axes: tuple[Axis, ...]
+    """Those with several values."""
+
+    def every(self) -> Iterator[Candidate]:
+        """The grid, each candidate once, those that are nearest to the recipe's own first."""
+        found = [self.start]
+        for axis in self.axes:
+            found += [
+                other
+                for candidate in found
+                for value in axis.values
+                if (other := self.moved(candidate, {axis.key: value})) and other != candidate
+            ]
+        return iter(sorted(dict.fromkeys(found), key=lambda one: len(one.differences(self.start))))
+
+    def moved(self, candidate: Candidate, changes: Mapping[str, Value]) -> Candidate | None:
+        """The candidate with these values; None where a key has no effect with it, or has no such value here."""
+        allowed = {axis.key: axis.values for axis in self.axes}
+        if any(value != candidate.get(key) and value not in allowed.get(key, ()) for key, value in changes.items()):
+            return None
+        if SHARD in changes and candidate.get(STRATEGY) != "fsdp":
+            return None
+        first = {SHARD: allowed[SHARD][0]} if SHARD in allowed and candidate.get(SHARD) is None else {}
+        return candidate.changed({**first, **changes})
+
+
+def space(plan: Plan, given: Mapping[str, Sequence[Value]], keys: Sequence[str]) -> Space:
+    """Of a recipe as it is planned: the keys that are to be tuned, with the values that are given for some of them."""
+    recipe, shares, ranks = plan.recipe, plan.batch, plan.world
+    train = recipe.train
+    assert train is not None
+    assert shares is not None
+    assert shares.per_device is not None
+    own: dict[str, Value] = {
+        STRATEGY: train.strategy, ROWS: shares.per_device, CHECKPOINTING: train.activation_checkpointing,
+        COMPILE: train.compile, LOSS: train.loss, SHARD: train.fsdp_shard,
+    }  # fmt: skip
+    rows = shares.global_size // ranks.size
+    sharded = len(ranks.nodes) > 1 and ranks.ranks_per_node > 1
+    known: dict[str, Sequence[Value]] = {
+        STRATEGY: tuple(STRATEGIES) if ranks.size > 1 and not train.deepspeed else (),
+        ROWS: _divisors(rows),
+        CHECKPOINTING: (False, True),
+        COMPILE: (False, True),
+        LOSS: ("full", "chunked") if recipe.image == "cpu" else ("full", "chunked", "triton"),
+        SHARD: ("node", "all") if sharded else (),
+    }
+    if wrong := [value for value in given.get(ROWS, ()) if value not in known[ROWS]]:
+        raise ConfigError(
+            f"global batch {shares.global_size} is not divisible by {ranks.size} ranks of {wrong[0]}",
+            where=ROWS, wanted=f"some of {', '.join(map(str, known[ROWS]))}", found=", ".join(map(str, given[ROWS])),
+        )  # fmt: skip
+    axes = []
+    for key in KEYS:
+        values = tuple(dict.fromkeys([own[key], *given.get(key, known[key])])) if key in keys else ()
+        values = tuple(sorted(values)) if key == ROWS else values
+        axes += [Axis(key, values)] if len(values) > 1 else []
+    if SHARD not in {axis.key for axis in axes}:
+        own.pop(SHARD)
+    return Space(Candidate(tuple(own.items())).changed({}), tuple(axes))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})
+
+
+_CHOICES: dict[str, tuple[Value, ...]] = {
+    STRATEGY: tuple(STRATEGIES), CHECKPOINTING: (False, True), COMPILE: (False, True),
+    LOSS: ("full", "chunked", "triton"), SHARD: ("node", "all"),
+}  # fmt: skip
+
+
+def values(key: str, text: str) -> tuple[Value, ...]:
+    """Several values of a key that can be tuned, divided by commas."""
+    found = []
+    for one in map(str.strip, text.split(",")):
+        named = {str(choice).lower(): choice for choice in _CHOICES.get(key, ())}
+        value = named.get(one) if named else int(one) if re.fullmatch("[1-9][0-9]{0,8}", one) else None
+        if value is None:
+            wanted = f"some of {', '.join(named)}" if named else "whole numbers from 1 on"
+            raise ConfigError(f"{key} has a wrong value to tune", wanted=wanted, found=one or text)
+        found.append(value)
+    return tuple(found)
+
+
+def keys(text: str) -> tuple[str, ...]:
+    """The keys that --keys names, by their whole name or its last part."""
+    found = []
+    for one in map(str.strip, text.split(",")):
+        fitting = [key for key in KEYS if one in (key, key.partition(".")[2])]
+        if not fitting:
+            raise ConfigError(
+                "--keys names what is no key to tune", wanted=f"some of {', '.join(KEYS)}", found=one or text,
+                fix="dray sweep RECIPE KEY=VALUE,VALUE compares other keys",
+            )  # fmt: skip
+        found += fitting
+    return tuple(dict.fromkeys(found))
+
+
+def applied(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int) -> Recipe:
+    """The recipe with this setting; ConfigError where its keys do not go together."""
+    assert recipe.batch is not None
+    table = recipe.model_dump(mode="json", exclude_unset=True)
+    for key, value in candidate.values:
+        part, _, name = key.partition(".")
+        table[part][name] = value
+    rows = candidate.get(ROWS)
+    assert isinstance(rows, int)
+    table["batch"]["gradient_accumulation_steps"] = recipe.batch.global_size // (ranks * rows)
+    if candidate.get(STRATEGY) != start.get(STRATEGY):
+        table["train"].pop("offload", None)
+    try:
+        return Recipe.model_validate_json(json.dumps(table))
+    except ValidationError as wrong:
+        text = explained(wrong).replace("Value error, ", "")
+        raise ConfigError(text.partition("\n")[0], where="recipe") from wrong
+
+
+def tolerance(recipe: Recipe, configuration: Mapping[str, Any], *, exact: float) -> tuple[float, str]:
+    """How far losses of one step may be apart, relative to their value, and why."""
+    assert recipe.train is not None
+    if why := _random(recipe, configuration):
+        return 0.05, f"{why}, whose random numbers depend on the micro-batch"
+    if recipe.train.precision != "fp32":
+        return 0.02, f"{recipe.train.precision} has few digits"
+    if recipe.train.tf32 and recipe.image != "cpu":
+        return 2e-3, "TF32 has 10 bits of mantissa"
+    return exact, "fp32"
+
+
+def _random(recipe: Recipe, configuration: Mapping[str, Any]) -> str:
+    names = _DROPOUT.get(str(configuration.get("model_type")), ())
+    own = {name: configuration.get(name, 0.1) for name in names}
+    other = {key: value for key, value in configuration.items() if "drop" in key and isinstance(value, int | float)}
+    if any({**own, **other}.values()):
+        return "the model has dropout"
+    if recipe.lora and recipe.lora.enabled and recipe.lora.dropout:
+        return "[lora] has dropout"
+    return "[analog] has noise" if recipe.analog and recipe.analog.enabled else ""

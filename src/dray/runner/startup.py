@@ -1,0 +1,146 @@
+"""How long each part of this node's start took; the first node collects what all tell, in startup.json.
+
+Ranks write theirs into their heartbeats, which are on the node; nodes tell the first one over the control connections.
+So the shared disk gets one file, however many nodes and ranks there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dray.contract import files, heartbeat, run_folder, startup
+from dray.contract.findings import Finding
+
+MESSAGE = "startup"
+_EACH_S = 1.0  # between two looks at the heartbeats
+_WRITES_S, _TIMES = 2.0, 20  # at least between two writes, and times as long as the last one took
+_NS = 1_000_000_000
+_LOADED = time.clock_gettime(time.CLOCK_BOOTTIME)  # as the runner begins
+
+
+def now() -> float:
+    """By the clock that the node's script has read too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Startup:
+    """Of one node, from the beginning of its runner to the first step of its ranks; a restart is no part of it."""
+
+    def __init__(self, plan: Mapping[str, Any], me: int, began: float = _LOADED) -> None:
+        world, told = plan["world"], os.environ.pop(startup.VARIABLE, "")
+        self.parts = startup.before(told, _boot_id(), began)
+        self._path = f"{plan['folder']}/{run_folder.STARTUP}"
+        self._head = {"attempt": plan["attempt"], "step": startup.step(told)}
+        self._scratch, self._me = plan["scratch"], me
+        trains = plan.get("recipe", {}).get("train")  # of a program of the user's own nobody knows its steps
+        first = me * world["ranks_per_node"]
+        self._ranks = range(first, first + world["ranks_per_node"] if trains else first)
+        self._nodes: list[dict[str, float] | None] = [None] * len(world["nodes"])
+        self._since, self._launched = began, 0.0
+        self._looks_at = self._writes_at = 0.0
+        self._told: dict[str, float] = {}
+        self._unwritten = False
+        self.open = True
+        """Whether its ranks have still to tell."""
+
+    def lap(self, part: str) -> None:
+        """The time since the last lap went into this part."""
+        if not self._launched:
+            at = now()
+            self.parts[part] = round(self.parts.get(part, 0.0) + at - self._since, 3)
+            self._since = at
+
+    def checked(
+        self,
+        check: Callable[[Mapping[str, Any], int, dict[str, float]], Finding | None],
+        plan: Mapping[str, Any],
+        me: int,
+    ) -> Finding | None:
+        """What the node's own check finds, where the plan has a preflight, whose first part it is."""
+        if plan["preflight"] is None:
+            return None
+        found = check(plan, me, self.parts)
+        self.lap(startup.PREFLIGHT)
+        return found
+
+    def launched(self) -> None:
+        """The launcher starts."""
+        if not self._launched:
+            self._launched = now()
+
+    def look(self, *, last: bool = False) -> list[dict[str, Any]]:
+        """What there is to tell the first node; `last` when its launcher has ended. The first one writes it down."""
+        messages: list[dict[str, Any]] = []
+        if self.open and (last or time.monotonic() >= self._looks_at):
+            self._looks_at = time.monotonic() + _EACH_S
+            ranks, whole = self._of_ranks()
+            self.open = not (whole or last)
+            parts = startup.clean({**self.parts, **ranks})
+            if parts != self._told and (not self._told or not self.open):
+                self._told = parts
+                messages.append({MESSAGE: parts})
+        if self._me:
+            return messages
+        for message in messages:
+            self.hear(0, message[MESSAGE])
+        if self._unwritten and time.monotonic() >= self._writes_at:
+            self.write()
+        return []
+
+    def hear(self, node: int, told: object) -> None:
+        """What a node tells. What is odd in it is left out: no run ends for it."""
+        if not self._me and 0 <= node < len(self._nodes):
+            self._nodes[node] = startup.clean(told)
+            self._unwritten = True
+
+    def write(self) -> None:
+        """As the first node, if there is news. At thousands of nodes it comes in a crowd, and each write is of all."""
+        if not self._unwritten:
+            return
+        begun, self._unwritten = time.monotonic(), False
+        try:
+            files.write_atomic(self._path, json.dumps({**self._head, "nodes": self._nodes}))
+        except OSError as error:  # no run ends for it
+            print(f"dray: {run_folder.STARTUP} cannot be written: {error.strerror}", flush=True)
+        ended = time.monotonic()
+        self._writes_at = ended + max(_WRITES_S, _TIMES * (ended - begun))
+
+    def _of_ranks(self) -> tuple[dict[str, float], bool]:
+        """Of the rank that was the last to import all, for which the others waited; and whether all are at step 1."""
+        told = [self._marks(rank) for rank in self._ranks]
+        if not all(marks[heartbeat.IMPORTED] for marks in told):
+            return {}, False
+        if not told:
+            return {}, True
+        last = max(told, key=lambda marks: marks[heartbeat.IMPORTED])
+        parts = {startup.IMPORT: last[heartbeat.IMPORTED] / _NS - self._launched}
+        parts |= {
+            name: last[mark] / _NS
+            for mark, name in enumerate(startup.RANK)
+            if mark != heartbeat.IMPORTED and last[mark]
+        }
+        return parts, all(marks[heartbeat.FIRST_STEP] for marks in told)
+
+    def _marks(self, rank: int) -> list[int]:
+        """What it has written so far; any program may write it."""
+        try:
+            with open(heartbeat.path(self._scratch, rank), "rb", buffering=0) as file:
+                data = file.read(heartbeat.SIZE)
+        except OSError:
+            data = b""
+        if len(data) < heartbeat.SIZE:
+            data = bytes(heartbeat.SIZE)
+        size = heartbeat.MARK.size
+        return [heartbeat.MARK.unpack_from(data, heartbeat.MARKS_AT + mark * size)[0] for mark in heartbeat.MARKS]
+
+
+def _boot_id() -> str:
+    try:
+        with open(startup.BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

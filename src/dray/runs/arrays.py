@@ -1,0 +1,163 @@
+"""Runs of a study as jobs of Slurm's: those for which sbatch is called alike are the tasks of one array."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from dray import process
+from dray.config import checkout
+from dray.contract import files, run_folder
+from dray.contract.findings import DrayError
+from dray.images import store
+from dray.planning.schema import Plan
+from dray.runs import login, source, write
+from dray.runs import submit as queue
+from dray.runs.paths import RunPaths, make_run_folder
+from dray.runs.queued import Queued
+
+
+class Common(NamedTuple):
+    """What all runs of a study are asked for."""
+
+    recipe: Path
+    settings: Sequence[str]
+    site: str = ""
+    options: Sequence[str] = ()
+    """Of sbatch."""
+    known: login.Known | None = None
+
+
+class Size(NamedTuple):
+    """How large one of them is; what is 0, or None, the recipe decides, and the site."""
+
+    nodes: int | None = None
+    ranks: int = 0
+    """Of a node."""
+    gpus: int = 0
+    """Of a node."""
+
+
+class Job(NamedTuple):
+    """A run that can be submitted."""
+
+    number: int
+    """Among those of its study, from 1; of an array this is the task's."""
+    run: Path
+    plan: Plan
+    argv: list[str]
+    """Of sbatch, for this run alone."""
+    own: list[str]
+    """The settings that it alone has: the last words of the command."""
+
+    def alike(self) -> list[str]:
+        """The command without what is this run's own."""
+        own = (f"--output={_log(self.run, '%j')}", f"--run={self.run}")
+        return [word for word in self.argv[: len(self.argv) - len(self.own)] if word not in own]
+
+
+def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Size) -> Job:
+    """Plan one of them. ConfigError: it is refused."""
+    own = [*own, *([f"ranks_per_node={size.ranks}"] if size.ranks else [])]
+    recipe = write.read_recipe(common.recipe, [*common.settings, *own])
+    facts, choice = login.facts(
+        recipe, size.nodes, size.gpus, common.site, ranks=size.ranks or None, options=common.options,
+        gpu_memory=None, known=common.known,
+    )  # fmt: skip
+    plan = write.decide(recipe, facts, choice, RunPaths(run))
+    plan.refuse()
+    argv = queue.sbatch(
+        plan,
+        options=[*queue.options(recipe, choice.site, facts.gpus_per_node, size.nodes), *common.options],
+        image=store.job_file(checkout.root(), plan.recipe.image_name, plan.engine),
+        site=common.site or queue.site_word(choice.site),
+        gpu_memory=None,
+        recipe=[str(common.recipe), *common.settings, *own],
+        command=(),
+    )
+    return Job(number, run, plan, argv, own)
+
+
+def groups(jobs: Sequence[Job], slurm: Mapping[str, str] = MappingProxyType({})) -> list[list[Job]]:
+    """Those that sbatch is called alike for, in the order of the first of each.
+
+    Each alone where the cluster takes no arrays of so many: its MaxArraySize is above the largest number of a task.
+    """
+    largest = slurm.get("MaxArraySize", "")
+    apart = largest.isdecimal() and int(largest) <= len(jobs)
+    found = dict[tuple[str, ...], list[Job]]()
+    for job in jobs:
+        found.setdefault((str(job.number),) if apart else tuple(job.alike()), []).append(job)
+    return list(found.values())
+
+
+def tasks(jobs: Sequence[Job]) -> str:
+    """The study's file for lib::task in slurm/lib.sh: a line for each run, its name and its settings behind tabs.
+
+    sbatch's own check has refused all control characters, so nothing needs quoting.
+    """
+    assert [job.number for job in jobs] == list(range(1, len(jobs) + 1))
+    return "".join("\t".join([job.run.name, *job.own]) + "\n" for job in jobs)
+
+
+def command(group: Sequence[Job], study: Path, at_most: int = 0) -> list[str]:
+    """Of sbatch: for one run its own, for several an array of at most so many tasks at once."""
+    first, *others = group
+    if not others:
+        return first.argv
+    limit = f"%{at_most}" if 0 < at_most < len(group) else ""
+    changed = {
+        f"--output={_log(first.run, '%j')}": [
+            f"--output={_log(study, '%A_%a', '-%a')}", f"--array={_ranges([job.number for job in group])}{limit}"
+        ],
+        f"--run={first.run}": [f"--tasks={study / run_folder.TASKS}"],
+    }  # fmt: skip
+    alone = first.argv[: len(first.argv) - len(first.own)]
+    return [word for given in alone for word in changed.get(given, [given])]
+
+
+def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source, str] | None) -> list[Queued]:
+    """Make their folders, and queue them. What sbatch refuses leaves none. The capsules describe this `code`."""
+    made: list[Path] = []
+    try:
+        for job in group:
+            make_run_folder(job.run, share=job.plan.recipe.runs.share)
+            made.append(job.run)
+        done = process.run(argv)
+    except (DrayError, OSError):
+        for run in made:
+            run.rmdir()
+        raise
+    number, _, cluster = done.out.strip().partition(";")
+    now, several = time.time(), len(group) > 1
+    found = []
+    for job in group:
+        queued = Queued(
+            job=int(number), task=job.number if several else None, cluster=cluster, time=now, argv=list(argv)
+        )  # fmt: skip
+        found.append(queued)
+        with suppress(OSError):  # the job is in the queue all the same
+            files.write_atomic(job.run / run_folder.JOB, queued.model_dump_json(indent=1))
+            if code:
+                source.keep(job.run, code)
+    return found
+
+
+def _log(run: Path, job: str, task: str = "") -> str:
+    """As submit.sbatch names it; runs are beside their study, and have its name and their number."""
+    return f"{run}".replace("%", "%%") + f"{task}/job-{job}.log"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1-3,5 as Slurm reads it."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in found)

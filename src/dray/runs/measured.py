@@ -1,0 +1,105 @@
+"""What a short run shows of a setting: the time of its steps after the warm-up, memory, losses, or why it has none."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dray.contract import exit_codes, files
+from dray.runs.metrics import Event, Metrics, number
+from dray.runs.paths import RunPaths, attempts
+from dray.runs.result import Result
+
+DONE, LEFT_OUT, REFUSED, DIFFER, HANGS, FAILED = "done", "left out", "refused", "losses differ", "hangs", "failed"
+_LETTERS = 300
+
+
+class Row(BaseModel):
+    """One candidate, and what came of it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    values: dict[str, str | int | bool]
+    state: str
+    why: str = ""
+    run: str = ""
+    """Its folder's name; empty where nothing was started."""
+    step_s: float | None = Field(default=None, gt=0)
+    """The median of its steps after the warm-up."""
+    spread: float = Field(default=0.0, ge=0)
+    """The median distance from that median, as a share of it."""
+    tokens_per_s: float | None = None
+    """Of all ranks, in a step of that time."""
+    memory_gb: float | None = None
+    """The most that rank 0 ever had."""
+    losses: list[float] = []
+    """Of each step, the warm-up's too."""
+
+
+def of_run(run: Path, code: int, log: Path, *, warm_up: int) -> Row:
+    """What it left; `log` is all that it printed."""
+    found = attempts(run)
+    if not found:
+        return Row(values={}, state=REFUSED if code == exit_codes.CONFIG else FAILED, why=_printed(log, code))
+    paths = RunPaths(run, found[-1])
+    result: Result | None = None
+    with suppress(OSError, ValueError):
+        result = Result.model_validate_json(files.read(paths.result))
+    if code or result is None or result.status != "done":
+        return Row(values={}, state=FAILED, why=_why(result) or _printed(log, code))
+    steps: list[Event] = []
+    with suppress(OSError):
+        steps = [event for event in Metrics(paths.metrics) if event.get("event") == "step"]
+    losses = [loss for event in steps if (loss := number(event, "loss")) is not None]
+    measured = [event for event in steps[warm_up:] if (number(event, "step_s") or 0) > 0]
+    if not measured or len(losses) != len(steps):
+        return Row(values={}, state=FAILED, why=f"its metrics have no step after the first {warm_up}")
+    seconds = [event["step_s"] for event in measured]
+    step_s, tokens = statistics.median(seconds), statistics.median(e["tokens_per_s"] * e["step_s"] for e in measured)
+    return Row(
+        values={},
+        state=DONE,
+        step_s=step_s,
+        spread=spread(seconds),
+        tokens_per_s=tokens / step_s,
+        memory_gb=max((number(event, "memory_gb") or 0.0 for event in steps), default=None),
+        losses=losses,
+    )
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """The median distance from the median, as a share of it: one slow step of ten does not move it."""
+    middle = statistics.median(seconds)
+    return statistics.median(abs(one - middle) for one in seconds) / middle
+
+
+def apart(one: Sequence[float], other: Sequence[float], most: float) -> tuple[int, float] | None:
+    """The first step at which two runs' losses are further apart than `most`, relative to their value, and how far."""
+    for step, (a, b) in enumerate(zip(one, other, strict=False), 1):
+        if (far := abs(b / (a or 1e-30) - 1)) > most:
+            return step, far
+    shorter = min(len(one), len(other))
+    return (shorter + 1, math.inf) if len(one) != len(other) else None
+
+
+def _why(result: Result | None) -> str:
+    if result is None or result.cause is None:
+        return result.reason or "" if result else ""
+    cause, line = result.cause, result.cause.why.partition("\n")[0]
+    return (f"{line} ({cause.name})" if cause.name != "unknown" else line)[:_LETTERS]
+
+
+def _printed(log: Path, code: int) -> str:
+    """The refusal that it printed; else its last line."""
+    lines = [line for line in files.tail(log, 60) if line.strip()]
+    refused = [number for number, line in enumerate(lines) if line.startswith("dray: ")]
+    if not refused:
+        return (lines[-1].strip() if lines else f"exit code {code}")[:_LETTERS]
+    first, *rest = lines[refused[-1] :]
+    details = [line.strip() for line in rest if line.startswith(("  found:", "  wanted:"))]
+    return "; ".join([first.removeprefix("dray: "), *details])[:_LETTERS]

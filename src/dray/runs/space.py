@@ -1,0 +1,155 @@
+"""Where `dray tune` measures, and which candidates could run there: each is planned before it is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dray import engines
+from dray.config.recipe import Recipe
+from dray.config.sites import Choice
+from dray.contract.findings import ConfigError, Finding, counted
+from dray.facts import Engine, Facts
+from dray.planning.schema import Plan
+from dray.planning.tuning import Candidate, applied
+from dray.runs import allocation, local, login, write
+from dray.runs.paths import RunPaths
+
+_LETTERS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asks for."""
+
+    nodes: int | None = None
+    gpus_per_node: int = 0
+    gpu_memory: float | None = None
+    engine: Engine = "bare"
+    on_this_machine: bool = False
+    """Also inside an allocation."""
+    site: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The nodes on which all candidates run, one after another."""
+
+    facts: Facts
+    choice: Choice
+    options: tuple[str, ...]
+    """What `dray run` is told."""
+    env: Mapping[str, str]
+
+    def plan(self, recipe: Recipe, folder: Path) -> Plan:
+        """With all that is wrong in it."""
+        return write.decide(recipe, self.facts, self.choice, RunPaths(folder / "001"))
+
+    def first(self, recipe: Recipe, folder: Path) -> Plan:
+        """Of the recipe's own setting; where its micro-batch does not fit these ranks, of the largest that does."""
+        try:
+            return self.plan(recipe, folder)
+        except ConfigError:
+            free = recipe.batch and recipe.batch.model_copy(
+                update={"per_device": None, "gradient_accumulation_steps": None}
+            )
+            return self.plan(recipe.model_copy(update={"batch": free}), folder)
+
+    def refusal(self, recipe: Recipe, folder: Path) -> str:
+        """Why it would not start, such as a model that does not fit; empty if it would."""
+        try:
+            if engines.get(self.facts.engine).image == "python":
+                local.require(recipe, lambda *_: "")
+        except ConfigError as refused:
+            return refused.problem
+        try:
+            found = [finding for finding in self.plan(recipe, folder).findings if finding.code]
+        except ConfigError as refused:
+            found = [refused.finding]
+        return reason(found[0]) if found else ""
+
+
+def reason(finding: Finding) -> str:
+    """A refusal in one line."""
+    lines = [finding.problem, *finding.found.splitlines()[:1], *finding.wanted.splitlines()[:1]]
+    found, wanted = bool(finding.found), bool(finding.wanted)
+    marks = ["", *(["found "] if found else []), *(["wanted "] if wanted else [])]
+    return "; ".join(f"{mark}{line}" for mark, line in zip(marks, lines, strict=True))[:_LETTERS]
+
+
+def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
+    """The nodes of this shell's allocation, also in a batch script; else this machine."""
+    if task := env.get("SLURM_ARRAY_TASK_ID"):
+        raise ConfigError(
+            "each job of an array would measure the same, and write the same file",
+            where=f"job {env.get('SLURM_ARRAY_JOB_ID', '')}_{task}", wanted="one job", found="a job of an array",
+            fix="sbatch without --array",
+        )  # fmt: skip
+    env = {name: value for name, value in env.items() if name != "ENVIRONMENT"}  # a batch script's own run it is not
+    allocated = allocation.found(env)
+    in_a_step = env.get("SLURM_JOB_ID") and env.get("SLURM_STEP_ID") and not allocated
+    if in_a_step and not asked.on_this_machine:
+        raise ConfigError(
+            "each task of a step would measure the same", where=f"step {env['SLURM_STEP_ID']}",
+            wanted="one dray tune, which starts the tasks itself",
+            fix="leave out srun; --local measures on this machine alone",
+        )  # fmt: skip
+    named = (f"--site={asked.site}",) if asked.site else ()
+    if allocated and not asked.on_this_machine:
+        return _allocated(recipe, asked, allocated, named, env)
+    if asked.engine not in engines.names("local"):
+        raise ConfigError(
+            f"--engine {asked.engine} is for several machines", wanted=f"one of {', '.join(engines.names('local'))}",
+            found=asked.engine, fix="leave it out; an salloc has the site's engine",
+        )  # fmt: skip
+    gpus = asked.gpus_per_node or (recipe.ranks_per_node or 0 if recipe.image != "cpu" else 0)
+    facts = local.facts(
+        recipe, engine=asked.engine, image=local.image_of(asked.engine, recipe), nodes=asked.nodes, gpus_per_node=gpus,
+        site=asked.site,
+    )  # fmt: skip
+    facts, choice = write.at_site(facts.model_copy(update={"gpu_memory_gb": asked.gpu_memory}))
+    options = (f"--nodes={facts.nodes}", f"--gpus-per-node={gpus}", f"--engine={asked.engine}", *named)
+    return Place(facts=facts, choice=choice, options=options, env=env)
+
+
+def _allocated(
+    recipe: Recipe, asked: Asked, allocated: allocation.Allocation, named: tuple[str, ...], env: Mapping[str, str]
+) -> Place:
+    """As slurm/probe.sh finds it in the job."""
+    allocation.require_nodes(allocated, asked.nodes)
+    if asked.gpus_per_node:
+        raise ConfigError("--gpus-per-node is what salloc was given; --ranks sets the ranks", fix="leave it out")
+    gpus = (env.get("SLURM_GPUS_ON_NODE") or env.get("SLURM_GPUS_PER_NODE") or "0").rpartition(":")[2]
+    facts, choice = login.facts(
+        recipe, int(allocated.nodes), 0, asked.site, ranks=None, options=(), gpu_memory=asked.gpu_memory
+    )
+    given = {"login": "", "nodelist": allocated.nodelist, "gpus_per_node": int(gpus) if gpus.isdecimal() else 0}
+    facts = facts.model_copy(update={**given, "job": int(allocated.job) if allocated.job.isdecimal() else 0})
+    return Place(facts=facts, choice=choice, options=named, env=env)
+
+
+def text(plan: Plan, place: Place) -> str:
+    """Where it was measured, for a reader."""
+    ranks, nodes = counted(plan.world.size, "rank"), counted(len(plan.world.nodes), "node")
+    job = f" of job {place.facts.job}" if place.facts.job else ""
+    return f"{ranks} on {nodes}{job} ({plan.engine}, {plan.site})"
+
+
+def short(recipe: Recipe, candidate: Candidate, start: Candidate, *, ranks: int, steps: int, checked: bool) -> Recipe:
+    """The recipe with a setting, for so many steps. It trains the same, and keeps, evaluates and repeats nothing."""
+    made = applied(recipe, candidate, start, ranks=ranks)
+    table = made.model_dump(mode="json", exclude_unset=True)
+    assert made.train is not None
+    train = table["train"] | {
+        "steps": steps, "warmup_steps": min(made.train.warmup_steps, steps), "log_every": 1, "eval_every": 0,
+        "trackers": [],
+    }  # fmt: skip
+    data = table.get("data", {}) | {"max_eval_samples": 1}
+    for part, keys in ((train, ("epochs",)), (table, ("scale", "tiny", "evaluate")), (data, ("test",))):
+        for key in keys:
+            part.pop(key, None)
+    own = {"train": train, "data": data, "checkpoint": {"final": False}, "max_requeues": 0, "max_restarts": 0}
+    own |= {} if checked else {"preflight": {"when": "never"}}
+    return Recipe.model_validate_json(json.dumps(table | own))

@@ -1,0 +1,122 @@
+"""How long each part of an attempt's start took: on the first node, whose clock is the whole's, and on each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from dray.contract import files
+from dray.contract.startup import CHECKPOINT, COMPILE, CONTAINER, IMPORT, MODEL, NAMES, PARTS, STAGE, TFLOPS, clean
+from dray.runs.paths import RunPaths
+
+_LIMIT = 16 << 20
+_OWN = (STAGE, CONTAINER, IMPORT, MODEL, CHECKPOINT, COMPILE)
+"""What a node does by itself; in all else it may wait for others."""
+_NODES = 256  # in a result, with all their parts
+_LINES = 8
+
+
+class Slowest(BaseModel):
+    """The node that took the longest for a part."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    node: str
+    """The node's name."""
+    s: float
+    """What was measured there."""
+
+
+def _parts(told: Any) -> dict[str, float]:  # noqa: ANN401  any JSON value
+    found = clean(told)
+    found.pop(TFLOPS, None)
+    queue = clean({CONTAINER: told.get("queue")}) if isinstance(told, dict) else {}
+    return {**({"queue": queue[CONTAINER]} if queue else {}), **{name: found[name] for name in PARTS if name in found}}
+
+
+class Startup(BaseModel):
+    """What was measured; a part that is missing was not, or there was none."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    parts: Annotated[dict[str, float], BeforeValidator(_parts)]
+    """Seconds of the run as a whole: the queue by Slurm's clock, all else by the first node's. Where that waits for
+    other nodes, it is in `rendezvous`, `preflight`, `process_groups`, `model` and `first_step`."""
+    slowest: dict[str, Slowest] = {}
+    """The node that took the longest, for each part that a node does by itself."""
+    nodes: dict[str, Annotated[dict[str, float], BeforeValidator(_parts)]] = {}
+    """The parts of each node, of 256 nodes at most; startup.json has those of all."""
+    tflops: Slowest | None = None
+    """What the slowest GPU gave in matrix products, in 16 bits: TFLOP/s, before the launch."""
+
+
+def of(told: object) -> Startup | None:
+    """What a result has; None for a damaged one, which hides nothing else."""
+    with suppress(ValidationError):
+        return told if isinstance(told, Startup) else Startup.model_validate(told)
+    return None
+
+
+def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) -> Startup | None:
+    """Of an attempt with nodes of these names, in whatever state it is; None where nothing was measured."""
+    told: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        told = json.loads(files.read(paths.startup, limit=_LIMIT))
+    rows = told.get("nodes") if isinstance(told, dict) and told.get("attempt") == paths.attempt else None
+    rows = [clean(row) for row in rows[: len(names)]] if isinstance(rows, list) else []
+    nodes = {name: row for name, row in zip(names, rows, strict=False) if row}
+    whole = _parts({"queue": queue_s, **(rows[0] if rows else {})})
+    if not whole and not nodes:
+        return None
+    slowest = {part: _longest(nodes, part) for part in _OWN} if len(nodes) > 1 else {}
+    speed = min(((row[TFLOPS], name) for name, row in nodes.items() if TFLOPS in row), default=None)
+    return Startup(
+        parts=whole,
+        slowest={part: found for part, found in slowest.items() if found},
+        nodes={name: _parts(row) for name, row in list(nodes.items())[:_NODES]},
+        tflops=Slowest(node=speed[1], s=speed[0]) if speed else None,
+    )
+
+
+def step(paths: RunPaths) -> str:
+    """Slurm's number of the step that the nodes ran in."""
+    with suppress(OSError, ValueError, RecursionError):
+        told = json.loads(files.read(paths.startup, limit=_LIMIT))
+        return str(told.get("step", "")) if isinstance(told, dict) else ""
+    return ""
+
+
+def _longest(nodes: dict[str, dict[str, float]], part: str) -> Slowest | None:
+    found = max(((row[part], name) for name, row in nodes.items() if part in row), default=None)
+    return Slowest(node=found[1], s=found[0]) if found else None
+
+
+def lines(found: Startup | None) -> list[str]:
+    """The whole, and each node where there are few; of many those that took longer than the first one."""
+    if found is None:
+        return []
+    told = [f"start-up: {_text(found.parts)}"] if found.parts else []
+    if 1 < len(found.nodes) <= _LINES:
+        return [*told, *(f"start-up of {name}: {_text(parts)}" for name, parts in found.nodes.items())]
+    slower = [
+        f"{NAMES[part]} {_took(one.s)} on {one.node}"
+        for part, one in found.slowest.items()
+        if part in NAMES and one.s > found.parts.get(part, one.s)
+    ]
+    return [*told, *([f"slowest nodes of the start: {', '.join(slower)}"] if slower else [])]
+
+
+def _text(parts: dict[str, float]) -> str:
+    return ", ".join(f"{NAMES[part]} {_took(seconds)}" for part, seconds in parts.items())
+
+
+def _took(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,145 @@
+"""Measure candidates one after another, each by a short run of its own, and keep the table after each."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dray import process
+from dray.config.recipe import Recipe
+from dray.contract import exit_codes, files
+from dray.contract.findings import ConfigError, DrayError
+from dray.interrupts import held_back, hurry_on_signals, stoppable
+from dray.planning import search
+from dray.planning.search import Figure
+from dray.planning.tuning import Candidate, Space, applied
+from dray.runs import measured, replay, space, tuned
+from dray.runs.measured import DIFFER, DONE, HANGS, LEFT_OUT, Row
+from dray.runs.tuned import Tuning
+
+_TRIES = 8
+_PLANS = 512
+"""So many runs may fail, or candidates be left out, before one runs."""
+_GRACE = 30.0  # seconds for each of two signals; a run ends its ranks by itself
+
+
+class Tuner:
+    """Answers the search, and never measures the same twice."""
+
+    def __init__(
+        self, folder: Path, tuning: Tuning, recipe: Recipe, where: space.Place, *, program: Sequence[str],
+        limit: float, tell: Callable[[int, Row], None],
+    ) -> None:  # fmt: skip
+        """`limit` is how many seconds a candidate may take; `tell` shows what came of one."""
+        self.tuning = tuning
+        self._folder, self._recipe, self._where = folder, recipe, where
+        self._program, self._limit, self._tell = program, limit, tell
+        self._start = tuned.candidate(tuning.start)
+        self._known: dict[Candidate, Row] = {}
+
+    def all(self, candidates: Space) -> None:
+        """The whole grid, or what the search asks for."""
+        tuned.save(self._folder, self.tuning)
+        with stoppable():
+            if self.tuning.every:
+                for candidate in candidates.every():
+                    self.figure(candidate)
+            else:
+                search.descend(candidates, self.figure)
+        self._keep(self.tuning.model_copy(update={"complete": True}))
+
+    def figure(self, candidate: Candidate) -> Figure | None:
+        """How fast it is; None where it cannot run, or trains something else."""
+        if candidate not in self._known:
+            self._require_hope()
+            row = self._row(candidate).model_copy(update={"values": dict(candidate.values)})
+            self._known[candidate] = row
+            self._keep(self.tuning.model_copy(update={"rows": [*self.tuning.rows, row]}))
+            self._tell(len(self._known), row)
+        row = self._known[candidate]
+        return tuned.figure(row) if row.state == DONE else None
+
+    def _require_hope(self) -> None:
+        begun = [row for row in self._known.values() if row.run]
+        if any(row.state == DONE for row in begun):
+            return
+        if len(begun) >= _TRIES or len(self._known) >= _PLANS:
+            raise none_runs(self.tuning, self._folder)
+
+    def _keep(self, tuning: Tuning) -> None:
+        """At once: what was measured is in the table, however this program ends."""
+        self.tuning = tuning
+        tuned.save(self._folder, tuning)
+
+    def _row(self, candidate: Candidate) -> Row:
+        ranks, steps = self.tuning.ranks, self.tuning.warm_up + self.tuning.steps
+        try:
+            made = applied(self._recipe, candidate, self._start, ranks=ranks)
+            refused = self._where.refusal(made, self._folder)
+        except ConfigError as wrong:
+            refused = wrong.problem
+        if refused:
+            return Row(values={}, state=LEFT_OUT, why=refused)
+        name = f"{sum(bool(row.run) for row in self._known.values()) + 1:03}"
+        short = space.short(self._recipe, candidate, self._start, ranks=ranks, steps=steps, checked=name == "001")
+        row = self._run(name, short)
+        return self._agreed(row).model_copy(update={"run": name})
+
+    def _run(self, name: str, recipe: Recipe) -> Row:
+        """Started as a user would: by `dray run`, of a recipe that stays beside the table."""
+        for file, text in replay.as_files(recipe, name, whole=False).items():
+            files.write_atomic(self._folder / file, text)
+        options = [f"--run={name}", f"--runs={self._folder}", *self._where.options]
+        argv = [*self._program, "run", str(self._folder / f"{name}.toml"), *options]
+        log = self._folder / f"{name}.log"
+        code = self._ended(argv, log)
+        if code is None:
+            return Row(values={}, state=HANGS, why=f"it had not ended after {self._limit:g} s (--limit)")
+        return measured.of_run(self._folder / name, code, log, warm_up=self.tuning.warm_up)
+
+    def _ended(self, argv: Sequence[str], log: Path) -> int | None:
+        """Its exit code; None where it took too long. None of its processes is left, also after Ctrl-C."""
+        with log.open("wb") as output, held_back() as begun:
+            running = process.start(argv, env=self._where.env, output=output)
+            try:
+                begun()
+                running.wait(self._limit)
+                return running.code()
+            except KeyboardInterrupt:
+                hurry_on_signals()
+                raise
+            finally:
+                # The batch script saves what it has at TERM, and ends its nodes at INT.
+                if running.code() is None and not running.ask(signal.SIGINT, _GRACE):
+                    running.ask(signal.SIGTERM, _GRACE)
+                running.stop()
+
+    def _agreed(self, row: Row) -> Row:
+        """A setting that changes what is trained is none, however fast it is."""
+        first = next((known for known in self._known.values() if known.state == DONE), None)
+        if row.state != DONE or first is None:
+            return row
+        parting = measured.apart(first.losses, row.losses, self.tuning.tolerance)
+        if parting is None:
+            return row
+        step, far = parting
+        pair = " and ".join(f"{losses[step - 1]:.6g}" for losses in (row.losses, first.losses) if len(losses) >= step)
+        most = f"at most {self.tuning.tolerance:.0e} ({self.tuning.why})"
+        return row.model_copy(
+            update={"state": DIFFER, "why": f"step {step}: {pair} in run {first.run}, {far:.1e} apart; wanted {most}"}
+        )
+
+
+def none_runs(tuning: Tuning, folder: Path) -> DrayError:
+    """The error of a table without a candidate that is done."""
+    begun = [row for row in tuning.rows if row.run]
+    if not begun:
+        return ConfigError(
+            "no candidate fits", wanted="one that could be started", found=tuning.rows[0].why if tuning.rows else "",
+            fix="more nodes, a smaller model or [lora]",
+        )  # fmt: skip
+    return DrayError(
+        "no candidate runs", where=str(folder), found="\n".join(dict.fromkeys(row.why for row in begun)),
+        fix=f"dray why {folder / begun[0].run}", code=exit_codes.FAILED,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""tune.json: what `dray tune` has measured so far, and the recipe that the best of it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dray.config.model import explained
+from dray.config.recipe import Recipe
+from dray.contract import files, run_folder
+from dray.contract.findings import ConfigError
+from dray.contract.values import printable
+from dray.planning import search
+from dray.planning.search import Figure
+from dray.planning.tuning import Candidate, applied
+from dray.runs import replay
+from dray.runs.measured import DONE, Row
+from dray.runs.paths import make_run_folder
+
+_VERSION = 1
+
+
+class Tuning(BaseModel):
+    """tune.json."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: int = _VERSION
+    path: str
+    """The recipe's file."""
+    recipe: dict[str, Any]
+    """The recipe, with the settings of the command line."""
+    ranks: int
+    where: str
+    """What it was measured on, for a reader."""
+    grid: int
+    """How many candidates there are."""
+    every: bool
+    """Whether all of them are measured."""
+    tolerance: float
+    why: str
+    """Of that tolerance."""
+    start: dict[str, str | int | bool]
+    """The recipe's own setting."""
+    warm_up: int
+    steps: int
+    """Measured after the warm-up."""
+    complete: bool = False
+    rows: list[Row] = []
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest, or of those that noise does not tell apart the one with the fewest changes."""
+        found = {candidate(row.values): row for row in self.rows if row.state == DONE}
+        chosen = search.best(((one, figure(row)) for one, row in found.items()), candidate(self.start))
+        return found[chosen] if chosen else None
+
+    def tuned(self, row: Row) -> Recipe:
+        """The recipe with a row's setting."""
+        recipe = Recipe.model_validate_json(json.dumps(self.recipe))
+        made = applied(recipe, candidate(row.values), candidate(self.start), ranks=self.ranks)
+        assert made.batch is not None
+        table = made.model_dump(mode="json", exclude_unset=True)
+        # On another number of ranks the accumulation follows; what [tiny] has set is in the other tables by now.
+        table["batch"].pop("gradient_accumulation_steps")
+        for key in ("scale", "tiny"):
+            table.pop(key, None)
+        return Recipe.model_validate_json(json.dumps(table))
+
+
+def candidate(values: dict[str, str | int | bool]) -> Candidate:
+    """Of a row's values."""
+    return Candidate(tuple(values.items()))
+
+
+def figure(row: Row) -> Figure:
+    """Of a row that is done."""
+    assert row.tokens_per_s is not None
+    return Figure(row.tokens_per_s, row.tokens_per_s * row.spread, row.memory_gb or 0.0)
+
+
+def save(folder: Path, tuning: Tuning) -> None:
+    """Write it; the first time with its folder."""
+    if not folder.is_dir():
+        make_run_folder(folder)
+    files.write_atomic(folder / run_folder.TUNE, tuning.model_dump_json(indent=1) + "\n")
+
+
+def load(folder: Path) -> Tuning:
+    """Of a folder that has one."""
+    path = folder / run_folder.TUNE
+    text = files.text(path, "the table", fix=f"name a folder with {path.name} in it: dray tune --table STUDY")
+    found = files.parse_json(text, "the table", path)
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != _VERSION:
+        raise ConfigError(
+            "this table was made by another version of dray", where=path, wanted=f"version {_VERSION}",
+            found=f"version {version!r:.40}",
+        )  # fmt: skip
+    try:
+        tuning = Tuning.model_validate_json(text)
+        Recipe.model_validate_json(json.dumps(tuning.recipe))
+    except ValidationError as wrong:
+        raise ConfigError("the table is damaged", where=path, found=explained(wrong)) from wrong
+    return tuning
+
+
+def as_files(tuning: Tuning, row: Row, file: Path, lines: list[str]) -> dict[Path, str]:
+    """The recipe with that setting, these lines above it as comments, and the files that it names."""
+    found = replay.as_files(tuning.tuned(row), file.stem, whole=False)
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in printable("\n".join(lines)).split("\n"))
+    return {
+        file.with_name(name): (comments + "\n" + text if name == f"{file.stem}.toml" else text)
+        for name, text in found.items()
+    }
+
+
+def require_place(file: Path, *, force: bool) -> None:
+    """A file that can be written, before anything is measured."""
+    wrong, fix = "", "name another FILE"
+    if file.suffix != ".toml":
+        wrong, fix = "it does not end in .toml", f"--out {file}.toml"
+    elif not file.parent.is_dir():
+        wrong, fix = f"{file.parent} is no folder", f"mkdir {file.parent}"
+    elif file.is_dir():
+        wrong = "it is a folder"
+    elif os.path.lexists(file) and not force:
+        wrong, fix = "it is there already", "--force replaces it; or name another FILE"
+    elif not os.access(file.parent, os.W_OK):
+        wrong = f"you may not write in {file.parent}"
+    if wrong:
+        raise ConfigError("the best setting could not be written", where=f"--out {file}", found=wrong, fix=fix)

@@ -1,0 +1,348 @@
+"""`dray scale` and `dray sweep` with Slurm: what sbatch gets, what a task of the array makes of it, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.exceptions import TyperException
+
+from dray.cli import scale as scaling
+from dray.cli import studies, usage
+from dray.cli import sweep as sweeping
+from dray.contract.findings import ConfigError, DrayError
+from dray.runs import arrays, resubmit, study
+from dray.runs.arrays import Common, Size
+from helpers import PYTHON, ROOT
+from slurms import Slurm
+
+Capture = pytest.CaptureFixture[str]
+RECIPE = ROOT / "recipes" / "smoke-cpu.toml"
+SBATCH = """#!/bin/bash
+set -e
+calls=({here}/call-*)
+[[ -e "${{calls[0]}}" ]] && number=$((${{#calls[@]}} + 1)) || number=1
+printf '%s\\0' "$@" >{here}/call-$number
+((number != $(<{here}/refuses))) || {{ echo "sbatch: error: Invalid account" >&2; exit 1; }}
+echo "$((41 + number));local"
+"""
+
+
+class Queue:
+    """What sbatch got, call by call; it answers 42, 43, ... or refuses one."""
+
+    def __init__(self, folder: Path, slurm: Slurm) -> None:
+        self.folder, self.slurm, self.runs = folder, slurm, folder / "my runs"
+        (slurm.folder / "bin" / "sbatch").write_text(SBATCH.format(here=shlex.quote(str(folder))))
+        self.refuses(0)
+
+    def refuses(self, number: int) -> None:
+        (self.folder / "refuses").write_text(str(number))
+
+    @property
+    def calls(self) -> list[list[str]]:
+        return [path.read_text().split("\0")[:-1] for path in sorted(self.folder.glob("call-*"))]
+
+    @property
+    def study(self) -> Path:
+        (path,) = self.runs.glob("*/study.json")
+        return path.parent
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    made = Queue(tmp_path, Slurm(tmp_path, monkeypatch))
+    (tmp_path / "i.sif").write_bytes(b"hsqs")
+    for name in ("DRAY_SITE", "SBATCH_ACCOUNT", "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DRAY_HOME", str(ROOT))
+    monkeypatch.setenv("DRAY_IMAGE", str(tmp_path / "i.sif"))
+    monkeypatch.setattr(studies, "new_id", lambda name: f"20-{name}")
+    return made
+
+
+def sweep(queue: Queue, *words: str, **options: object) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        sweeping.sweep(RECIPE, [*words], runs=queue.runs, **options)  # type: ignore[arg-type]
+    return ended.value.exit_code
+
+
+def scale(queue: Queue, **options: object) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        scaling.scale(RECIPE, ["train.steps=40"], runs=queue.runs, **options)  # type: ignore[arg-type]
+    return ended.value.exit_code
+
+
+def as_a_task(argv: list[str], task: int) -> list[str]:
+    """What slurm/lib.sh takes the words behind the script for, in this task of the array."""
+    script = """set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; lib::task "$@"; printf '%s\\0' "${given[@]}" """
+    env = {**PYTHON, "DRAY_HOME": str(ROOT), "SLURM_ARRAY_TASK_ID": str(task)}
+    words = ["bash", "-c", script, "job", *argv]
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+
+OPTIONS = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1"]
+
+
+def test_a_sweep_is_one_array(queue: Queue, tmp_path: Path, capsys: Capture) -> None:
+    values = ("train.lr=1e-3,4e-3", 'env.X="a b","$(id)"', "train.steps=40", "checkpoint.folder=/c/")
+    assert sweep(queue, *values, sbatch=["--time=10", "--qos=a b=c"], at_most=3) == 0
+    folder = queue.runs / "20-sweep-smoke-cpu"
+    script = f"{ROOT}/slurm/multinode.sh"
+    (argv,) = queue.calls
+    assert argv == [
+        "--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1-4%3", *OPTIONS, "--time=10", "--qos=a b=c",
+        script, f"--tasks={folder}/tasks", f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40",
+        "checkpoint.folder=/c/",
+    ]  # fmt: skip
+    assert (folder / "tasks").read_text() == (
+        f'{folder.name}-1\ttrain.lr=1e-3\tenv.X="a b"\tcheckpoint.folder=/c/{folder.name}-1\n'
+        f'{folder.name}-2\ttrain.lr=1e-3\tenv.X="$(id)"\tcheckpoint.folder=/c/{folder.name}-2\n'
+        f'{folder.name}-3\ttrain.lr=4e-3\tenv.X="a b"\tcheckpoint.folder=/c/{folder.name}-3\n'
+        f'{folder.name}-4\ttrain.lr=4e-3\tenv.X="$(id)"\tcheckpoint.folder=/c/{folder.name}-4\n'
+    )
+    assert stat.S_IMODE((folder / "tasks").stat().st_mode) == 0o600
+    for task in (1, 4):
+        run = queue.runs / f"{folder.name}-{task}"
+        given = as_a_task(argv[argv.index(script) + 1 :], task)
+        own = (folder / "tasks").read_text().splitlines()[task - 1].split("\t")[1:]
+        assert given == [
+            f"--run={run}", f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40",
+            "checkpoint.folder=/c/", *own,
+        ]  # fmt: skip
+        queued = json.loads((run / "job.json").read_text())
+        assert (queued["job"], queued["task"], queued["cluster"], queued["argv"]) == (
+            42, task, "local", ["sbatch", *argv]
+        )  # fmt: skip
+        assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    kept = ("--job-name=smoke-cpu", "--ntasks-per-node=1", "--time=10", "--qos=a b=c")
+    assert resubmit.asked(run) == resubmit.Asked(kept)
+    members = study.load(folder).members
+    assert [(one.job_id, one.run) for one in members] == [
+        (f"42_{number}", f"{folder.name}-{number}") for number in range(1, 5)
+    ]
+    out = capsys.readouterr().out
+    assert out.startswith('job 42_1: train.lr=1e-3 env.X="a b"\njob 42_2: train.lr=1e-3 env.X="$(id)"\n')
+    assert f"\n4 runs of 4 not ended; again: dray sweep --table {folder}\n" in out
+
+
+def test_ranks_of_one_node_are_tasks_and_other_nodes_are_a_job(queue: Queue, tmp_path: Path, capsys: Capture) -> None:
+    assert scale(queue, ranks="1,2,4", per_node=2, at_most=1) == 0
+    folder = queue.runs / "20-scale-smoke-cpu"
+    decided = [f"--image={tmp_path}/i.sif", "--site=", str(RECIPE), "train.steps=40"]
+    one_node = ["--job-name=smoke-cpu", "--nodes=2", "--ntasks-per-node=1", "--nodes=1"]
+    assert queue.calls == [
+        ["--parsable", f"--output={folder}-%a/job-%A_%a.log", "--array=1-2%1", *one_node,
+         f"{ROOT}/slurm/singlenode.sh", f"--tasks={folder}/tasks", *decided],
+        ["--parsable", f"--output={folder}-3/job-%j.log", *one_node[:-1], "--nodes=2",
+         f"{ROOT}/slurm/multinode.sh", f"--run={folder}-3", *decided, "ranks_per_node=2"],
+    ]  # fmt: skip
+    assert (folder / "tasks").read_text() == "".join(
+        f"{folder.name}-{number}\tranks_per_node={ranks}\n" for number, ranks in ((1, 1), (2, 2), (3, 2))
+    )
+    assert [one.job_id for one in study.load(folder).members] == ["42_1", "42_2", "43"]
+    assert json.loads((queue.runs / f"{folder.name}-3" / "job.json").read_text())["task"] is None
+    out = capsys.readouterr().out
+    assert out.splitlines()[:4] == [
+        "job 42_1: 1 rank", "job 42_2: 2 ranks", "job 43: 4 ranks",
+        "--at-most holds for each array: 2 jobs may run at once",
+    ]  # fmt: skip
+
+
+def test_tasks_of_an_array_need_not_follow_one_another(queue: Queue) -> None:
+    assert sweep(queue, "train.lr=1e-3,2e-3,4e-3", "nodes=1,2", at_most=10**9) == 0
+    found = [(word, argv[-1]) for argv in queue.calls for word in argv if word.startswith("--array")]
+    assert found == [("--array=1,3,5", str(RECIPE)), ("--array=2,4,6", str(RECIPE))]
+    assert arrays._ranges([3, 1, 2, 7, 9, 8]) == "1-3,7-9"
+
+
+@pytest.mark.parametrize(("largest", "calls"), [("0", 2), ("2", 2), ("3", 1), ("1001", 1), ("(null)", 1)])
+def test_where_a_cluster_takes_no_such_array_each_is_a_job(queue: Queue, largest: str, calls: int) -> None:
+    """MaxArraySize is above the largest number of a task; the default allows 1000."""
+    (queue.slurm.folder / "scontrol").write_text(f"MaxArraySize            = {largest}\n")
+    assert sweep(queue, "train.lr=1e-3,4e-3") == 0
+    runs = [queue.runs / f"{queue.study.name}-{number}" for number in (1, 2)]
+    assert [[word for word in argv if word.startswith(("--run=", "--tasks="))] for argv in queue.calls] == (
+        [[f"--run={run}"] for run in runs] if calls == 2 else [[f"--tasks={queue.study}/tasks"]]
+    )
+    assert [one.job_id for one in study.load(queue.study).members] == (
+        ["42", "43"] if calls == 2 else ["42_1", "42_2"]
+    )  # fmt: skip
+
+
+def test_a_task_is_what_a_job_for_it_alone_would_be(queue: Queue, tmp_path: Path) -> None:
+    sweep(queue, "train.lr=1e-3,4e-3", site="generic")
+    (argv,) = queue.calls
+    common = Common(RECIPE, [], "generic")
+    for number in (1, 2):
+        run = queue.runs / f"{queue.study.name}-{number}"
+        own = [f"train.lr={number if number == 1 else 4}e-3"]
+        alone = arrays.planned(common, number, run, own, Size()).argv
+        script = f"{ROOT}/slurm/multinode.sh"
+        assert as_a_task(argv[argv.index(script) + 1 :], number) == alone[alone.index(script) + 1 :]
+
+
+def test_where_sbatch_refuses_the_first_nothing_is_left(queue: Queue) -> None:
+    queue.refuses(1)
+    with pytest.raises(DrayError, match="sbatch"):
+        sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs)
+    assert list(queue.runs.iterdir()) == []
+
+
+def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Queue, capsys: Capture) -> None:
+    queue.refuses(2)
+    with pytest.raises(DrayError, match="sbatch"):
+        scaling.scale(RECIPE, ranks="1,2,4", per_node=2, runs=queue.runs)
+    assert [one.job_id for one in study.load(queue.study).members] == ["42_1", "42_2"]
+    assert sorted(path.name for path in queue.runs.iterdir()) == [queue.study.name + end for end in ("", "-1", "-2")]
+    out = capsys.readouterr().out
+    assert out == f"job 42_1: 1 rank\njob 42_2: 2 ranks\n\nagain: dray scale --table {queue.study}\n"
+
+
+def test_one_that_is_refused_leaves_nothing_of_the_others(queue: Queue) -> None:
+    """All are planned before one is queued."""
+    with pytest.raises(ConfigError, match="global batch 16 is not divisible by 6 ranks"):
+        sweeping.sweep(RECIPE, ["ranks_per_node=2,3"], runs=queue.runs)
+    with pytest.raises(ConfigError, match="a value has a control character"):
+        sweeping.sweep(RECIPE, ["env.X=a,b\tc"], runs=queue.runs)
+    assert (queue.calls, queue.runs.exists()) == ([], False)
+
+
+def test_the_table_knows_one_that_waits_runs_and_is_cancelled(queue: Queue, capsys: Capture) -> None:
+    sweep(queue, "train.lr=1e-3,2e-3,4e-3")
+    for number in (1, 2, 3):
+        record = queue.runs / f"{queue.study.name}-{number}" / "job.json"
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"time": 1795570000.0, "cluster": ""}))
+    queue.slurm.lists((43, "42_1", "RUNNING"), (42, "42_2", "PENDING"))
+    capsys.readouterr()
+    with pytest.raises(typer.Exit) as ended:
+        studies.show(queue.study, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["runs"]
+    assert [(row["job_id"], row["state"]) for row in rows] == [
+        ("42_1", "running"), ("42_2", "queued"), ("42_3", "lost"),
+    ]  # fmt: skip
+    assert ended.value.exit_code == 1
+
+
+@pytest.mark.hostile("arrays")
+@pytest.mark.parametrize("verb", [sweeping.sweep, scaling.scale])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "2,3", "9" * 5000])
+def test_at_most_is_a_number(queue: Queue, verb: Callable[..., None], value: str) -> None:
+    app = typer.Typer()
+    app.command()(verb)
+    own = "train.lr=1e-3,4e-3" if verb is sweeping.sweep else "--ranks=1,2"
+    with pytest.raises(TyperException) as wrong:
+        app([str(RECIPE), own, f"--runs={queue.runs}", f"--at-most={value}"], standalone_mode=False)
+    told = usage.error(wrong.value)
+    assert (told.exit_code, told.problem, queue.calls) == (78, "--at-most has a wrong value", [])
+
+
+@pytest.mark.hostile("arrays")
+@pytest.mark.parametrize(("options", "left_out"), [({"at_most": 2}, "--at-most"), ({"sbatch": ["--x"]}, "--sbatch")])
+@pytest.mark.parametrize("inside", [False, True])
+def test_options_of_jobs_without_a_job(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], left_out: str, inside: bool
+) -> None:
+    if inside:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+    else:
+        monkeypatch.setenv("PATH", "/nowhere")
+    for verb, own in ((sweeping.sweep, ["train.lr=1e-3,4e-3"]), (scaling.scale, [])):
+        ranks = {"ranks": "1,2"} if verb is scaling.scale else {}
+        with pytest.raises(ConfigError, match="no job is submitted, and one run follows another") as refused:
+            verb(RECIPE, own, runs=queue.runs, **ranks, **options)  # type: ignore[operator]
+        assert refused.value.finding.found == ("inside job 17" if inside else "no sbatch")
+        assert refused.value.finding.fix == f"leave out {left_out}, or type it on a login node"
+    assert not queue.runs.exists()
+
+
+@pytest.mark.hostile("arrays")
+@pytest.mark.parametrize("option", ["--array=1-3", "-a1-3", "--arr=2", "--nodes=2", "-N2", "--gres=gpu:2", "--time 8"])
+def test_options_of_sbatch_that_a_study_decides(queue: Queue, option: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        sweeping.sweep(RECIPE, ["train.lr=1e-3,4e-3"], runs=queue.runs, sbatch=[option])
+    assert refused.value.exit_code == 78
+    assert (queue.calls, queue.runs.exists()) == ([], False)
+
+
+@pytest.mark.hostile("arrays")
+def test_a_study_of_very_many(queue: Queue) -> None:
+    values = ",".join(map(str, range(1, 258)))
+    for verb, own in ((sweeping.sweep, [f"seed={values}"]), (sweeping.sweep, [f"a={values}", f"b={values}"])):
+        with pytest.raises(ConfigError, match="a sweep has too many runs"):
+            verb(RECIPE, own, runs=queue.runs)
+    with pytest.raises(ConfigError, match="a study has too many runs"):
+        scaling.scale(RECIPE, ranks=values, weak=True, runs=queue.runs)
+
+
+MEMBER = {"run": "r", "ranks": 1}
+
+
+@pytest.mark.hostile("arrays")
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"version": 2}, "this study was made by another version of dray"),
+        ({"version": None}, "this study was made by another version of dray"),
+        ('{"version": 1, "kind": "sweep", "recipe": "x", "mem', "the study is not valid JSON"),
+        ({"members": [MEMBER] * 100_000}, "the study is damaged"),
+        ({"members": [MEMBER | {"run": "../x"}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"run": "a/b"}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"run": "a\n"}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"job": -1}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"job": 10**30}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"task": "3; id"}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"ranks": 10**400}]}, "the study is damaged"),
+        ({"members": [MEMBER | {"settings": ["x" * 10**5]}]}, "the study is damaged"),
+        ({"members": {"r": 1}}, "the study is damaged"),
+        ("[" * 10**5, "the study is not valid JSON"),
+        (b"\xff\xfe\0", "the study is not UTF-8 text"),
+        ("FIFO", "the study cannot be read"),
+        ("folder", "the study cannot be read"),
+        ("dangling link", "the study cannot be read"),
+    ],
+)
+def test_a_hostile_study(tmp_path: Path, content: object, problem: str) -> None:
+    path = tmp_path / "s" / "study.json"
+    path.parent.mkdir()
+    if content == "FIFO":
+        os.mkfifo(path)
+    elif content == "folder":
+        path.mkdir()
+    elif content == "dangling link":
+        path.symlink_to(tmp_path / "none")
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        whole = {"version": 1, "kind": "strong", "recipe": "x", "members": []}
+        path.write_text(content if isinstance(content, str) else json.dumps(whole | content))  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=problem) as refused:
+        study.load(path.parent)
+    assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give a file away")
+def test_another_user_s_study_is_shown(tmp_path: Path, capsys: Capture) -> None:
+    """It names runs beside it, which are only read."""
+    whole = {"version": 1, "kind": "sweep", "recipe": "x", "members": [MEMBER | {"job": 42, "task": 1}]}
+    (tmp_path / "study.json").write_text(json.dumps(whole))
+    os.chown(tmp_path / "study.json", 4321, -1)
+    with pytest.raises(typer.Exit) as ended:
+        studies.show(tmp_path)
+    assert ended.value.exit_code == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["queued", "r"]
+
+
+def test_a_study_s_escape_sequences_are_shown_as_text(tmp_path: Path, capsys: Capture) -> None:
+    whole = {"version": 1, "kind": "sweep", "recipe": "x", "members": [MEMBER | {"settings": ["a=\x1b]0;x\x07\nb"]}]}
+    (tmp_path / "study.json").write_text(json.dumps(whole))
+    with pytest.raises(typer.Exit):
+        studies.show(tmp_path)
+    assert "\x1b" not in capsys.readouterr().out

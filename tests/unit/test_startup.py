@@ -1,0 +1,313 @@
+"""How long each part of a start took: by one clock of a node, over the control connections, in one file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.cli import runs, status
+from dray.contract import heartbeat, startup
+from dray.runner.startup import Startup
+from dray.runs import startup as told
+from dray.runs.cost import Spent
+from dray.runs.paths import RunPaths
+from dray.runs.result import Result
+from dray.runs.state import State
+from helpers import ROOT
+from nodes import Start, ended
+
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+CLOCK = ROOT / "src/dray/render/bash/clock.sh"
+SECOND = 1_000_000_000
+
+
+class TestBeforeTheRunner:
+    """What node.sh and the batch script tell, in a variable that anybody may have set to anything."""
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("boot=b began=10.00", {"container": 5.5}),
+            ("boot=b began=10.00 staging=10.50 staged=13.75", {"stage": 3.25, "container": 2.25}),
+            (
+                "boot=b step=0 asked_boot=b begun=4.00 planned=8.00 asked=8.50 began=10.00",
+                {"plan": 4.0, "srun": 1.5, "container": 5.5},
+            ),
+            (
+                "boot=b asked_boot=b begun=1.00 planned=2.00 asked=8.50 began=10.00 staging=10.00 staged=10.25",
+                {"plan": 1.0, "srun": 1.5, "stage": 6.75, "container": 5.25},  # sbcast sends it before srun
+            ),
+            (
+                "boot=b asked_boot=other begun=4.00 planned=8.00 asked=8.50 began=10.00",
+                {"container": 5.5},
+            ),  # not the first node
+            ("boot=other began=10.00", {}),  # Docker on another machine: another clock
+            ("boot=b began=16.00", {}),  # after the runner
+            ("boot=b began=10.00 staging=13.00 staged=11.00", {"container": 5.5}),
+            ("boot=b began=14.00 staging=1.00 staged=9.00", {"stage": 8.0}),  # longer than all of it
+            ("boot=b began=-1", {}),
+            ("boot=b began=nan", {}),
+            ("boot=b began=1e3", {}),
+            ("boot=b began=" + "9" * 400, {}),
+            ("boot=b began=\u0661", {}),
+            ("boot= began=10.00", {}),
+            ("= == began boot", {}),
+            ("", {}),
+        ],
+    )
+    def test_parts(self, text: str, parts: dict[str, float]) -> None:
+        assert startup.before(text, "b", 15.5) == parts
+
+    def test_where_no_kernel_tells_its_start(self) -> None:
+        assert startup.before("boot= began=10.00", "", 15.5) == {}
+
+    @pytest.mark.parametrize(
+        ("text", "step"),
+        [
+            ("boot=b step=4 x", "4"),
+            ("step=", ""),
+            ("", ""),
+            ("step=4.0", ""),
+            ("step=\u0664", ""),
+            ("step=" + "1" * 12, ""),
+        ],
+    )
+    def test_the_step(self, text: str, step: str) -> None:
+        assert startup.step(text) == step
+
+    def test_bash_reads_the_clock_of_the_runner(self) -> None:
+        script = f'set -euo pipefail\nsource "{CLOCK}"\nnode::now staging\nnode::now staged\necho "$started"'
+        before = time.clock_gettime(time.CLOCK_BOOTTIME)
+        done = subprocess.run(
+            ["bash", "-c", script], env={"SLURM_STEP_ID": "3", "DRAY_ASKED": f"asked_boot={BOOT} begun=1 asked=2"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        after = time.clock_gettime(time.CLOCK_BOOTTIME)
+        words = dict(word.split("=") for word in done.stdout.split())
+        at = [float(words.pop(name)) for name in ("began", "staging", "staged")]
+        assert words == {"boot": BOOT, "step": "3", "asked_boot": BOOT, "begun": "1", "asked": "2"}
+        assert at == sorted(at)
+        assert before - 0.02 <= at[0]  # /proc/uptime has hundredths
+        assert at[-1] <= after
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"stage": 1.23456, "import": 2}, {"stage": 1.235, "import": 2.0}),
+        ({"stage": -1, "import": float("nan"), "compile": float("inf"), "model": 1e9, "container": 1e7}, {}),
+        ({"stage": "1", "import": None, "compile": True, "model": [1]}, {}),
+        ({"queue": 4, "other": 5, "tflops": 612.5}, {"tflops": 612.5}),  # Slurm alone tells the queue
+        ([1], {}),
+        (None, {}),
+    ],
+)
+def test_what_is_no_duration_is_left_out(given: object, kept: dict[str, float]) -> None:
+    assert startup.clean(given) == kept
+
+
+def beat(folder: Path, rank: int, *marks: int) -> None:
+    """A heartbeat with these marks, as the trainer writes it."""
+    data = bytearray(heartbeat.SIZE)
+    for number, mark in enumerate(marks):
+        heartbeat.MARK.pack_into(data, heartbeat.MARKS_AT + number * 8, mark)
+    folder.mkdir(exist_ok=True)
+    Path(heartbeat.path(str(folder), rank)).write_bytes(data)
+
+
+def node(plan: dict[str, Any], me: int, monkeypatch: pytest.MonkeyPatch, text: str = "") -> Startup:
+    monkeypatch.setenv(startup.VARIABLE, text)
+    return Startup(plan, me, began=time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+class TestOfANode:
+    """The runner's own part."""
+
+    def test_the_last_rank_to_import_counts(self, plan, monkeypatch, tmp_path: Path) -> None:
+        plan["recipe"] = {"train": {"steps": 1}}
+        one = node(plan, 1, monkeypatch)
+        one.lap(startup.RENDEZVOUS)
+        one.launched()
+        rendezvous = one.parts[startup.RENDEZVOUS]
+        assert one.look() == [{"startup": {"rendezvous": rendezvous}}]
+        since = int(one._launched * SECOND)
+        beat(tmp_path / "own", 2, since + 3 * SECOND, SECOND // 2, SECOND, 0, 4 * SECOND, 2 * SECOND)
+        assert one.look(last=False) == []  # a second has not passed
+        one._looks_at = 0
+        assert one.look() == []  # rank 3 still imports
+        beat(tmp_path / "own", 3, since + 5 * SECOND, SECOND // 4, SECOND // 8)
+        one._looks_at = 0
+        assert one.look() == []
+        beat(tmp_path / "own", 3, since + 5 * SECOND, SECOND // 4, SECOND // 8, 0, 3 * SECOND, 2 * SECOND)
+        one._looks_at = 0
+        parts = {"rendezvous": rendezvous, "import": 5.0, "process_groups": 0.25, "model": 0.125}
+        assert one.look() == [{"startup": {**parts, "compile": 3.0, "first_step": 2.0}}]
+        assert (one.open, one.look(last=True)) == (False, [])
+
+    def test_what_no_trainer_writes(self, plan, monkeypatch, tmp_path: Path) -> None:
+        """Marks before the launch, negative ones, and half a file."""
+        plan["recipe"] = {"train": {"steps": 1}}
+        one = node(plan, 0, monkeypatch)
+        one.launched()
+        beat(tmp_path / "own", 0, 1, -5, 1 << 62, SECOND, 0, -1)
+        beat(tmp_path / "own", 1, 1, -5, 1 << 62, SECOND, 0, -1)
+        assert one.look() == []
+        assert json.loads((tmp_path / "startup.json").read_text())["nodes"] == [{"checkpoint": 1.0}, None]
+        (tmp_path / "own" / "beat-0").write_bytes(b"x" * 70)
+        assert one._of_ranks() == ({}, False)
+
+    def test_a_program_of_the_user_s_own_tells_no_more(self, plan, monkeypatch) -> None:
+        one = node(plan, 1, monkeypatch, f"boot={BOOT} began=1.00")
+        one.launched()
+        (message,) = one.look()
+        assert ([*message["startup"]], one.open) == (["container"], False)
+
+    def test_a_restart_is_no_part_of_it(self, plan, monkeypatch) -> None:
+        one = node(plan, 1, monkeypatch)
+        one.lap(startup.RENDEZVOUS)
+        one.launched()
+        before = dict(one.parts)
+        one.lap(startup.RENDEZVOUS)
+        one.launched()
+        assert one.parts == before
+
+    def test_the_first_one_writes_what_all_tell(self, plan, monkeypatch, tmp_path: Path) -> None:
+        first = node(plan, 0, monkeypatch, "step=4")
+        first.hear(1, {"container": 1.0, "import": -3, "rubbish": {}})
+        first.hear(7, {"container": 1.0})  # no node of the run
+        first.hear(1, "rubbish")
+        first.hear(1, {"container": 1.5})
+        first.write()
+        assert (tmp_path / "startup.json").read_text() == (
+            '{"attempt": 1, "step": "4", "nodes": [null, {"container": 1.5}]}'
+        )
+
+    def test_a_disk_that_is_full_ends_nothing(self, plan, monkeypatch, capsys) -> None:
+        plan["folder"] += "/none"
+        first = node(plan, 0, monkeypatch)
+        first.hear(1, {"container": 1.0})
+        first.write()
+        assert capsys.readouterr().out == "dray: startup.json cannot be written: No such file or directory\n"
+
+
+RANK = """
+import os, struct, sys, time
+folder = os.environ["DRAY_HEARTBEATS"]
+node = int(sys.argv[1])
+for rank in (2 * node, 2 * node + 1):
+    at = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    with open(f"{folder}/beat-{rank}", "wb") as file:
+        file.write(struct.pack("<16q", *[0] * 8, at, 10**9, 2 * 10**9, 0, 0, (3 + node) * 10**9, 0, 0))
+"""
+
+
+def test_two_nodes(plan, start: Start, tmp_path: Path) -> None:
+    """Through the runners' own connections; the ranks end at once, and what they told last is not lost."""
+    plan["recipe"] = {"train": {"steps": 1}}
+    plan["launcher"], plan["command"] = [sys.executable, "-c", RANK, "{node_rank}"], ["x"]
+    before = {startup.VARIABLE: f"boot={BOOT} step=2 began=0.01"}
+    nodes = [start(number, 2, f"node{number + 1}", **before) for number in (0, 1)]
+    assert [ended(one)[0] for one in nodes] == [0, 0]
+    found = json.loads((tmp_path / "startup.json").read_text())
+    assert (found["attempt"], found["step"]) == (1, "2")
+    for number, row in enumerate(found["nodes"]):
+        assert [*row] == ["container", "rendezvous", "import", "process_groups", "model", "first_step"]
+        assert [row[name] for name in ("process_groups", "model", "first_step")] == [1.0, 2.0, 3.0 + number]
+        assert row["container"] > row["rendezvous"] >= 0  # since the machine has started
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("startup")] == ["startup.json"]
+
+
+def attempt(folder: Path, nodes: object, number: int = 1) -> RunPaths:
+    paths = RunPaths(folder / "r", number)
+    paths.create(new=number == 1)
+    paths.startup.write_text(json.dumps({"attempt": number, "step": "0", "nodes": nodes}))
+    return paths
+
+
+A = {"stage": 4.0, "container": 1.0, "rendezvous": 9.0, "import": 5.0, "first_step": 2.0}
+B = {"stage": 12.0, "container": 0.5, "rendezvous": 1.5, "import": 6.5, "first_step": 2.0, "tflops": 612.0}
+
+
+class TestOfARun:
+    """What the host makes of it."""
+
+    def test_each_node_and_the_whole(self, tmp_path: Path) -> None:
+        found = told.read(attempt(tmp_path, [A, B]), ["n1", "n2"], 60.0)
+        assert found is not None
+        assert found.parts == {"queue": 60.0, **A}
+        assert {part: (one.node, one.s) for part, one in found.slowest.items()} == {
+            "stage": ("n2", 12.0), "container": ("n1", 1.0), "import": ("n2", 6.5),
+        }  # fmt: skip
+        assert found.tflops == told.Slowest(node="n2", s=612.0)
+        assert told.lines(found) == [
+            "start-up: queue 60.0 s, image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, "
+            "launcher and imports 5.0 s, first step 2.0 s",
+            "start-up of n1: image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, launcher and imports 5.0 s, "
+            "first step 2.0 s",
+            "start-up of n2: image staged 12.0 s, container 0.5 s, rendezvous 1.5 s, launcher and imports 6.5 s, "
+            "first step 2.0 s",
+        ]
+
+    def test_many_nodes(self, tmp_path: Path) -> None:
+        names = [f"n{number}" for number in range(10_000)]
+        found = told.read(attempt(tmp_path, [{**A, "import": 5 + n / 1000} for n in range(10_000)]), names)
+        assert found is not None
+        assert len(found.nodes) == 256
+        assert told.lines(found) == [
+            "start-up: image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, launcher and imports 5.0 s, "
+            "first step 2.0 s",
+            "slowest nodes of the start: launcher and imports 15.0 s on n9999",
+        ]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "", "{", "[]", "null", '{"nodes": 3}', '{"attempt": 1, "nodes": {}}',
+            '{"attempt": 1, "nodes": [[], 1, null]}',
+            '{"attempt": 2, "nodes": [{"stage": 1}]}', '{"attempt": 1, "nodes": [{"stage": -1}]}', "[" * 100_000,
+            '{"attempt": 1, "nodes": [null, null, {"stage": 1}]}',
+        ],
+    )  # fmt: skip
+    def test_a_file_that_is_damaged(self, text: str, tmp_path: Path) -> None:
+        paths = attempt(tmp_path, [])
+        paths.startup.write_text(text)
+        assert told.read(paths, ["n1", "n2"]) is None
+        assert told.step(paths) == ""
+
+    def test_the_first_node_is_not_told(self, tmp_path: Path) -> None:
+        found = told.read(attempt(tmp_path, [None, B]), ["n1", "n2"])
+        assert found is not None
+        assert (found.parts, [*found.nodes], told.lines(found)) == ({}, ["n2"], [])
+
+    def test_results_of_older_versions_and_damaged_ones(self) -> None:
+        old = {"run": "r", "status": "done", "exit_code": 0, "finished": "x", "world_size": 1, "hosts": ["n1"]}
+        assert Result.model_validate(old).startup is None
+        for damaged in (3, "x", [], {"parts": 3, "nodes": []}, {"slowest": {"stage": {"node": 3}}, "parts": {}}):
+            assert Result.model_validate({**old, "startup": damaged}).startup is None
+        kept = Result.model_validate({**old, "startup": {"parts": {"queue": -1, "import": 3, "x": 1}}}).startup
+        assert kept == told.Startup(parts={"import": 3.0})
+
+
+def test_what_dray_status_and_dray_runs_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told.read(attempt(tmp_path, [A, None]), ["n1", "n2"], 60.0)
+    seen = State(run="r", folder="/r", state="running", startup=found)
+    assert status.text(seen) == [
+        "r: running",
+        "  start-up: queue 60.0 s, image staged 4.0 s, container 1.0 s, rendezvous 9.0 s, launcher and imports 5.0 s, "
+        "first step 2.0 s",
+        "run folder: /r",
+    ]
+    spent = Spent(node_hours=3, gpu_hours=12.34, kwh=3.2, unknown=[1])
+    ended = State(run="r", folder="/r", state="lost", spent=spent)
+    assert status.text(ended)[1:-1] == ["  cost: 12.3 GPU-hours, 3.20 kWh, without attempt 1"]
+    runs.table([ended])
+    assert capsys.readouterr().out == (
+        "RUN  STATE  RECIPE  NODES  STEP  LOSS  STARTED  ATTEMPTS         COST\n"
+        "r    lost                                              0  >12.3 GPU-h\n"
+    )

@@ -1,0 +1,492 @@
+"""`dray tune`: its runs, its table and the recipe that it writes. Most runs are planted; tests/tuned.py leaves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray import cli
+from dray.cli import tune as verb
+from dray.config.recipe import Recipe
+from dray.contract import exit_codes
+from dray.contract.findings import ConfigError
+from dray.runs import allocation, space, tune, tuned
+from dray.runs.write import read_recipe
+from grids import CAUSAL, MASKED, among_the_best
+from helpers import ROOT
+
+pytestmark = pytest.mark.torch
+
+TINY = """\
+name = "tiny"
+ranks_per_node = 2
+
+[env]
+OMP_NUM_THREADS = "1"
+
+[batch]
+global_size = 16
+per_device = 4
+
+[data]
+sequence_length = 32
+
+[model.config]
+n_layer = 2
+n_embd = 32
+n_head = 2
+n_positions = 32
+resid_pdrop = 0.0
+embd_pdrop = 0.0
+attn_pdrop = 0.0
+
+[train]
+steps = 100
+lr = 1e-3
+warmup_steps = 20
+precision = "fp32"
+"""
+AXES = ("train.strategy=ddp,fsdp", "batch.per_device=1,2,4,8")
+
+
+class Desk:
+    """A folder with a recipe, and planted runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs, self.recipe = folder, folder / "runs", folder / "tiny.toml"
+        self.recipe.write_text(TINY)
+        self.plant()
+
+    def plant(self, **planted: dict[str, Any]) -> None:
+        (self.folder / "planted.json").write_text(json.dumps(planted))
+
+    def calls(self) -> list[str]:
+        calls = self.folder / "calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def study(self) -> Path:
+        (found,) = self.runs.glob("*/tune.json")
+        return found.parent
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    for name in [*allocation._WHOLE, "ENVIRONMENT", "SLURM_STEP_ID", "SLURM_ARRAY_TASK_ID", "DRAY_SITE"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PLANTED", str(tmp_path / "planted.json"))
+    monkeypatch.setenv("DRAY_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(verb, "program", lambda: [sys.executable, str(ROOT / "tests/tuned.py")])
+    monkeypatch.setattr(verb, "new_id", lambda name: f"20-{name}")
+    return Desk(tmp_path)
+
+
+@pytest.fixture
+def dray(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Types a line; the exit code and both streams."""
+
+    def typed(*words: object) -> tuple[int, str, str]:
+        import typer
+
+        app = typer.Typer()
+        app.command()(verb.tune)
+        capfd.readouterr()
+        monkeypatch.setattr(cli, "app", app)
+        monkeypatch.setattr(cli, "_register", lambda _: None)
+        code = cli._code([str(word) for word in words])
+        return code, *capfd.readouterr()
+
+    return typed
+
+
+PLANTED = {
+    "speed": {"batch.per_device=8": 1.2, "batch.per_device=2": 0.8, "batch.per_device=1": 0.5,
+              "train.strategy=fsdp": 1.1, "train.strategy=fsdp batch.per_device=8": 0.7},
+    "memory": {"batch.per_device=8": 2.5, "train.strategy=fsdp": 0.5},
+}  # fmt: skip
+
+
+class TestTable:
+    def test_the_whole_of_a_search(self, desk: Desk, dray: Any) -> None:
+        desk.plant(**PLANTED)
+        code, out, err = dray(desk.recipe, *AXES, "--keys=strategy,per_device")
+        folder = desk.runs / "20-tune-tiny"
+        assert (code, err) == (0, "")
+        assert (
+            out
+            == f"""\
+8 candidates of tiny, on 2 ranks on 1 node (bare, site generic)
+{folder}
+  1  the recipe's own: 1,000 tokens/s +- 2%, 1.00 GB
+  2  batch.per_device=8: 1,200 tokens/s +- 2%, 2.50 GB
+  3  batch.per_device=8 train.strategy=fsdp: 924 tokens/s +- 2%, 1.25 GB
+
+   setting                                 state  tokens/s  +-  step s  memory GB     loss  run
+*  batch.per_device=8                      done      1,200  2%  0.4267       2.50  3.70000  002
+   the recipe's own                        done      1,000  2%   0.512       1.00  3.70000  001
+   batch.per_device=8 train.strategy=fsdp  done        924  2%  0.5541       1.25  3.70000  003
+
+3 runs, of 8 candidates (the search)
+best: batch.per_device=8: 1,200 tokens/s +- 2%, 2.50 GB
+      1.20 times the recipe's own: 1,000 tokens/s +- 2%, 1.00 GB
+
+again: dray tune --table {folder}
+"""
+        )
+
+    def test_all_of_them_and_the_search_find_the_same(self, desk: Desk, dray: Any) -> None:
+        desk.plant(**PLANTED)
+        code, out, _ = dray(desk.recipe, *AXES, "--keys=strategy,per_device", "--all")
+        assert (code, "8 runs, of 8 candidates (all of them)" in out) == (0, True)
+        assert "best: batch.per_device=8: 1,200 tokens/s" in out
+        calls = desk.calls()
+        folder = desk.study()
+        options = f"--runs={folder} --nodes=1 --gpus-per-node=0 --engine=bare"
+        assert calls == [f"run {folder}/{n:03}.toml --run={n:03} {options}" for n in range(1, 9)]
+
+    def test_what_a_candidate_runs_and_that_it_trains_the_same(self, desk: Desk, dray: Any) -> None:
+        desk.recipe.write_text(
+            TINY.replace("steps = 100", 'epochs = 2\neval_every = 5\ntrackers = ["wandb"]')
+            + '[checkpoint]\nevery = 5\nfolder = "/c"\n[evaluate.more]\ndataset = "builtin"\n'
+        )
+        dray(desk.recipe, "batch.per_device=2,4", "--keys=per_device", "--steps=5", "max_requeues=2")
+        first, second = (read_recipe(desk.study() / f"00{n}.toml") for n in (1, 2))
+        own = read_recipe(desk.recipe)
+        changed = {"steps", "epochs", "warmup_steps", "log_every", "eval_every", "trackers", "loss"}
+        for made, rows in ((first, 4), (second, 2)):
+            assert made.train
+            assert own.train
+            assert made.batch
+            assert (made.batch.global_size, made.batch.per_device, made.batch.gradient_accumulation_steps) == (
+                16, rows, 8 // rows
+            )  # fmt: skip
+            assert made.train.model_dump(exclude=changed) == own.train.model_dump(exclude=changed)
+            assert (made.train.steps, made.train.warmup_steps, made.train.log_every) == (8, 8, 1)
+            assert (made.checkpoint.every, made.checkpoint.folder, made.checkpoint.final) == ((), "", False)
+            assert (made.evaluate, made.max_requeues, made.data.max_eval_samples) == ({}, 0, 1)
+            assert made.model == own.model
+        assert (first.preflight.when, second.preflight.when) == (own.preflight.when, "never")
+
+    def test_other_losses_are_refused_and_named(self, desk: Desk, dray: Any) -> None:
+        desk.plant(speed={"train.loss=chunked": 3.0}, loss={"train.loss=chunked": 2e-4})
+        code, out, _ = dray(desk.recipe, "--keys=loss", "--all")
+        assert code == 0
+        assert "REFUSED, since the losses are others: train.loss=chunked\nbest: the recipe's own: 1,000" in out
+        why = "step 3: 4.70094 and 4.7 in run 001, 2.0e-04 apart; wanted at most 1e-04 (fp32)"
+        assert f"\nlosses differ: {why}\n  train.loss=chunked\n" in out
+        desk.plant(speed={"train.loss=chunked": 3.0}, loss={"train.loss=chunked": 5e-5})
+        desk.runs.rename(desk.folder / "before")
+        assert "best: train.loss=chunked: 3,000" in dray(desk.recipe, "--keys=loss", "--all")[1]
+
+    def test_memory_and_refusals_are_rows(self, desk: Desk, dray: Any) -> None:
+        cause = "out of memory on the host"
+        desk.plant(
+            fail={"batch.per_device=8": [137, "signal 9 (SIGKILL)", cause]},
+            refuse={"train.loss=chunked": "the disk is full"},
+        )
+        code, out, _ = dray(desk.recipe, "batch.per_device=4,8", "--keys=per_device,loss", "--all")
+        assert code == 0
+        assert f"\nfailed: signal 9 (SIGKILL) ({cause})\n  batch.per_device=8\n" in out
+        assert "\nrefused: the disk is full; found:  it\n  train.loss=chunked\n" in out
+        assert "4 runs, of 4 candidates" in out
+
+    def test_a_candidate_that_hangs(self, desk: Desk, dray: Any) -> None:
+        marker = desk.folder / "hangs"
+        desk.plant(hang={"train.loss=chunked": str(marker)})
+        code, out, _ = dray(desk.recipe, "--keys=loss", "--all", "--limit=5")
+        assert (code, "\nhangs: it had not ended after 5 s (--limit)\n  train.loss=chunked\n" in out) == (0, True)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(marker.read_text()), 0)
+
+    def test_one_that_ends_at_no_signal_is_killed(
+        self, desk: Desk, dray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tune, "_GRACE", 0.2)
+        monkeypatch.setattr("dray.process._GRACE", 0.2)
+        script = "trap '' INT TERM; echo $$ >>pids; while :; do sleep 0.1; done"
+        monkeypatch.setattr(verb, "program", lambda: ["bash", "-c", script])
+        monkeypatch.chdir(tmp_path)
+        code, _, err = dray(desk.recipe, "--keys=loss", "--all", "--limit=2")
+        assert (code, "dray: no candidate runs" in err) == (1, True)
+        for pid in (tmp_path / "pids").read_text().split():
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+
+    def test_it_gives_up_after_eight_that_fail(self, desk: Desk, dray: Any) -> None:
+        desk.plant(fail={"train.precision=fp32": [1, "it broke", "unknown"]})
+        code, out, err = dray(desk.recipe, "train.strategy=ddp,fsdp")
+        assert (code, len(desk.calls())) == (1, 8)
+        assert err == (
+            f"dray: no candidate runs\n  where:  {desk.study()}\n  found:  it broke\n  fix:    dray why "
+            f"{desk.study()}/001\n"
+        )
+        assert "8 runs, of 64 candidates (the search; it has not ended)" in out
+
+    def test_it_gives_up_where_nothing_fits(self, desk: Desk, dray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tune, "_PLANS", 3)
+        monkeypatch.setattr(space.Place, "refusal", lambda *_: "no room")
+        code, out, err = dray(desk.recipe)
+        assert (code, out.count("left out: no room\n"), err.splitlines()[0]) == (78, 4, "dray: no candidate fits")
+
+    def test_json(self, desk: Desk, dray: Any) -> None:
+        desk.plant(**PLANTED)
+        code, out, _ = dray(desk.recipe, *AXES, "--keys=per_device", "--json")
+        found = json.loads(out)
+        assert (code, found["study"], found["best"]["values"]["batch.per_device"]) == (0, str(desk.study()), 8)
+        assert [row["run"] for row in found["rows"]] == ["001", "002"]
+
+
+class TestOut:
+    def test_the_best_is_a_recipe_with_the_figures(self, desk: Desk, dray: Any) -> None:
+        desk.plant(**PLANTED)
+        out = desk.folder / "best.toml"
+        code, shown, _ = dray(desk.recipe, *AXES, "--keys=strategy,per_device", "--out", out, "train.lr=2e-3")
+        assert (code, shown.splitlines()[-1]) == (0, f"{out}: dray run {out}")
+        text = out.read_text()
+        assert text.startswith("# tiny, tuned by dray ")
+        assert "\n# *  batch.per_device=8                      done      1,200  2%" in text
+        made, own = read_recipe(out), read_recipe(desk.recipe, ["train.lr=2e-3"])
+        assert made.batch
+        assert made.train
+        assert own.train
+        assert (made.batch.per_device, made.batch.gradient_accumulation_steps) == (8, None)
+        assert made.train.model_dump(exclude={"loss"}) == own.train.model_dump(exclude={"loss"})
+        assert made.train.loss == "full"
+        assert made.model_dump(exclude={"batch", "train"}) == own.model_dump(exclude={"batch", "train"})
+
+    def test_later_and_never_over_a_file(self, desk: Desk, dray: Any) -> None:
+        dray(desk.recipe, "--keys=loss")
+        out = desk.folder / "best.toml"
+        assert dray("--table", "20-tune", "--out", out)[0] == 0
+        before = out.read_text()
+        code, _, err = dray("--table", "20-tune", "--out", out)
+        assert (code, err) == (
+            78,
+            "dray: the best setting could not be written\n"
+            f"  where:  --out {out}\n  found:  it is there already\n"
+            "  fix:    --force replaces it; or name another FILE\n",
+        )
+        out.write_text("mine")
+        assert dray("--table", "20-tune", "--out", out, "--force")[0] == 0
+        assert out.read_text() == before
+
+    def test_a_scale_is_written_as_what_it_sets(self, desk: Desk, dray: Any) -> None:
+        desk.recipe.write_text(TINY.replace("ranks", 'scale = "tiny"\nranks', 1) + "[tiny.batch]\nper_device = 2\n")
+        desk.plant(speed={"batch.per_device=8": 2.0})
+        out = desk.folder / "best.toml"
+        dray(desk.recipe, "batch.per_device=4,8", "--keys=per_device", "--out", out)
+        made = tomllib.loads(out.read_text())
+        assert (made["batch"], "tiny" in made, "scale" in made) == ({"global_size": 16, "per_device": 8}, False, False)
+
+    def test_files_that_the_recipe_names_come_along(self, desk: Desk, dray: Any, tmp_path: Path) -> None:
+        (tmp_path / "mapped.py").write_text("def up(row):\n    return {'text': row['text'].upper()}\n")
+        (tmp_path / "texts.txt").write_text("a b c\n" * 40)
+        (tmp_path / "else").mkdir()
+        settings = ["data.train=texts.txt", "data.map=mapped.py:up"]
+        out = tmp_path / "else" / "best.toml"
+        assert dray(desk.recipe, *settings, "--keys=loss", "--out", out)[0] == 0
+        made, own = read_recipe(out), read_recipe(desk.recipe, settings)
+        assert made.data == own.data
+
+    @pytest.mark.parametrize(
+        ("name", "found"),
+        [
+            ("none/best.toml", "none is no folder"),
+            ("best.json", "it does not end in .toml"),
+            ("folder.toml", "it is a folder"),
+            ("link.toml", "it is there already"),
+        ],
+    )
+    def test_a_place_where_nothing_can_be_written(self, name: str, found: str, desk: Desk, dray: Any) -> None:
+        (desk.folder / "folder.toml").mkdir()
+        (desk.folder / "link.toml").symlink_to("nowhere")
+        code, _, err = dray(desk.recipe, "--out", desk.folder / name)
+        assert (code, found in err, desk.calls()) == (78, True, [])
+
+    def test_a_full_disk_prints_what_was_found(self, desk: Desk, dray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        out = desk.folder / "best.toml"
+        dray(desk.recipe, "--keys=loss")
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("dray.contract.files.write_atomic", full)
+        code, shown, err = dray("--table", "20-tune", "--out", out)
+        assert (code, 'name = "tiny"' in shown, out.exists()) == (1, True, False)
+        assert "printed above" in err
+        assert "found:  No space left on device" in err
+
+
+class TestWrong:
+    @pytest.mark.parametrize(
+        ("words", "problem"),
+        [
+            (["batch.global_size=7"], "global batch 7 is not divisible by 2 ranks"),
+            (["batch.per_device=3,4"], "global batch 16 is not divisible by 2 ranks of 3"),
+            (["--keys=lr"], "--keys names what is no key to tune"),
+            (["train.strategy=ddp,fdsp"], "train.strategy has a wrong value to tune"),
+            (["train.lr=1e-3,4e-3"], "several values are for batch.per_device, train.strategy"),
+            (["train.stepz=3"], "unknown key"),
+            (["--ranks=1", "--keys=strategy"], "there is nothing to tune"),
+            (["--keys=per_device", "batch.global_size=2", "batch.per_device=1"], "there is nothing to tune"),
+            (["--all", "batch.global_size=4096"], "--all has too many candidates"),
+            (["--nodes=0"], "--nodes"),
+            (["--steps=1"], "--steps"),
+            (["--engine=apptainer"], "--engine apptainer is for several machines"),
+            (["--engine=x"], "--engine has a wrong value"),
+        ],
+    )
+    def test_it_is_said_before_anything_begins(self, words: list[str], problem: str, desk: Desk, dray: Any) -> None:
+        code, _, err = dray(desk.recipe, *words)
+        assert (code, problem in err, desk.calls(), desk.runs.exists()) == (78, True, [], False), err
+
+    def test_a_command_and_a_recipe_without_train(self, desk: Desk, dray: Any) -> None:
+        desk.recipe.write_text('name = "mine"\n[command]\nargv = ["true"]\n')
+        assert "dray tune is for dray's own trainer" in dray(desk.recipe)[2]
+        desk.recipe.write_text('name = "mine"\n')
+        assert "expected [batch] and [train], or [command]" in dray(desk.recipe)[2]
+        assert "there is nothing to tune" in dray()[2]
+        assert "does not exist" in dray(desk.folder / "no.toml")[2]
+
+    def test_no_candidate_fits(self, desk: Desk, dray: Any) -> None:
+        large = ["image=cuda", "model.config.n_embd=8192", "model.config.n_layer=96", "--gpu-memory=0.1", "--ranks=2"]
+        code, out, err = dray(desk.recipe, *large, "train.compile=false", "--keys=strategy,per_device")
+        assert (code, desk.calls()) == (78, [])
+        assert err.startswith(
+            "dray: no candidate fits\n  wanted: one that could be started\n  found:  the model does not"
+        )
+        assert "0 runs, 20 candidates left out, of 20 candidates" in out
+
+    def test_inside_an_array_and_a_step(self, desk: Desk, dray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+        assert "sbatch without --array" in dray(desk.recipe)[2]
+        monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_STEP_ID", "0")
+        assert "leave out srun" in dray(desk.recipe)[2]
+
+    @pytest.mark.parametrize(
+        "content", ["", "[]", '{"version": 2}', '{"version": 1, "path": 1}', "\0", '{"version": 1']
+    )
+    def test_a_damaged_table(self, content: str, tmp_path: Path) -> None:
+        (tmp_path / "tune.json").write_text(content)
+        with pytest.raises(ConfigError, match="table"):
+            tuned.load(tmp_path)
+
+    def test_a_table_that_is_not_there(self, desk: Desk, dray: Any) -> None:
+        assert "there is no such study" in dray("--table", "20-x")[2]
+
+
+def test_ctrl_c_keeps_the_table_and_leaves_no_process(desk: Desk) -> None:
+    marker = desk.folder / "hangs"
+    desk.plant(hang={"train.loss=chunked": str(marker)})
+    code = (
+        "import sys; from dray.cli import tune, main; "
+        f"tune.program = lambda: [sys.executable, {str(ROOT / 'tests/tuned.py')!r}]; main()"
+    )
+    argv = [sys.executable, "-c", code, "tune", str(desk.recipe), "--keys=loss"]
+    running = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (marker.exists() and marker.read_text()):
+        assert time.monotonic() < deadline
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "1 run, of 2 candidates (the search; it has not ended)\nbest: the recipe's own: 1,000 tokens/s" in out
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
+    kept = tuned.load(desk.study())
+    assert ([row.state for row in kept.rows], kept.complete) == (["done"], False)
+
+
+class TestPlace:
+    def test_each_candidate_takes_the_allocation(self, desk: Desk, dray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also in a batch script, where `dray run` itself would be on this machine."""
+        env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "ENVIRONMENT": "BATCH"}
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        code, out, _ = dray(desk.recipe, "--keys=loss", "--site=generic")
+        assert code == 0
+        assert "2 candidates of tiny, on 4 ranks on 2 nodes of job 17 (apptainer, site generic)\n" in out
+        folder = desk.study()
+        assert desk.calls()[0] == f"run {folder}/001.toml --run=001 --runs={folder} --site=generic"
+        assert (desk.folder / "environment").read_text() == "None\n" * 2
+
+    def test_in_an_allocation_it_has_the_jobs_nodes_and_gpus(self) -> None:
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", ["image=cuda"])
+        env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
+               "SLURM_GPUS_PER_NODE": "a100:4", "ENVIRONMENT": "BATCH"}  # fmt: skip
+        found = space.place(recipe, space.Asked(gpu_memory=40), env)
+        facts = found.facts
+        assert (facts.scheduler, facts.nodelist, facts.nodes, facts.gpus_per_node) == ("slurm", "n[1-2]", 2, 4)
+        assert (facts.login, facts.job, facts.gpu_memory_gb, found.options) == ("", 17, 40, ())
+        # `dray run` in a batch script would be on this machine.
+        assert allocation.found(found.env)
+        first = found.first(recipe, Path("/runs"))  # its own micro-batch of 4 is too large for 8 ranks
+        assert (first.world.size, first.batch and first.batch.per_device) == (8, 2)
+        with pytest.raises(ConfigError, match="a run in an allocation takes all of its nodes"):
+            space.place(recipe, space.Asked(nodes=1), env)
+        with pytest.raises(ConfigError, match="--gpus-per-node is what salloc was given"):
+            space.place(recipe, space.Asked(gpus_per_node=1), env)
+
+    def test_what_the_memory_model_leaves_out(self) -> None:
+        large = ["image=cuda", "model.config.n_embd=4096", "model.config.n_layer=32", "batch.global_size=32"]
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", large)
+        env = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2",
+               "SLURM_GPUS_PER_NODE": "4"}  # fmt: skip
+        found = space.place(recipe, space.Asked(gpu_memory=40), env)
+        refused = found.refusal(recipe, Path("/runs"))
+        assert refused.startswith("the model does not fit: 6,")
+        assert refused.endswith("; wanted at most 40 GB on each GPU (--gpu-memory)")
+        table = recipe.model_dump(mode="json", exclude_unset=True)
+        table["train"]["strategy"] = "fsdp"
+        assert found.refusal(Recipe.model_validate_json(json.dumps(table)), Path("/runs")) == ""
+
+
+def test_a_real_search_on_cpus(tmp_path: Path) -> None:
+    """Two runs of two ranks: another micro-batch trains the same, and no model is left."""
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "best.toml"
+    recipe.write_text(TINY.replace("per_device = 4", "per_device = 8"))
+    argv = [sys.executable, "-m", "dray", "tune", str(recipe), "batch.per_device=4,8", "--keys=per_device", "--steps=5"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DRAY_"))}
+    ended = subprocess.run(
+        [*argv, f"--runs={tmp_path}/runs", f"--out={out}"], env=env, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == exit_codes.DONE, ended.stdout + ended.stderr
+    (path,) = (tmp_path / "runs").glob("*/tune.json")
+    kept = tuned.load(path.parent)
+    assert [(row.state, len(row.losses)) for row in kept.rows] == [("done", 8)] * 2
+    assert kept.complete
+    assert kept.best
+    assert read_recipe(out).batch.per_device == kept.best.values["batch.per_device"]  # type: ignore[union-attr]
+    assert not list(path.parent.glob("*/checkpoints/*"))
+
+
+@pytest.mark.parametrize("text", [CAUSAL, MASKED], ids=["causal", "masked"])
+def test_a_real_search_finds_what_the_grid_finds(text: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(text)
+    argv = [sys.executable, "-m", "dray", "tune", str(recipe), "batch.per_device=1,8", "train.strategy=ddp,fsdp",
+            "--keys=per_device,strategy", "--steps=6", f"--runs={tmp_path}/runs", "--json"]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DRAY_"))}
+    found = []
+    for more in ([], ["--all"]):
+        ended = subprocess.run([*argv, *more], env=env, capture_output=True, text=True, check=False)
+        assert ended.returncode == exit_codes.DONE, ended.stdout + ended.stderr
+        found.append(json.loads(ended.stdout))
+        assert {row["state"] for row in found[-1]["rows"]} == {"done"}, ended.stderr
+    by_search, by_grid = found
+    assert (len(by_grid["rows"]), by_search["tolerance"]) == (4, 1e-4)
+    assert among_the_best(by_search, by_grid)
+    assert by_search["best"]["values"]["batch.per_device"] == 8

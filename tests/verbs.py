@@ -1,0 +1,48 @@
+"""The command line of dray as a tree of verbs: what a command names, and whether its verb takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from dray import cli
+
+
+def _tree() -> Any:
+    """All verbs, as a new process has them."""
+    shared, cli.app = cli.app, typer.Typer(epilog=cli.app.info.epilog, callback=cli._version)
+    try:
+        cli._register(None)
+        return typer.main.get_command(cli.app)
+    finally:
+        cli.app = shared
+
+
+TREE = _tree()
+
+
+def verbs(command: Any = TREE, path: str = "dray") -> dict[str, Any]:
+    """Each verb by its whole name."""
+    found = {path: command}
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            found |= verbs(inner, f"{path} {name}")
+    return found
+
+
+def named(argv: list[str]) -> tuple[Any, list[str]]:
+    """The verb that these words after `dray` name, and the words that are left for it."""
+    command, rest = TREE, argv[: argv.index("--")] if argv[0] in cli._START and "--" in argv else list(argv)
+    while hasattr(command, "commands") and rest:
+        name = rest.pop(0)
+        assert name in command.commands, f"dray has no verb {name}"
+        command = command.commands[name]
+    return command, rest
+
+
+def parse(argv: list[str]) -> Any:
+    """The verb, once it has taken all words; click's error where it does not."""
+    command, rest = named(argv)
+    command.make_context(argv[0], rest, parent=TREE.make_context("dray", [], resilient_parsing=True))
+    return command
