@@ -21,7 +21,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
+.PHONY: help install demo docs screenshots test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two r
 
 docs: .venv/docs ## Build the documentation as a site: build/docs/index.html; it needs no network to be read
 	@$(BIN)/python docs/site build/docs
+
+screenshots: docs .venv/installed ## Draw pages, a report and the terminal, light and dark: build/screenshots; it needs Chromium
+	@$(BIN)/python tests/screenshots.py build/docs build/screenshots
 
 test: .venv/dev ## Run all tests that this machine can run, and name the slowest (TESTS= names some, as pytest takes them)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)

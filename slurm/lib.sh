@@ -159,9 +159,9 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
-  local staged=""
   lib::uptime
   local -r planned_at="$now"
+  local staged=""
   stage::nodes
   local -a options=()
   [[ ! -f srun.options ]] || mapfile -t options <srun.options

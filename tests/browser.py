@@ -124,11 +124,10 @@ def measured(page: Path, widths: tuple[int, ...], folder: Path, *, dark: bool = 
 
 def screenshot(page: Path, picture: Path, width: int, height: int, folder: Path, *, dark: bool = False) -> None:
     """Of a page at a width, which a window of 500 and less does not have: so it is in a frame."""
-    content = html.escape(page.read_text(encoding="utf-8"))
     frame = folder / "frame.html"
     frame.write_text(
         f'<!doctype html><meta charset=utf-8><body style="margin:0"><iframe style="width:{width}px;height:{height}px;'
-        f'border:0" srcdoc="{content}"></iframe>',
+        f'border:0" src="{page.as_uri()}"></iframe>',
         encoding="utf-8",
     )
     chromium(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 
+from dray.facts import Facts
 from dray.runs import cost
+from dray.runs.again import history
 from dray.runs.cost import Cost, Spent
-from dray.runs.result import Attempt, Result
+from dray.runs.finish import finish
+from dray.runs.result import Attempt, Result, read
+from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 TOLD = """first_of_job=1
@@ -117,6 +123,30 @@ def test_results_of_older_versions_and_damaged_ones() -> None:
     for damaged in (3, "x", [], {"seconds": -1, "nodes": 1}, {"seconds": float("nan"), "nodes": 1}, {"nodes": 1}):
         assert Result.model_validate({**old, "cost": damaged, "spent": damaged}).cost is None
         assert Attempt.model_validate({"attempt": 1, "status": "done", "cost": damaged}).cost is None
+
+
+def test_a_result_has_them(tmp_path: Path) -> None:
+    """The first attempt was killed; the second is by what a job's script tells, and valid as published."""
+    facts = Facts(scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif")
+    for _ in range(2):
+        paths = write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), facts, runs=tmp_path, run="mine")[1]
+    nodes = [{"plan": 4.0, "srun": 0.5, "import": 9.0}, {"import": 11.0}]
+    paths.startup.write_text(json.dumps({"attempt": 2, "step": "0", "nodes": nodes}))
+    finish(paths, code=1, batch=True, known=f"{JOB}\n{TOLD}")
+    found = json.loads(paths.result.read_text())
+    jsonschema.validate(found, json.loads((ROOT / "docs/reference/result.schema.json").read_text()))
+    assert found["startup"] == {
+        "parts": {"queue": 125.0, "plan": 4.0, "srun": 0.5, "import": 9.0},
+        "slowest": {"import": {"node": "n2", "s": 11.0}},
+        "nodes": {"n1": nodes[0], "n2": nodes[1]},
+        "tflops": None,
+    }
+    assert found["cost"] == {"seconds": 3600.0, "nodes": 2, "gpus": 8, "joules": 7_200_000}
+    assert found["spent"] == {"node_hours": 2.0, "gpu_hours": 8.0, "kwh": 2.0, "unknown": [1]}
+    third = write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), facts, runs=tmp_path, run="mine")[1]
+    assert [one.cost and one.cost.gpus for one in history(third)] == [None, 8]
+    third.startup.write_text("{")
+    assert (finish(third, code=1).startup, read(third.result).cost, finish(third, code=1).warnings) == (None, None, [])
 
 
 SCRIPT = 'set -euo pipefail\nimage=x attempt=x\nsource "$DRAY_HOME/slurm/lib.sh"\n'

@@ -196,6 +196,36 @@ class TestOfANode:
         assert capsys.readouterr().out == "dray: startup.json cannot be written: No such file or directory\n"
 
 
+@pytest.mark.torch
+def test_what_the_trainer_writes_the_runner_reads(plan, monkeypatch, tmp_path: Path) -> None:
+    """A part that is taken up again goes on; no step after the first one is part of it."""
+    pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
+    from dray.train import heartbeat as trainer
+
+    plan["recipe"], plan["world"]["ranks_per_node"] = {"train": {"steps": 1}}, 1
+    one = node(plan, 0, monkeypatch)
+    one.launched()
+    beat(tmp_path / "own", 0)
+    imported = int((one._launched + 5) * SECOND)
+    at = iter([0, *(imported + seconds * SECOND for seconds in (1, 3, 4, 7, 15, 99))])
+    monkeypatch.setattr(trainer, "boottime", lambda: next(at))
+    monkeypatch.setattr(trainer, "_worker_server", lambda _: None)
+    monkeypatch.setenv(heartbeat.VARIABLE, heartbeat.path(str(tmp_path / "own"), 0))
+    rank = trainer.Heartbeat()
+    rank.begin(None, imported)
+    for part in (heartbeat.GROUPS, heartbeat.MODEL, heartbeat.LOAD, heartbeat.MODEL):
+        rank.lap(part)
+    rank.first_step(6 * SECOND)
+    rank.first_step(0)
+    assert one._of_ranks() == (
+        {
+            "import": pytest.approx(5), "process_groups": 1.0, "model": 5.0, "checkpoint": 1.0, "compile": 6.0,
+            "first_step": 2.0,
+        },
+        True,
+    )  # fmt: skip
+
+
 RANK = """
 import os, struct, sys, time
 folder = os.environ["DRAY_HEARTBEATS"]

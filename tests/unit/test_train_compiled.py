@@ -38,6 +38,7 @@ compiled = Compiled(config, torch.device("cpu"))
 compiled.load()
 function = torch.compile(lambda x: (x.sin() * 2).sum())
 function(torch.ones(64, requires_grad=True)).backward()
+assert compiled.nanoseconds > 0  # the forward pass and the backward one
 compiled.keep()
 from torch._dynamo.utils import counters
 found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("miss", "hit")}

@@ -8,6 +8,7 @@ import typer
 
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
+from dray.contract.values import printable
 from dray.runs import halt, live
 from dray.runs.named import find
 
@@ -29,7 +30,11 @@ def stop(
     """
     hand_over(on)
     try:
-        halt.stop(live.own(find(run, runs)), now=now, wait=wait, say=lambda line: print(line, flush=True))
+        halt.stop(live.own(find(run, runs)), now=now, wait=wait, say=_say)
     except KeyboardInterrupt:
         print("it goes on ending; dray stop shows its last words")
         raise typer.Exit(130) from None
+
+
+def _say(line: str) -> None:
+    print(printable(line), flush=True)

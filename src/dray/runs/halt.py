@@ -78,7 +78,13 @@ def _say_asked(state: State, say: Say, *, now: bool) -> None:
 def _write(paths: RunPaths) -> None:
     """The runner of the first node reads it each second."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    handle = os.open(paths.stop, flags, 0o600)
+    try:
+        handle = os.open(paths.stop, flags, 0o600)
+    except OSError as refused:
+        raise ConfigError(
+            "the run cannot be asked", where=paths.stop, wanted="a file that you may write", found=refused.strerror,
+            fix="mend the folder, or end its job with scancel",
+        ) from refused  # fmt: skip
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ConfigError("the run cannot be asked", where=paths.stop, wanted="a file", found="something else")

@@ -118,7 +118,7 @@ class Left:
     def owner(self) -> int:
         """The user whose run it is."""
         with suppress(OSError):
-            return os.lstat(self.folder if self.number else f"{self.run}/{run_folder.JOB}").st_uid
+            return os.lstat(self.folder if self.number else self.run).st_uid
         return os.geteuid()
 
 

@@ -15,7 +15,7 @@ class Queued(BaseModel):
     job: Annotated[int, Field(ge=1)]
     task: Annotated[int, Field(ge=0)] | None = None
     """Of the array that the job is."""
-    cluster: str = ""
+    cluster: Annotated[str, Field(pattern="^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")] = ""
     """Of several that one sbatch knows."""
     time: float
     argv: list[str]
