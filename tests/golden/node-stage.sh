@@ -2,6 +2,19 @@
 # Starts run r on one node. dray 0 wrote it from plan.json: change the recipe, not it.
 set -euo pipefail
 
+# When each part of this node's start began, by a clock that nobody sets: the runner makes durations of them. node.sh
+# contains this file.
+
+node::now() { # NAME
+  local now
+  { read -r now _ </proc/uptime; } 2>/dev/null || return 0
+  started+=" $1=$now"
+}
+
+{ read -r started </proc/sys/kernel/random/boot_id; } 2>/dev/null || started=""
+started="boot=$started step=${SLURM_STEP_ID:-} ${DRAY_ASKED:-}"
+node::now began
+
 # The engine would hand these in as well, and no plan would show them.
 unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}"
 unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
@@ -140,6 +153,8 @@ if [[ -v SLURM_CPUS_ON_NODE ]]; then export APPTAINERENV_SLURM_CPUS_ON_NODE="$SL
 if [[ -v DRAY_IMAGE_ID ]]; then export APPTAINERENV_DRAY_IMAGE_ID="$DRAY_IMAGE_ID"; fi
 [[ "$traced" != *x* ]] || set -x
 
+node::now staging
+
 image_id="${DRAY_IMAGE_ID}"
 # The place of the image's copy on this node's own disk, and how a file becomes the copy: once its digest is right.
 # node.sh and stage.sh contain this file; `image_id` is the id of the image.
@@ -263,6 +278,10 @@ node::tree() { # IMAGE SHA256: makes `copy`, or leaves it to what comes next; ev
 }
 
 node::stage '/my images/i.sif' '/local disk' 5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e70000
+
+node::now staged
+
+export APPTAINERENV_DRAY_STARTED="$started"
 
 node::start apptainer \
   --quiet \

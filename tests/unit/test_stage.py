@@ -295,7 +295,7 @@ def test_without_sbcast_or_a_step(nodes: Nodes) -> None:
 
 def test_it_is_done_in_the_attempt_s_folder_before_the_nodes_start(nodes: Nodes) -> None:
     script = """set -euo pipefail; shopt -s extglob; source "$DRAY_HOME/slurm/lib.sh"; attempt="$PWD"; cd /
-        stopped_by="" stopped_at="" late="" nodes_pid=""; srun() { echo "$*" >>order; }; tail() { :; }
+        stopped_by="" stopped_at="" late="" nodes_pid="" began_at=""; srun() { echo "$*" >>order; }; tail() { :; }
         stage::nodes() { echo "stage::nodes" >>order; }; end::finish() { echo "end::finish $1" >>order; }; lib::start"""
     env = {"PATH": "/usr/bin:/bin", "DRAY_HOME": str(ROOT), "SLURM_JOB_NUM_NODES": "3"}
     subprocess.run(["bash", "-c", script], env=env, cwd=nodes.attempt, check=True)
