@@ -393,8 +393,8 @@ class TestTheSitesFabric:
         collectives = pytest.importorskip("dray.checks.collectives")
         fabric = {"transport": ["cxi"], "min_bus_bandwidth_gb_s": 0.0, **fabric}
         plan = {"site": "site s", "fabric": fabric, "world": {"nodes": nodes}}
-        rank = type("Rank", (), {"number": 1, "plan": plan, "node": "n2"})()
-        collectives._require_fabric(rank, used, best, gpus=gpus)
+        rank = type("Rank", (), {"number": 1, "plan": plan, "node": "n2", "logs": "preflight/nccl-*.log"})()
+        collectives._require_fabric(rank, used, best, [], gpus=gpus)
 
     def test_a_silent_fallback_is_refused_with_its_reason_and_fix(self) -> None:
         with pytest.raises(UnfitError) as unfit:

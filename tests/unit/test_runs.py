@@ -204,6 +204,10 @@ def test_a_run_that_ended_well(root: Path, tmp_path: Path) -> None:
         "next": None,
         "history": [],
         "command": False,
+        "cost": None,
+        "spent": None,
+        "startup": None,
+        "version": 1,
         "warnings": [],
     }
     assert summary(result, paths) == (
