@@ -17,7 +17,7 @@ LOW = [f"{KEY}=3", "ranks_per_node=2"]
 
 
 def test_a_rank_that_fails_is_named_with_its_lines(sbatch) -> None:
-    words = ["slurm/multinode.sh", "recipes/smoke-cpu.toml", "launcher=python", *LOW]
+    words = ["slurm/multinode.sh", "launcher=python", *LOW]
     ended = sbatch("--nodes=2", *words, "--", "sh", "-c", FAILS)
     assert ended.code == 42, ended.output
     shown = ended.output.splitlines()
