@@ -20,9 +20,8 @@ def test_each_part_of_both_nodes(sbatch) -> None:
     result, (first, *_) = ended.result(), ended.metrics("step")
     found = result["startup"]
     # Both nodes have the first one's clock here: they are containers of one kernel. Else n2 would know of neither.
-    assert {name: [*parts] for name, parts in found["nodes"].items()} == dict.fromkeys(
-        ("n1", "n2"), ["plan", "srun", *PARTS]
-    )
+    both = ["plan", "srun", *PARTS]
+    assert {name: [*parts] for name, parts in found["nodes"].items()} == {"n1": both, "n2": both}
     assert [*found["parts"]] == ["queue", "plan", "srun", *PARTS]
     # From the beginning of the job's script to the first step; the plan is written at the end of the planning.
     whole = first["time"] - (ended.attempt / "plan.json").stat().st_mtime + found["parts"]["plan"]
