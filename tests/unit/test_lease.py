@@ -50,8 +50,8 @@ def test_the_second_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
             "another run uses this checkpoint folder\n"
             f"  where:  {tmp_path}\n  wanted: one run at a time\n"
             f"  found:  job 4711 of {user} on node-1, run /runs/the first, attempt 2, since {since}\n"
-            "  fix:    checkpoint.folder=ANOTHER; or let that one end (scancel 4711), and the same command goes on "
-            "from there"
+            "  fix:    checkpoint.folder=ANOTHER; or let that one end (dray stop '/runs/the first'), and the same "
+            "command goes on from there"
         )
         assert refused.value.finding.code == 78
         assert first.ended() == "released"

@@ -10,6 +10,7 @@ import json
 import os
 import pwd
 import secrets
+import shlex
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -158,7 +159,8 @@ class Lease:
         return f"no sign of life for {WATCH_S:.0f} s"
 
     def _refuse(self, holder: Holder) -> NoReturn:
-        ends = f"scancel {holder.job}" if holder.job else f"end process {holder.process[2]} on {holder.node}"
+        # The number of a job may be that of a whole array.
+        ends = f"dray stop {shlex.quote(holder.run)}" if holder.job else f"end process {holder.process[2]} on {holder.node}"
         raise ConfigError(
             "another run uses this checkpoint folder",
             where=self.path.parent,
