@@ -159,8 +159,9 @@ class Lease:
         return f"no sign of life for {WATCH_S:.0f} s"
 
     def _refuse(self, holder: Holder) -> NoReturn:
-        # The number of a job may be that of a whole array.
-        ends = f"dray stop {shlex.quote(holder.run)}" if holder.job else f"end process {holder.process[2]} on {holder.node}"
+        ends = f"end process {holder.process[2]} on {holder.node}"
+        if holder.job:  # whose number may be that of a whole array
+            ends = f"dray stop {shlex.quote(holder.run)}"
         raise ConfigError(
             "another run uses this checkpoint folder",
             where=self.path.parent,
