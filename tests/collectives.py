@@ -46,6 +46,7 @@ class Counted(TorchDispatchMode):
 
 
 def case(config, words: dict) -> dict:
+    os.environ["LOCAL_WORLD_SIZE"] = str(words.pop("local", 2))
     config = replace(config, gradient_accumulation_steps=MICRO, train=replace(config.train, **words))
     torch.manual_seed(1)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=WORDS, **SIZES))

@@ -229,6 +229,7 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     monkeypatch.setattr(device, "right", lambda _: "right")
     monkeypatch.setattr(device, "memory", lambda _: "free")
     monkeypatch.setattr(device, "_matmul", lambda _: "fast")
+    monkeypatch.setattr(device, "quick_ceiling", lambda _: 1.0)
     monkeypatch.setattr(node, "driver", lambda _: found)
     monkeypatch.setattr(health, "of", lambda _: [])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -98,6 +99,7 @@ def test_a_planned_command_for_real(tmp_path: Path, tree: Path, kind: str) -> No
     assert lines[:4] == ["-m", "dray.runner", f"{folder}/plan.json", f"in {folder}"]
     inside = dict(line.split("=", 1) for line in lines[4:])
     assert set(inside.pop("DRAY_IMAGE_ID")) <= set("0123456789abcdef")
+    assert re.fullmatch("boot=[0-9a-f-]{36} step=  began=[0-9.]+", inside.pop("DRAY_STARTED"))
     planned = {variable.name: variable.value for variable in decided.env}
     assert inside == {
         **planned, "MY_TOKEN": token, "PATH": PATH, "PWD": folder, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1",
@@ -206,7 +208,11 @@ class TestWords:
         assert before.splitlines() == [
             "--unset-env=*", "--env-no-expand", f"--set-env=PATH={PATH}", "--write-fake",
         ]  # fmt: skip
-        lines = [line for line in after.splitlines() if not line.startswith(("DRAY_IMAGE_ID", "TRITON", "TORCH"))]
+        lines = [
+            line
+            for line in after.splitlines()
+            if not line.startswith(("DRAY_IMAGE_ID", "DRAY_STARTED", "TRITON", "TORCH"))
+        ]
         assert lines == [
             "ACCELERATE_USE_CPU='true'", "CUDA_VISIBLE_DEVICES=''", "HF_HUB_OFFLINE='1'", "MY_TOKEN='hush'",
             "OMP_NUM_THREADS='1'", "PYTHONFAULTHANDLER='1'", "PYTHONNOUSERSITE='1'", "PYTHONUNBUFFERED='1'",

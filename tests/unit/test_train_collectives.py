@@ -25,6 +25,7 @@ CASES = {
     "one sync": {**LEAN, "sync_each_batch": False},
     "both": {**LEAN, "sync_each_batch": False, "reshard_after_forward": False},
     "hsdp": {**LEAN, "fsdp_shard": "node"},
+    "two of four nodes": {**LEAN, "fsdp_shard": 2, "local": 1},
     "auto": {"strategy": "fsdp"},
     "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
     "masters": {"strategy": "ddp", "precision": "bf16", "master_weights": True},
@@ -53,6 +54,7 @@ def seen(tmp_path_factory) -> dict[str, dict]:
         ("one sync", 2 * (4 + 2), 4, 0),
         ("both", 4, 4, 0),
         ("hsdp", 2 * (4 + 2), 2 * 4, 4),
+        ("two of four nodes", 2 * (4 + 2), 2 * 4, 4),
         ("auto", 4, 4, 4),
     ],
 )

@@ -144,10 +144,10 @@ class Train(Spec):
     master_weights: bool = False
     """With ddp and 16 bits: the model's weights have 16 bits, and the optimizer moves masters of 32. Nothing is cast in
     a step, and activations between layers have 16 bits too; else autocast casts each weight in each micro-batch."""
-    fsdp_shard: Literal["auto", "node", "all"] = "auto"
-    """Over which ranks fsdp shards: those of a node, with a copy on each node (HSDP), so that weights are gathered
-    within nodes alone; or all. auto, here and in the next two: the fastest with which weights, gradients and optimizer
-    take at most a quarter of the memory."""
+    fsdp_shard: Literal["auto", "node", "all"] | Annotated[int, Field(ge=1)] = "auto"
+    """Over which ranks fsdp shards: those of a node, or of so many nodes that follow one another, with copies on the
+    others (HSDP), so that weights are gathered within these alone; or all. auto, here and in the next two: the fastest
+    with which weights, gradients and optimizer take at most a quarter of the memory."""
     sync_each_batch: Literal["auto"] | bool = "auto"
     """Whether fsdp reduces gradients over ranks in each micro-batch, or in a step's last one alone, which keeps whole
     gradients of 32 bits until then."""

@@ -44,8 +44,12 @@ def chosen(recipe: Recipe, facts: Facts) -> Facts:
 
 
 def fewer(recipe: Recipe, ranks_per_node: int, left: int) -> int:
-    """The most of the nodes that are `left` over whose ranks the global batch divides; 0 where they are too few."""
+    """The most of the nodes that are `left` over whose ranks the global batch divides, in whole groups of
+    train.fsdp_shard; 0 where they are too few."""
+    group = recipe.train.fsdp_shard if recipe.train else "auto"
     for count in range(left, max(recipe.min_nodes, 1) - 1, -1) if recipe.min_nodes else ():
+        if isinstance(group, int) and count % group:
+            continue
         if not recipe.batch or recipe.batch.global_size % (count * ranks_per_node) == 0:
             return count
     return 0

@@ -124,7 +124,8 @@ def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -
     kept = 2 if recipe.model.dtype == "bf16" else 4
     stage, zero = STRATEGIES[train.strategy][:2]
     # What fsdp chooses by itself it chooses by the memory that is free: so the least counts.
-    shards = ranks_per_node if train.strategy == "fsdp" and train.fsdp_shard == "node" else ranks
+    group = train.fsdp_shard if train.strategy == "fsdp" else "auto"
+    shards = ranks if group in ("auto", "all") else ranks_per_node * (1 if group == "node" else int(group))
     weights = (half if zero else kept) * model.parameters / (shards if stage == 3 else 1)
     layer = (model.parameters - model.outside) / model.layers
     # All that is in no layer, from the first layer to the last; beside it one layer, and the next on its way.
@@ -208,30 +209,46 @@ def check(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) 
     """What the run will hold, for a reader, and the refusal of one that cannot fit: it is not worth its wait."""
     if recipe.train is None:
         return "", ()
-    limit = site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
-    model = shape(files.configuration) if files.configuration else None
+    most, model = limit(site, facts), known(files)
     if model is None:
         unchecked = " (so --gpu-memory is not checked)" if facts.gpu_memory_gb else ""
         return f"not estimated: {_unknown(recipe, files)}{unchecked}", ()
-    if counted := files.counted:
-        model = replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
+    counted = files.counted
     found = estimate(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node)
-    on = f", on GPUs of {limit:g} GB" if limit and found.gpu else ""
+    on = f", on GPUs of {most:g} GB" if most and found.gpu else ""
     trained = f", {counted.trained:,} of them trained" if counted and counted.trained < counted.parameters else ""
     how = ", both they and activations counted in the model itself" if counted else ""
     reason = "\n".join([f"an estimate for {model.parameters:,} parameters{trained}{on}{how}", *found.lines()])
-    if not limit or found.on_gpu <= limit * _GB:
+    if not most or found.on_gpu <= most * _GB:
         return reason, ()
     refusal = Finding(
         f"the model does not fit: {model.parameters:,} parameters",
-        wanted=f"at most {limit:g} GB on each GPU "
+        wanted=f"at most {most:g} GB on each GPU "
         f"({f'site {site.name}' if facts.gpu_memory_gb is None else '--gpu-memory'})",
         found="\n".join(found.lines()),
-        fix=_fitting(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node, most=limit * _GB)
+        fix=_fitting(recipe, model, ranks=world.size, ranks_per_node=world.ranks_per_node, most=most * _GB)
         or "more nodes, a smaller model or [lora]; if this estimate is wrong for it: --gpu-memory=0",
         code=exit_codes.CONFIG,
     )
     return reason, (refusal,)
+
+
+def limit(site: Site, facts: Facts) -> float | None:
+    """GB on each GPU; nothing where they are not known."""
+    return site.gpu_memory_gb if facts.gpu_memory_gb is None else facts.gpu_memory_gb
+
+
+def known(files: Files) -> Shape | None:
+    """The model, with what was counted in itself."""
+    model = shape(files.configuration) if files.configuration else None
+    if model and (counted := files.counted):
+        return replace(model, counted=counted, parameters=counted.parameters, outside=counted.outside)
+    return model
+
+
+def trained(model: Shape) -> float:
+    """How many of its parameters are."""
+    return model.counted.trained if model.counted else model.parameters
 
 
 def _unknown(recipe: Recipe, files: Files) -> str:

@@ -27,6 +27,7 @@ from dray.planning import (
     pins,
     precision,
     refusals,
+    sharding,
     signatures,
     staging,
     transport,
@@ -64,6 +65,7 @@ def plan(
     recipe, words_why = vocabulary.chosen(recipe, files)
     fabric, preflight = transport.fabric(recipe, site, facts, engine), transport.preflight(recipe, facts)
     held, too_large = memory.check(recipe.model_copy(update={"batch": shares}), ranks, site, facts, files)
+    shards = sharding.reason(recipe, ranks, site, facts, files)
     variables = environment.resolve(recipe, site, facts, fabric.value, run_folder=str(run_folder), scratch=scratch)
     passed, given = environment.passed(recipe), grace.chosen(recipe, site, facts)
     python = engine.python(facts.image)
@@ -123,6 +125,7 @@ def plan(
             "hang": _hang(recipe),
             **({"batch": batch.reason(shares, ranks.size)} if shares else {}),
             **({"training": _training(recipe, precision_why), "memory": held} if recipe.train else {}),
+            **({"shards": shards} if shards else {}),
             **({"attention": _attention(recipe), "loss": loss_why, "vocabulary": words_why} if recipe.train else {}),
             **({"hub": pins.reason(recipe)} if pins.on_hub(recipe) else {}),
         },
@@ -132,7 +135,7 @@ def plan(
         *loss.refusals(recipe, site, files), *accelerate.refusals(recipe, ranks),
         *layers.refusals(recipe, engine, files), *refusals.in_values(made, facts),
         *refusals.mounts(made, facts, engine), *refusals.find(recipe, site, facts, engine),
-        *files.findings, *too_large,
+        *files.findings, *too_large, *sharding.refusals(recipe, ranks),
         *deterministic.refusals(recipe, ((one.name, one.value, one.source) for one in variables), passed),
         *accelerate.advice(recipe), *grace.find(recipe, site, facts, files), *advice.find(made, site, facts, files),
     )  # fmt: skip

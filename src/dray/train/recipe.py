@@ -85,7 +85,7 @@ class Train:
     max_grad_norm: float
     strategy: str
     master_weights: bool
-    fsdp_shard: str
+    fsdp_shard: str | int
     sync_each_batch: str | bool
     reshard_after_forward: str | bool
     fsdp_prefetch: int

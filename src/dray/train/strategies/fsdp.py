@@ -15,21 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dray.contract import sharding
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.objectives.base import LossModule
 from dray.train.shards import Shard, Shards, divided
 from dray.train.strategies.ddp import HALF, Ddp
 
-_SHARE = 0.25
-"""Of a rank's memory: activations, and what libraries take, have the rest."""
-
 
 class Layout(NamedTuple):
     """How fsdp divides a model. From the fastest to the one that takes least memory: the sum of its fields."""
 
-    over_all: bool
-    """Else over the ranks of a node, with a copy on each node."""
+    shard: int
+    """How many ranks share the model; where they are not all, each such group has a copy."""
     sync_each_batch: bool
     reshard_after_forward: bool
 
@@ -41,8 +39,9 @@ class Fsdp(Ddp):
         """Layer by layer, so that no rank has to have more than one whole layer beside its shards."""
         world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._layout = layout = _layout(self.config, self.network, _memory(self.device, local), world, local)
-        shape, names = ((world,), ("shard",)) if layout.over_all else ((world // local, local), ("replicate", "shard"))
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        names, shape = ("replicate", "shard"), (world // layout.shard, layout.shard)
+        whole = layout.shard == world  # nobody has a copy
+        mesh = init_device_mesh(self.device.type, shape[whole:], mesh_dim_names=names[whole:])
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
         layers = _layers(self.network)
         for part in (*layers, self.network):
@@ -71,9 +70,8 @@ class Fsdp(Ddp):
         """Its shards, divided over the nodes that have the same, and a part of the buffers, which every rank has."""
         found, rank, world = self._shards(), dist.get_rank(), dist.get_world_size()
         others = {name: found.pop(name) for name in list(found) if name.startswith("others.")}
-        if not self._layout.over_all:
-            local = int(os.environ["LOCAL_WORLD_SIZE"])
-            found = divided(found, rank // local, world // local)
+        shard = self._layout.shard
+        found = divided(found, rank // shard, world // shard)  # over the groups that have the same
         return {**found, **divided(others, rank, world)}
 
     def _shards(self) -> Shards:
@@ -89,14 +87,13 @@ class Fsdp(Ddp):
 
 def _layout(config: Config, network: torch.nn.Module, memory: float, world: int, local: int) -> Layout:
     """The fastest of those that the recipe allows and that fit; else the one that takes least."""
-    train, several = config.train, 1 < local < world and world % local == 0
+    train, nodes = config.train, world // local
     weights = [weight for weight in network.parameters() if not isinstance(weight, DTensor)]
     trained = [weight for weight in weights if weight.requires_grad]
     half = 2 if train.precision != "fp32" else 4
 
     def size(layout: Layout) -> float:
-        ranks = world if layout.over_all else local
-        found = (sum(weight.nbytes for weight in weights) + 3 * sum(weight.nbytes for weight in trained)) / ranks
+        found = (sum(weight.nbytes for weight in weights) + 3 * sum(weight.nbytes for weight in trained)) / layout.shard
         if not layout.reshard_after_forward:
             found += half * sum(weight.numel() for weight in weights)
         return found if layout.sync_each_batch else found + 4 * sum(weight.numel() for weight in trained)
@@ -104,19 +101,19 @@ def _layout(config: Config, network: torch.nn.Module, memory: float, world: int,
     def allowed(asked: str | bool, *choices: bool) -> tuple[bool, ...]:
         return (asked,) if isinstance(asked, bool) else choices
 
-    shard: str | bool = {"auto": "auto", "node": not several, "all": True}[train.fsdp_shard]  # type: ignore[assignment]
+    shards = [local * count for count in sharding.nodes_of(train.fsdp_shard, nodes)]
     once = config.gradient_accumulation_steps == 1  # then there is nothing to keep
     layouts = [
         Layout(*one)
         for one in product(
-            allowed(shard, *((False, True) if several else (True,))),
+            [one for one in shards if one > 1] or [world],  # one rank alone has nobody to share with
             (True,) if once else allowed(train.sync_each_batch, False, True),
             allowed(train.reshard_after_forward, False, True),
         )
     ]
-    found = next((one for one in layouts if size(one) <= _SHARE * memory), layouts[-1])
+    found = next((one for one in layouts if size(one) <= sharding.SHARE * memory), layouts[-1])
     say(
-        f"fsdp: shards over {'all ranks' if found.over_all else 'the ranks of each node'}, sync_each_batch "
+        f"fsdp: shards over {sharding.text(found.shard, found.shard // local, nodes)}, sync_each_batch "
         f"{str(found.sync_each_batch).lower()}, reshard_after_forward {str(found.reshard_after_forward).lower()}: "
         f"{size(found) / 1e9:.2f} GB of {memory / 1e9:.1f} GB for weights, gradients and optimizer"
     )

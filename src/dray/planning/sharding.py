@@ -1,0 +1,62 @@
+"""fsdp on several nodes: over how many of them it shards, so that the weights of others need not be gathered."""
+
+from __future__ import annotations
+
+from dray.config.recipe import Recipe
+from dray.config.site import Site
+from dray.contract import sharding
+from dray.contract.findings import Finding, counted
+from dray.facts import Facts, Files
+from dray.planning import memory
+from dray.planning.world import World
+
+_GB = 10**9
+
+
+def reason(recipe: Recipe, world: World, site: Site, facts: Facts, files: Files) -> str:
+    """For a reader; empty where there is nothing to choose."""
+    nodes, train = len(world.nodes), recipe.train
+    if train is None or train.strategy != "fsdp" or nodes == 1:
+        return ""
+    if train.fsdp_shard != "auto":
+        (asked,) = sharding.nodes_of(train.fsdp_shard, nodes)
+        return f"{_over(world, asked)}: train.fsdp_shard"
+    limit = memory.limit(site, facts)
+    model = memory.known(files)
+    if not limit or model is None:
+        return f"over the fewest nodes whose ranks hold it, copies on the others: {_quarter()}, seen when it starts"
+    # As the trainer counts it, in its leanest way.
+    held = (4 if recipe.model.dtype != "bf16" else 2) * (model.parameters + 3 * memory.trained(model))
+    sizes = sharding.nodes_of("auto", nodes)
+    least = next((one for one in sizes if held / (one * world.ranks_per_node) <= sharding.SHARE * limit * _GB), nodes)
+    return (
+        f"{_over(world, least)}: the fewest nodes of which {_quarter()} ({limit:g} GB) holds a share of the "
+        f"{held / _GB:.0f} GB; the trainer sees the memory itself"
+    )
+
+
+def refusals(recipe: Recipe, world: World) -> tuple[Finding, ...]:
+    """A number of nodes by which those of the run cannot be divided."""
+    nodes, train = len(world.nodes), recipe.train
+    asked = train.fsdp_shard if train else "auto"
+    if not isinstance(asked, int) or nodes % asked == 0:
+        return ()
+    known = sharding.nodes_of("auto", nodes)
+    return (
+        Finding(
+            "train.fsdp_shard does not divide the nodes",
+            wanted=f"one of {', '.join(map(str, known))}: groups of {counted(nodes, 'node')}, all equally large",
+            found=f"train.fsdp_shard = {asked}",
+            fix=f"train.fsdp_shard={max(one for one in known if one <= asked)}, or auto",
+        ),
+    )
+
+
+def _over(world: World, nodes: int) -> str:
+    each, of = world.ranks_per_node, len(world.nodes)
+    copies = f", {of // nodes} copies of the model" if nodes < of else ""
+    return f"over {sharding.text(nodes * each, nodes, of)}{copies}"
+
+
+def _quarter() -> str:
+    return f"{sharding.SHARE:.0%} of each rank's memory"
