@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -137,14 +138,17 @@ def test_what_follows_a_task_of_an_array_waits_for_that_task_alone(slurm: Slurm)
 def test_slurm_is_asked_how_a_task_of_an_array_ended(slurm: Slurm) -> None:
     """By the number of the array it would tell of all its tasks."""
     (slurm.folder / "scontrol").write_text('#!/bin/bash\necho "$@"\n')
-    script = 'source "$DRAY_HOME/slurm/lib.sh"; stopped_by=""; end::job 1'
+    script = 'source "$DRAY_HOME/slurm/lib.sh"; stopped_by="" lost=() began_at=5; end::job 1'
     env = {"PATH": f"{slurm.folder}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "HOME": "/nowhere"}
     for array, asked in (({}, "17"), ({"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3")):
         argv = ["bash", "-euo", "pipefail", "-c", script]
         done = subprocess.run(
-            argv, env={**env, "SLURM_JOB_ID": "17", **array}, capture_output=True, text=True, check=True
-        )
-        assert done.stdout == f"show job --oneliner {asked}\n"
+            argv, env={**env, "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", **array},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        shown, first, cost = done.stdout.splitlines()
+        assert (shown, first) == (f"show job --oneliner {asked}", "first_of_job=1")
+        assert re.fullmatch(r"begun_s=5 ended_s=[0-9.]+ allocated_nodes=2 allocated_gpus=0", cost)
 
 
 def test_slurm_has_done_it_already(slurm: Slurm) -> None:
