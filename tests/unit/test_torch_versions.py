@@ -5,6 +5,7 @@ Only one version is installed. Of the others mypy reads the Python files, with t
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import zipfile
@@ -108,8 +109,25 @@ def test_its_torch_takes_the_arguments_of_our_operator(variant, tmp_path):
     assert schema == str(head_loss._opoverload._schema).removeprefix("dray::head_loss")
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_its_torch_tells_when_it_compiles(variant):
+    """mypy reads no other module of torch._dynamo; both functions hand on to `begin` and `end` what they like."""
+    release = locked(variant)["torch"]
+    if release == version("torch").partition("+")[0]:
+        from torch._dynamo import callback
+
+        names = set(vars(callback))
+    else:
+        with zipfile.ZipFile(wheel(release)) as packed:
+            read = ast.parse(packed.read("torch/_dynamo/callback.py"))
+        names = {one.name for one in read.body if isinstance(one, ast.FunctionDef)}
+    used = set(re.findall(r"\bcallback\.(\w+)\(", (ROOT / "src/dray/train/compiled.py").read_text()))
+    assert used == {"on_compile_start", "on_compile_end"}
+    assert used <= names
+
+
 def test_every_module_that_is_named_is_read():
-    named = re.compile(rf"\btorch\.({'|'.join(UNUSED)})\b")
+    named = re.compile(rf"\btorch\.({'|'.join(UNUSED)})\b(?! import callback| *\")")
     files = [path for room in ROOMS for path in (ROOT / "src/dray" / room).rglob("*.py")]
     assert [(path, found[0]) for path in files if (found := named.search(path.read_text()))] == []
 
