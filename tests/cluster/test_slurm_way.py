@@ -44,6 +44,7 @@ def test_the_run_folder_is_complete(full_run) -> None:
                 "rendezvous.json",
                 "result.json",
                 "secret",
+                "startup.json",
                 "stop",
                 *(f"logs/node-{node}.log" for node in range(2)),
                 *(f"logs/rank-{rank}.log" for rank in range(4)),
