@@ -84,8 +84,8 @@ class Tree:
 
     def ended(self) -> tuple[dict[int, int], dict[int, str]]:
         """Exit codes, and what each node says."""
-        said = {number: node.communicate(timeout=240)[1] for number, node in self.nodes.items()}
-        return {number: node.returncode for number, node in self.nodes.items()}, said
+        printed = {number: node.communicate(timeout=240)[1] for number, node in self.nodes.items()}
+        return {number: node.returncode for number, node in self.nodes.items()}, printed
 
     def whole(self) -> set[int]:
         return {node for node in self.nodes if self.copy(node).exists() and self.copy(node).read_bytes() == IMAGE}
@@ -103,8 +103,8 @@ def tree(tmp_path: Path):
 def test_all_nodes_get_it_and_the_first_one_reads_it_once(tree: Tree) -> None:
     """All start at once: there is no order in which they must."""
     tree.start(*reversed(range(6)))
-    codes, said = tree.ended()
-    assert (codes, set(said.values())) == (dict.fromkeys(codes, 0), {""})
+    codes, printed = tree.ended()
+    assert (codes, set(printed.values())) == (dict.fromkeys(codes, 0), {""})
     assert tree.whole() == set(range(6))
 
 
@@ -115,10 +115,10 @@ def test_a_node_between_that_does_harm(tree: Tree, harm: str, code: int) -> None
     tree.start(1, HARM=harm)
     tree.has(1)
     tree.start(2, 3, 4, 5)
-    codes, said = tree.ended()
+    codes, printed = tree.ended()
     assert codes == {0: 0, 1: code, 2: 0, 3: 0, 4: 0, 5: 0}
     assert tree.whole() >= {0, 2, 3, 4, 5}
-    told = "".join(said.values())
+    told = "".join(printed.values())
     assert "does not come from 127.0.0.1: " in told
     assert "another node is asked\n" in told
     assert ("chunk 5 was changed on its way" in told) == (harm == "flips")
@@ -127,9 +127,9 @@ def test_a_node_between_that_does_harm(tree: Tree, harm: str, code: int) -> None
 def test_the_first_node_dies(tree: Tree) -> None:
     tree.start(0, HARM="dies")
     tree.start(1, 2, 3, 4, 5)
-    codes, said = tree.ended()
+    codes, printed = tree.ended()
     assert codes == {0: 9, **dict.fromkeys(range(1, 6), 1)}
-    assert all("dray: the tree does not bring the image: " in said[node] for node in range(1, 6))
+    assert all("dray: the tree does not bring the image: " in printed[node] for node in range(1, 6))
     assert tree.whole() == {0}
 
 
@@ -137,9 +137,9 @@ def test_the_first_node_s_chunks_are_flipped(tree: Tree) -> None:
     """Nobody else has it: each node gives up, by its own exit code."""
     tree.start(0, HARM="flips")
     tree.start(1, 2, 3, 4, 5)
-    codes, said = tree.ended()
+    codes, printed = tree.ended()
     assert codes == {0: 0, **dict.fromkeys(range(1, 6), 1)}
-    assert any("chunk 5 was changed on its way" in text for text in said.values())
+    assert any("chunk 5 was changed on its way" in text for text in printed.values())
 
 
 def test_nodes_that_take_none_or_have_no_room_or_never_come(tree: Tree) -> None:
@@ -147,9 +147,9 @@ def test_nodes_that_take_none_or_have_no_room_or_never_come(tree: Tree) -> None:
     tree.start(3, takes=False)
     tree.start(4, before="ulimit -f 8;")
     tree.start(0, takes=False, ABSENT="15")  # last: the others come as soon as it listens
-    codes, said = tree.ended()
+    codes, printed = tree.ended()
     assert codes == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1}
-    assert said == {**dict.fromkeys(range(4), ""), 4: "dray: no room for the image on this node: File too large\n"}
+    assert printed == {**dict.fromkeys(range(4), ""), 4: "dray: no room for the image on this node: File too large\n"}
     assert tree.whole() == {1, 2}
 
 
