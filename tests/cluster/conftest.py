@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from dray.runs.paths import newest_attempt
+from helpers import until
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ def submit(cluster, root: Path, tmp_path_factory: pytest.TempPathFactory):
         queued, where = ended.stdout.splitlines()
         folder = Path(where.removeprefix("run folder: "))
         job = queued.removeprefix("job ").removesuffix(" is in the queue")
-        deadline = time.monotonic() + 120
-        while not list(folder.glob("attempt-*/result.json")):
-            assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("job-*.log")]
-            time.sleep(0.2)
+        until(
+            lambda: list(folder.glob("attempt-*/result.json")),
+            lambda: [path.read_text() for path in folder.glob("job-*.log")],
+        )
         return Ended(0, (folder / f"job-{job}.log").read_text(), folder), job
 
     return submitted

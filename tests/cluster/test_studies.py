@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from helpers import until
 
 pytestmark = pytest.mark.cluster
 
@@ -33,12 +34,8 @@ class Studies:
         lines = self.slurm("squeue", "--array", "--noheader", "--user=dray", "--format=%i %T").splitlines()
         return dict(line.split(" ", 1) for line in lines)
 
-    def until(self, ready: Callable[[], object], seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
-            logs = [path.read_text() for path in self.runs.glob("*/job-*.log")]
-            assert time.monotonic() < deadline, (self.queue(), logs)
-            time.sleep(0.2)
+    def until(self, ready: Callable[[], object]) -> None:
+        until(ready, lambda: (self.queue(), [path.read_text() for path in self.runs.glob("*/job-*.log")]))
 
     def trains(self, run: Path, attempt: int) -> bool:
         file = run / f"attempt-{attempt}" / "metrics.jsonl"

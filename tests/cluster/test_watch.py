@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import until
+
 pytestmark = pytest.mark.cluster
-
-
-def until(happened: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Path) -> None:
@@ -48,7 +41,7 @@ def test_a_run_is_followed_over_its_requeue(cluster, login, short, tmp_path: Pat
             assert (waits["state"], waits["attempts"], waits["waiting"]["reason"]) == ("queued", 1, "BeginTime")
             # Slurm would wait two minutes; in its first second a node takes the job for the one that has just ended.
             assert cluster.exec(["scontrol", "update", f"job={job}", "StartTime=now+4"]).code == 0
-            assert follows.wait(120) == 0, shown.read_text()
+            assert follows.wait(300) == 0, shown.read_text()
         finally:
             follows.kill()
             cluster.exec(["scancel", "--user=dray"])
