@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
-from pydantic_core import from_json
 
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import metrics, records
+from dray.runs import metrics
 from dray.runs.named import cluster_of, id_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
-from dray.runs.result import LIMIT, Result, read, require_version
+from dray.runs.reading import LIMIT, Table, dig, require_version, table, written
 from dray.runs.squeue import JUST_S, Job, Queue
-from dray.runs.stages import dig, written
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
-Table = dict[str, Any]
 
 
 class State(NamedTuple):
@@ -137,13 +133,6 @@ def own(folder: Path) -> Path:
     return run
 
 
-def result(paths: RunPaths) -> Result | None:
-    """How the attempt has ended; None while it goes on, or where nobody has written it down."""
-    with suppress(OSError, ValueError):
-        return read(paths.result)
-    return None
-
-
 def look(run: Path, queue: Queue | None = None) -> State:
     """As it is now; for many runs with one queue, which is asked once."""
     numbers = attempts(run)
@@ -238,20 +227,3 @@ def _process(paths: RunPaths) -> list[Any] | None:
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 return list(found)
     return None
-
-
-def table(
-    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
-) -> Table | None:
-    """A file's JSON object; None where there is none, and a warning where it cannot be read."""
-    try:
-        found = from_json(files.read(path, limit=LIMIT))
-        if not isinstance(found, dict):
-            raise ValueError("no JSON object")
-        check(found, path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        warnings.append(f"{path} cannot be read: {records.reason(error)}")
-        return None
-    return found

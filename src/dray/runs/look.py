@@ -9,14 +9,15 @@ from typing import Any
 
 from dray.contract import run_folder, scratch
 from dray.contract.values import printable
-from dray.runs import cost, live, metrics, records, stages, startup
-from dray.runs.live import Left, Table, table
+from dray.runs import cost, live, metrics, stages, startup
+from dray.runs.live import Left
 from dray.runs.metrics import Rare
 from dray.runs.named import changed, id_of
 from dray.runs.paths import attempts, last_attempt
+from dray.runs.reading import Table, dig, reason, table, written
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
-from dray.runs.stages import Live, dig, written
+from dray.runs.stages import Live
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
 from dray.runs.stop import utc
 
@@ -190,7 +191,7 @@ class _Attempt(Left):
             step = metrics.last_step(file)
             steps = steps or metrics.whole(metrics.first(file) if step else {}, "steps")
         except OSError as wrong:
-            self.warnings.append(f"{file} cannot be read: {records.reason(wrong)}")
+            self.warnings.append(f"{file} cannot be read: {reason(wrong)}")
         found: Table = {"step": metrics.whole(step, "step")}
         found |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
         at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")

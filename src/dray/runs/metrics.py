@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from dray.contract import files
 from dray.contract.findings import counted
 from dray.runs.follow import Growing
-from dray.runs.records import RECORD
+from dray.runs.reading import RECORD
 
 Event = dict[str, Any]
 _STEP = b'{"event": "step", '

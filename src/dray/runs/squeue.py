@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dray import process
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
-from dray.fitness import host
+from dray.fitness import scheduler
 
 # Jobs that have ended are not among them.
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
@@ -102,7 +102,7 @@ class Queue:
     @cached_property
     def cluster(self) -> str:
         """What Slurm calls the cluster that was asked."""
-        return host.cluster_name() if self.answers else ""
+        return scheduler.cluster_name() if self.answers else ""
 
     def of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """One of the jobs that are named by number, or as tasks of an array, and was there at that time; or one for
