@@ -268,6 +268,14 @@ class TestHere:
 
 
 @pytest.mark.hostile("stop")
+def test_an_attempt_that_is_a_link_to_nowhere(paths: RunPaths) -> None:
+    paths.folder.rename(paths.run / "elsewhere")
+    paths.folder.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="the run cannot be read"):
+        live.own(paths.run)
+
+
+@pytest.mark.hostile("stop")
 def test_another_user_s_run_and_a_fifo_in_the_place_of_the_file(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     paths.folder.chmod(0o777)

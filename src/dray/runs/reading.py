@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,10 @@ def dig(value: Any, *names: str) -> Any:  # noqa: ANN401  any JSON value
 
 def written(path: Path | str) -> float | None:
     """When a file was last written to."""
-    with suppress(OSError, ValueError):
+    try:
         return os.lstat(path).st_mtime
-    return None
+    except (OSError, ValueError):
+        return None
 
 
 def reason(error: Exception) -> str:
