@@ -15,7 +15,7 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import live, squeue
 from dray.runs.live import State
 from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.result import left, summary
+from dray.runs.result import left, result_of, summary
 from dray.runs.write import read
 
 Say = Callable[[str], None]
@@ -120,7 +120,7 @@ def _last_words(state: State, say: Say) -> str:
     grace = _grace(state.paths)
     begun = asked = time.monotonic()
     gone = False
-    while (result := live.result(state.paths)) is None:
+    while (result := result_of(state.paths)) is None:
         time.sleep(_LOOK_S)
         now = time.monotonic()
         if grace is not None and now > begun + grace:
@@ -131,7 +131,7 @@ def _last_words(state: State, say: Say) -> str:
             asked = now
             if live.look(state.run).kind not in ("ended", "queued"):
                 gone = False
-            elif gone and live.result(state.paths) is None:
+            elif gone and result_of(state.paths) is None:
                 return f"it has ended, and left no result; dray why {state.run} shows more\nrun folder: {state.run}"
             else:  # a disk that machines share may show the result later than Slurm the job's end
                 gone = True
@@ -149,7 +149,7 @@ def _grace(paths: RunPaths) -> float | None:
 def _before(paths: RunPaths) -> str:
     """What is safe of the attempts of a run whose job waits for the next one."""
     name = f"{paths.run.name}, attempt {paths.attempt}"
-    if found := live.result(paths):
+    if found := result_of(paths):
         ended = f"{found.status}{f', after step {found.steps}' if found.steps else ''}"
         return "\n".join(
             [f"{name} has ended before: {ended}", *left(found, f"the same command with --run={paths.run}")]
@@ -165,6 +165,6 @@ def _before(paths: RunPaths) -> str:
 def _ended(state: State) -> str:
     if state.paths is None:
         return f"its job is not in the queue any more; nothing has run\nrun folder: {state.run}"
-    found = live.result(state.paths)
+    found = result_of(state.paths)
     end = summary(found, state.paths) if found else f"it left no result; dray why {state.run} shows more"
     return f"{state.run.name} has ended already\n{end}"
