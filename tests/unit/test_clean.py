@@ -182,11 +182,9 @@ def test_what_a_killed_job_had_of_a_copy(tmp_path: Path) -> None:
     paths.plan.write_text(paths.plan.read_text().replace('"stage": ""', f'"stage": "{tmp_path}/disk"'))
     folder = tmp_path / "disk" / f"dray-images-{os.getuid()}"
     folder.mkdir(parents=True)
-    for name in ("made", "left", "alone", "folder"):
-        (folder / f"{name}.sif.part").write_bytes(b"x" * 9) if name != "folder" else (
-            folder / "folder.sif.part"
-        ).mkdir()
-        (folder / f"{name}.sif.making").touch() if name != "alone" else None
+    for name in ("made.sif.part", "left.sif.part", "alone.sif.part", "made.sif.making", "left.sif.making"):
+        (folder / name).write_bytes(b"x")
+    (folder / "folder.sif.part").mkdir()
     (folder / "link.sif.part").symlink_to(paths.plan)
     old(folder, 90)
     with (folder / "made.sif.making").open("a") as lock:
@@ -199,15 +197,9 @@ def test_what_a_killed_job_had_of_a_copy(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert clean.remove(found["left.sif.part"]) == "a run uses it now"
     assert [clean.remove(found[f"{name}.sif.part"]) for name in ("left", "alone")] == ["", ""]
-    ends = [
-        "folder.sif.making",
-        "folder.sif.part",
-        "left.sif.making",
-        "link.sif.part",
-        "made.sif.making",
-        "made.sif.part",
-    ]
-    assert sorted(path.name for path in folder.iterdir()) == ends
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "folder.sif.part", "left.sif.making", "link.sif.part", "made.sif.making", "made.sif.part",
+    ]  # fmt: skip
 
 
 @pytest.mark.hostile("clean")
