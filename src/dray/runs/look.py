@@ -94,6 +94,8 @@ def _queued(left: Left, queue: Queue) -> Table:
     if decided.kind == "queued" and decided.job:
         return fields | {"state": QUEUED, "waiting": _waiting(decided.job)}
     if decided.kind == "ended":
+        if left.cancelled:
+            return fields | {"state": STOPPED, "why": f"dray stop took job {job} out of the queue; nothing has run"}
         why = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
         return fields | {"state": LOST, "why": why}
     if decided.kind == "unknown" and queue.is_absent:
