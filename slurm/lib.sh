@@ -132,12 +132,15 @@ lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or
 
 lib::lease() { # for the ranks, which cannot ask Slurm: whether the job that has the folder of their checkpoints is gone
   local -r holder='"token": "([0-9a-f]{32})".* "job": ([1-9][0-9]{0,17}), "run": "([^"\\]+)", "attempt": ([0-9]{1,9}),'
+  local -r lease="${checkpoints:-${attempt%/*}/checkpoints}/lease.json"
   local text answer
-  text="$(head --bytes=16384 -- "${checkpoints:-${attempt%/*}/checkpoints}/lease.json" 2>/dev/null)" || return 0
+  # Another user may have made a pipe of it, which would be read without an end.
+  [[ -f "$lease" ]] && text="$(timeout 10 head --bytes=16384 -- "$lease" 2>/dev/null)" || return 0
   [[ "$text" =~ $holder && "${BASH_REMATCH[2]}" != "$SLURM_JOB_ID" ]] || return 0
   local -r token="${BASH_REMATCH[1]}" job="${BASH_REMATCH[2]}" folder="${BASH_REMATCH[3]}/attempt-${BASH_REMATCH[4]}"
   # A number of another cluster's that has the same disk is unknown here too.
-  grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
+  [[ -f "$folder/facts.txt" ]] || return 0
+  timeout 10 grep --quiet --line-regexp --fixed-strings "cluster=${SLURM_CLUSTER_NAME:-}" -- "$folder/facts.txt" 2>/dev/null || return 0
   if answer="$(timeout 10 squeue --array --noheader --format=%A --jobs="$job" 2>&1)"; then
     # Also while its nodes are still ending its processes. The other tasks of an array that has this number are other jobs.
     [[ "$answer" =~ ^[0-9$'\n']*$ && $'\n'"$answer"$'\n' != *$'\n'"$job"$'\n'* ]] || return 0

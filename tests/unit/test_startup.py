@@ -41,7 +41,13 @@ class TestBeforeTheRunner:
             ),
             (
                 "boot=b asked_boot=b begun=1.00 planned=2.00 asked=8.50 began=10.00 staging=10.00 staged=10.25",
-                {"plan": 1.0, "srun": 1.5, "stage": 6.75, "container": 5.25},  # sbcast sends it before srun
+                {
+                    "plan": 1.0,
+                    "srun": 1.5,
+                    "sbcast": 6.5,
+                    "stage": 0.25,
+                    "container": 5.25,
+                },  # sbcast sends it before srun
             ),
             (
                 "boot=b asked_boot=other begun=4.00 planned=8.00 asked=8.50 began=10.00",

@@ -17,6 +17,8 @@ RANK = IMPORT, GROUPS, MODEL, CHECKPOINT, COMPILE, FIRST_STEP = (
 """What ranks of dray's trainer tell, in the order of contract.heartbeat's marks."""
 NODE = ("plan", "srun", STAGE, CONTAINER, RENDEZVOUS, PREFLIGHT, *RANK)
 """Of a node. Only the first one, where the job's script runs, knows the first two."""
+OWN = (STAGE, CONTAINER, IMPORT, MODEL, CHECKPOINT, COMPILE)
+"""What a node does by itself; in all else it may wait for others."""
 PARTS = ("queue", *NODE)
 NAMES = {
     "queue": "queue", "plan": "planning", "srun": "srun", STAGE: "image staged", CONTAINER: "container",
@@ -24,6 +26,8 @@ NAMES = {
     MODEL: "datasets and model", CHECKPOINT: "checkpoint", COMPILE: "compile", FIRST_STEP: "first step",
 }  # fmt: skip
 """As a reader sees them."""
+SBCAST = "sbcast"
+"""Beside the parts, of the first node: the time in which the image was sent to the disks of all nodes at once."""
 TFLOPS = "tflops"
 """Beside the parts: the least that one of the node's GPUs gave in matrix products, in 16 bits."""
 
@@ -36,7 +40,7 @@ def clean(told: object) -> dict[str, float]:
     if not isinstance(told, dict):
         return {}
     found = {}
-    for name in (*NODE, TFLOPS):
+    for name in (*NODE, SBCAST, TFLOPS):
         value = told.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST.get(name, _LONGEST):
             found[name] = round(float(value), 3)
@@ -52,11 +56,11 @@ def before(text: str, boot: str, runner: float) -> dict[str, float]:
     same_machine = fields.get("asked_boot") == boot
     stage = _between(at["staging"], at["staged"])
     whole = _between(at["began"], runner)
-    sent = _between(at["planned"], at["asked"]) if same_machine else None  # by sbcast, to all nodes at once
     parts = {
         "plan": _between(at["begun"], at["planned"]) if same_machine else None,
         "srun": _between(at["asked"], at["began"]) if same_machine else None,
-        STAGE: stage if stage is None else stage + (sent or 0.0),
+        SBCAST: _between(at["planned"], at["asked"]) if same_machine and stage is not None else None,
+        STAGE: stage,
         CONTAINER: None if whole is None or (stage or 0.0) > whole else whole - (stage or 0.0),
     }
     return clean(parts)

@@ -71,7 +71,7 @@ class Channel:
         return [self._message(line) for line in lines]
 
     def receive_one(self, deadline: float) -> dict[str, Any]:
-        """The next message. What is right behind it stays in the connection, for whoever waits until it can be read."""
+        """The next message. What is right behind it stays in the connection, which can be read until somebody does."""
         messages: list[dict[str, Any]] = []
         while not messages:
             _wait(self.line, deadline)

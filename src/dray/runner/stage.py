@@ -24,7 +24,6 @@ from dray.contract.findings import DrayError
 from dray.runner import address, channel, chunks, node, rendezvous, tree
 from dray.runner.channel import BrokenError, Channel
 
-_START_S = 60.0  # until the first node listens
 _LIMIT_S = 900.0  # for all of it
 _CONNECT_S = 10.0
 _TRIES = 4  # without a chunk more
@@ -76,6 +75,7 @@ def _lead(plan: Mapping[str, Any], key: bytes, file: chunks.File, deadline: floa
     finally:
         if file.here < file.count:
             file.end()
+        served.read.set()
         serving.join()
     listener.close()
 
@@ -130,7 +130,7 @@ def _get(first: Channel, key: bytes, file: chunks.File, deadline: float) -> None
 def _join(plan: Mapping[str, Any], key: bytes) -> Channel:
     """The connection to the first node."""
     nodes, pause, refused = len(plan["world"]["nodes"]), 0.05, 0
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + tree.START_S
     time.sleep(rendezvous.first_wait(nodes))
     while time.monotonic() < deadline:
         if at := rendezvous.published(plan, run_folder.STAGE):
@@ -144,7 +144,7 @@ def _join(plan: Mapping[str, Any], key: bytes) -> Channel:
                 print(f"dray: the first node at {at[0]} port {at[1]}: {error}", flush=True)
         time.sleep(rendezvous.jittered(pause))
         pause = rendezvous.longer(pause, nodes)
-    raise BrokenError(f"the first node could not be reached in {_START_S:.0f} s")
+    raise BrokenError(f"the first node could not be reached in {tree.START_S:.0f} s")
 
 
 def _connect(at: tuple[str, int], key: bytes, seconds: float) -> Channel:

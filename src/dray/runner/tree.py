@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from dray.runner import channel, host
 from dray.runner.channel import Channel
 
+START_S = 60.0  # until the first of the others has come
 ABSENT_S = 30.0  # after the last arrival, nobody waits any longer for a node that has not come
 
 
@@ -45,6 +47,8 @@ class Tree:
         self._links: dict[socket.socket, _Node] = {}
         self._selector = selectors.DefaultSelector()
         self._last = time.monotonic()
+        self.read = threading.Event()
+        """Whether this node has read what it reads: until then others may still come."""
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -71,9 +75,9 @@ class Tree:
         now = time.monotonic()
         if now > deadline:
             return True
-        if any(not node.done and not node.gone for node in self._come.values()):
+        if not self.read.is_set() or any(not node.done and not node.gone for node in self._come.values()):
             return False
-        return len(self._come) == self._nodes - 1 or now > self._last + ABSENT_S
+        return len(self._come) == self._nodes - 1 or now > self._last + (ABSENT_S if self._come else START_S)
 
     def _accept(self) -> None:
         if len(self._unproved) >= self._room:

@@ -57,7 +57,9 @@ def of_run(run: Path, code: int, log: Path, *, warm_up: int) -> Row:
         steps = [event for event in Metrics(paths.metrics) if event.get("event") == "step"]
     losses = [loss for event in steps if (loss := number(event, "loss")) is not None]
     measured = [event for event in steps[warm_up:] if (number(event, "step_s") or 0) > 0]
-    if not measured or len(losses) != len(steps):
+    if len(losses) != len(steps):
+        return Row(values={}, state=FAILED, why="a step's loss is no number")
+    if not measured:
         return Row(values={}, state=FAILED, why=f"its metrics have no step after the first {warm_up}")
     seconds = [event["step_s"] for event in measured]
     step_s, tokens = statistics.median(seconds), statistics.median(e["tokens_per_s"] * e["step_s"] for e in measured)

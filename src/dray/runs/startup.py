@@ -10,12 +10,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from dray.contract import files
-from dray.contract.startup import CHECKPOINT, COMPILE, CONTAINER, IMPORT, MODEL, NAMES, PARTS, STAGE, TFLOPS, clean
+from dray.contract.startup import CONTAINER, NAMES, OWN, PARTS, SBCAST, STAGE, TFLOPS, clean
 from dray.runs.paths import RunPaths
 
 _LIMIT = 16 << 20
-_OWN = (STAGE, CONTAINER, IMPORT, MODEL, CHECKPOINT, COMPILE)
-"""What a node does by itself; in all else it may wait for others."""
 _NODES = 256  # in a result, with all their parts
 _LINES = 8
 
@@ -33,7 +31,6 @@ class Slowest(BaseModel):
 
 def _parts(told: Any) -> dict[str, float]:  # noqa: ANN401  any JSON value
     found = clean(told)
-    found.pop(TFLOPS, None)
     queue = clean({CONTAINER: told.get("queue")}) if isinstance(told, dict) else {}
     return {**({"queue": queue[CONTAINER]} if queue else {}), **{name: found[name] for name in PARTS if name in found}}
 
@@ -69,10 +66,12 @@ def read(paths: RunPaths, names: Sequence[str], queue_s: float | None = None) ->
     rows = told.get("nodes") if isinstance(told, dict) and told.get("attempt") == paths.attempt else None
     rows = [clean(row) for row in rows[: len(names)]] if isinstance(rows, list) else []
     nodes = {name: row for name, row in zip(names, rows, strict=False) if row}
-    whole = _parts({"queue": queue_s, **(rows[0] if rows else {})})
+    first = rows[0] if rows else {}
+    sent = {STAGE: first.get(STAGE, 0.0) + first[SBCAST]} if SBCAST in first else {}
+    whole = _parts({"queue": queue_s, **first, **sent})
     if not whole and not nodes:
         return None
-    slowest = {part: _longest(nodes, part) for part in _OWN} if len(nodes) > 1 else {}
+    slowest = {part: _longest(nodes, part) for part in OWN} if len(nodes) > 1 else {}
     speed = min(((row[TFLOPS], name) for name, row in nodes.items() if TFLOPS in row), default=None)
     return Startup(
         parts=whole,
