@@ -73,9 +73,9 @@ def submit(
     recipe = asked.recipe()
     folder = folder or (runs or default_runs()).absolute() / new_id(recipe.name)
     attempt = next_attempt(folder)
-    words = [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides]
+    given = [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides]
     wanted = queue.Asked(
-        words, asked.command, nodes, ranks or 0, gpus_per_node, site, gpu_memory, options=sbatch or ()
+        given, asked.command, nodes, ranks or 0, gpus_per_node, site, gpu_memory, options=sbatch or ()
     )  # fmt: skip
     plan, argv = queue.planned(recipe, attempt, wanted)  # before the image, which may take long to build
     variant = plan.recipe.image_name

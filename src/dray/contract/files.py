@@ -52,10 +52,10 @@ def _opened(path: str | os.PathLike[str], *, link: bool = True) -> tuple[int, os
 
 def read(path: str | os.PathLike[str], *, limit: int = _LIMIT) -> bytes:
     """The content of a file of at most so many bytes; OSError says what is wrong with it."""
-    handle, _ = _opened(path)
+    handle, found = _opened(path)
     try:
         content = more = os.read(handle, min(limit + 1, _USUAL))  # for all that may come memory is mapped and unmapped
-        while more and len(content) <= limit:
+        while more and len(content) <= limit and len(content) != found.st_size:  # /proc tells 0
             more = os.read(handle, min(limit + 1 - len(content), max(_USUAL, len(content))))
             content += more
     finally:

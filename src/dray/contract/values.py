@@ -41,5 +41,5 @@ def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
     if isinstance(value, str):
         return value if value.isprintable() else _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, dict):
-        return {name: printable(one) for name, one in value.items()}
+        return {name: one if one is None else printable(one) for name, one in value.items()}
     return [printable(one) for one in value] if isinstance(value, list) else value

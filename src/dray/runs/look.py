@@ -94,15 +94,13 @@ def _queued(left: Left, queue: Queue) -> Table:
     if decided.kind == "queued" and decided.job:
         return fields | {"state": QUEUED, "waiting": _waiting(decided.job)}
     if decided.kind == "ended":
-        lost = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
-        why = f"dray stop took job {job} out of the queue; nothing has run" if left.cancelled else lost
+        why = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
+        if left.cancelled:
+            why = f"dray stop took job {job} out of the queue; nothing has run"
         return fields | {"state": STOPPED if left.cancelled else LOST, "why": why}
-    if decided.kind == "unknown" and queue.is_absent:
-        return fields | {
-            "why": f"whether job {job} waits, runs or has ended is not known here: this machine has no Slurm"
-        }
     if decided.kind == "unknown":
-        return fields | {"state": QUEUED}
+        why = f"whether job {job} waits, runs or has ended is not known here: this machine has no Slurm"
+        return fields | ({"why": why} if queue.is_absent else {"state": QUEUED})
     return fields | {"state": RUNNING, "live": Live(stage="the job plans the run")}
 
 

@@ -29,7 +29,7 @@ _SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
 class Asked(NamedTuple):
     """What a job is asked for. What is 0, empty or None, the recipe decides, and the site."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     """The recipe and its settings, as the job reads them."""
     command: Sequence[str] = ()
     nodes: int | None = None
@@ -70,7 +70,7 @@ def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known 
         image=store.job_file(checkout.root(), plan.recipe.image_name, plan.engine),
         site=asked.site or site_word(choice.site),
         gpu_memory=asked.gpu_memory,
-        recipe=asked.words,
+        recipe=asked.arguments,
         command=asked.command,
     )
     return Job(plan, argv)
