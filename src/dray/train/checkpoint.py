@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import disk, manifest, positions, restore, saved
+from dray.train import disk, manifest, nodes, positions, restore, saved
 from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.divergence import Watch
@@ -64,7 +64,9 @@ class Checkpoints:
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.lease, place = lease, config.checkpoint.mirror
-        self.mirror = Mirror(place, metrics, keep=self.keep) if place and self.rank == 0 else None
+        self.mirror = Mirror(place, metrics, keep=self.keep, nodes=nodes.of_run()) if place else None
+        if self.mirror and nodes.is_helper():
+            self.mirror.help()
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
         self._began = 0.0
@@ -111,7 +113,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until the mirror has the newest, or cannot have it."""
-        if self.mirror:
+        if self.mirror and self.rank == 0:
             self.mirror.settle()
 
     def require_saved(self) -> None:
@@ -165,7 +167,7 @@ class Checkpoints:
         shown = f"checkpoint of step {step}: {seconds:.1f} s"
         self.metrics.write("checkpoint", shown, checkpoint=step, saved=True, seconds=seconds)
         self._unsaved, self.newest = None, step
-        if self.mirror:
+        if self.mirror and self.rank == 0:
             self.mirror.put(self.folder / f"step-{step}")
 
     def _not_saved(self, step: int, failed: UnfitError) -> None:
@@ -198,7 +200,7 @@ class Checkpoints:
         """Load the newest that is complete, if any; the feed's positions. A broken one is reported and renamed."""
         for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
-            if mirrored and not on_rank_0(partial(self._fetch, path)):
+            if mirrored and not self._fetch(path):
                 continue
             found = on_rank_0(partial(saved.look, path))
             troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
@@ -214,7 +216,7 @@ class Checkpoints:
             self.newest = step
             self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
-            if self.mirror and step not in self.mirror.known:
+            if self.mirror and self.rank == 0 and step not in self.mirror.known:
                 self.mirror.put(path)
             return restore.load(self.strategy, read, found)
         return {}
@@ -242,11 +244,15 @@ class Checkpoints:
         )
 
     def _fetch(self, path: Path) -> bool:
-        """Whether the mirror's copy is in this folder now; on rank 0."""
+        """Whether the mirror's copy is in this folder now; all ranks together."""
         assert self.mirror
         part = path.with_name(f"{path.name}.part-{self.run}")
-        self._make(part)
-        trouble = self.mirror.fetch(part, path, self._require_room, instead=bool(_steps(self.folder)))
+
+        def make() -> bool:
+            self._make(part)
+            return bool(_steps(self.folder))
+
+        trouble = self.mirror.fetch(part, path, self._require_room, instead=on_rank_0(make))
         say(f"{path.name} {f'is skipped: {trouble}' if trouble else 'is fetched'} from {self.mirror.place}")
         return not trouble
 

@@ -58,6 +58,11 @@ def control_group() -> dist.ProcessGroup | None:
     return _control
 
 
+def placed() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if _control is not None else (0, 1)
+
+
 def barrier() -> None:
     """Wait for all ranks, for as long as it takes."""
     if _control is not None:
@@ -99,8 +104,7 @@ def on_all(
 
     No rank hears more than log2 N others. Where it fails on one, all fail alike: none waits for that one for ever.
     """
-    own, rank, step = _tried(do), dist.get_rank() if _control else 0, 1
-    world = dist.get_world_size() if _control else 1
+    own, step, (rank, world) = _tried(do), 1, placed()
     while step < world and not rank & step:  # it has heard `step` ranks, from its own on
         if rank + step < world:
             other = _receive(rank + step)
