@@ -21,6 +21,7 @@ from dray.runs import leftovers, live, named, squeue, tokens
 from dray.runs.leftovers import DAY, Item, measured
 from dray.runs.live import State
 from dray.runs.paths import last_attempt
+from dray.runs.result import result_of
 from dray.runs.write import read
 
 KINDS = ("runs", "tokens", "scratch", "staged", "builds", "layers")
@@ -120,7 +121,7 @@ def _models(run: Path) -> bool:
 def _holds(state: State) -> str:
     if state.paths is None:
         return "no attempt"
-    found = live.result(state.paths)
+    found = result_of(state.paths)
     model = ", checkpoints or a model" if _models(state.run) else ""
     return f"{found.status if found and found.status.isalpha() else 'no result'}{model}"
 

@@ -23,7 +23,7 @@ from dray.runs.diff import ABSENT, Difference
 from dray.runs.paths import RunPaths, attempts, new_id
 from dray.runs.queued import Queued
 from dray.runs.replay import as_files, is_own
-from dray.runs.result import Result
+from dray.runs.result import Result, result_of
 
 _LIMIT = 1 << 20
 _STEM = "replay"
@@ -161,4 +161,4 @@ def wait(run: Path, sleep: Callable[[float], None] = time.sleep) -> Result:
 
 def _last(run: Path) -> Result | None:
     numbers = attempts(run)
-    return live.result(RunPaths(run, numbers[-1])) if numbers else None
+    return result_of(RunPaths(run, numbers[-1])) if numbers else None

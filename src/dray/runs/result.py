@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,13 +17,11 @@ from dray.runs import cost as costs
 from dray.runs import startup as startups
 from dray.runs.cost import Cost, Spent
 from dray.runs.paths import RunPaths
+from dray.runs.reading import LIMIT, require_version
 from dray.runs.recovery import Next, Recovery
 from dray.runs.startup import Startup
 
 UNKNOWN = "unknown"
-VERSION = 1
-LIMIT = 4 << 20
-"""Bytes of a result."""
 _MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
 _SHOWN = 20  # nodes in a line
 
@@ -191,12 +189,11 @@ def read(path: Path | str) -> Result:
     return Result.model_validate(printable(found))
 
 
-def require_version(found: object, path: Path | str) -> None:
-    """OSError: it is no object, or another version of dray wrote it."""
-    version = found.get("version", VERSION) if isinstance(found, dict) else None
-    if version != VERSION:
-        wrong = f"result version {ascii(version)[:40]}, and this dray reads {VERSION}"
-        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
+def result_of(paths: RunPaths) -> Result | None:
+    """How the attempt has ended; None while it goes on, or where nobody has written it down."""
+    with suppress(OSError, ValueError):
+        return read(paths.result)
+    return None
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:

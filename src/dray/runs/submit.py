@@ -88,7 +88,7 @@ def require_free(run: Path, options: Sequence[str]) -> None:
     """Refuse a second job for a run that has one, unless it waits for another (`--dependency`)."""
     state = live.look(run) if named.is_run(run) else None
     # A job that Slurm here does not know may be another cluster's, on the same disk.
-    may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths))
+    may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths.folder))
     if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
         after = f"; or after it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
         raise ConfigError(
