@@ -335,6 +335,26 @@ def test_what_another_node_could_not_send_rank_0_sends(begun: BEGUN, store: stor
     assert content(tmp_path / "new/step-4") == content(path)
 
 
+def test_what_another_node_sent_wrong_rank_0_sends_again(
+    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes as were written, and other ones: that node has read them back."""
+    written = Place._sent
+
+    def flipped(own: Place, system: Any, source: Path, target: str) -> dict[str, Any]:
+        found = written(own, system, source, target)
+        if own.node == 1:
+            Path(target).write_bytes(bytes(found["bytes"]))
+        return found
+
+    monkeypatch.setattr(Place, "_sent", flipped)
+    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "far"))
+    made.put(path := of_ranks(tmp_path / "own", 4, 6))
+    made.settle()
+    assert sent == {0: ranks(0, 1, 2, 3, 4, 5), 1: ranks(3, 4, 5)}
+    assert content(tmp_path / "far/step-4") == content(path)
+
+
 def test_a_copy_of_many_nodes_that_fails_is_tried_again(begun: BEGUN, store: stores.Store, tmp_path: Path) -> None:
     store.buckets.clear()
     made, _ = begun(*["s3://b/x"] * 3)
