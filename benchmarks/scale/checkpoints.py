@@ -45,6 +45,7 @@ def rows() -> list[Row]:
             Row("  bytes of the manifest", count, one["manifest"] / 1e6, "MB"),
             Row("  save", count, one["save"], "s"),
             Row("  verify", count, one["verify"], "s"),
+            Row("  messages that rank 0 hears of it", count, one["outcome"], "", 2 * levels + 0.5),
             Row("  restore after it", count, one["restore"], "s"),
         ]
     start, slope, r2 = line(messages)
@@ -79,13 +80,14 @@ def _checkpoint(count: int) -> dict[str, float]:
             return troubles
 
         with mock.patch.object(Checkpoints, "_troubles", timed):
-            both = _timed(World(count), lambda rank: _resume(checkpoints(Path(folder), held[rank])))
+            both = _timed(readers := World(count), lambda rank: _resume(checkpoints(Path(folder), held[rank])))
         if not all(one.is_read() for one in held):
             raise AssertionError("the ranks read something else than they wrote")
         manifest = (path / "manifest.json").stat().st_size
         shutil.rmtree(path)
     return {
         "files": len(files), "manifest": manifest, "save": save, "verify": max(verify), "restore": both - max(verify),
+        "outcome": len(readers.heard[0]),
         "messages": len(world.heard[0]), "bytes": sum(world.heard[0]), "most": max(map(len, world.heard)),
     }  # fmt: skip
 
