@@ -66,7 +66,8 @@ def write(folder: Path, way: str, count: int, staging: Staging | None = None) ->
         own = {**WAYS[way](tensors(), rank, count), **positions.shards([[rank, rank, 2, [7]]])}
         held.append(saved.written(folder, staging.fill(own, rank), rank))
     found = {"version": 3, "step": 3, "updates": 3, "world_size": count, "scaler": None} | MADE_BY
-    manifest.write(folder, found := found | functools.reduce(saved.joined, held))
+    found |= functools.reduce(saved.joined, held)
+    manifest.write(folder, manifest.sealed(found))
     return found
 
 
@@ -284,7 +285,7 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, case: str) -> None:
     craft, said = CRAFTED[case]
     found = write(tmp_path / "step-3", "ddp", 3)
     craft(found)
-    (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(found))
+    (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(manifest.sealed(found)))
     assert said in refused(tmp_path / "step-3")
 
 
@@ -304,6 +305,20 @@ def test_what_is_no_manifest(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused(tmp_path / "step-3")
 
 
+def test_a_byte_of_the_manifest_that_a_disk_has_changed(tmp_path: Path) -> None:
+    """Whatever it says then: no other step, order, file or number is believed."""
+    folder = tmp_path / "step-3"
+    write(folder, "fsdp", 3)
+    whole, data = saved.look(folder), (folder / "manifest.json").read_bytes()
+    changed = 0
+    for place in range(0, len(data), 3):
+        (folder / "manifest.json").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        found = saved.look(folder)
+        changed += "trouble" in found
+        assert "trouble" in found or found == whole
+    assert changed > len(data) / 4
+
+
 HEADS = {
     "offsets beyond the end": {"weights.a": {"dtype": "F32", "shape": [21], "data_offsets": [0, 1 << 50]}},
     "overlap": {
@@ -321,7 +336,7 @@ def test_a_crafted_safetensors_with_the_right_checksum(tmp_path: Path, head: dic
     (folder / NUMBERS).unlink()
     length = (len(text) if head else 1 << 60).to_bytes(8, "little")
     found["files"][NUMBERS] = manifest.written(folder / NUMBERS, length, text, b"\0" * 400)
-    (folder / "manifest.json").write_text(json.dumps(found))
+    (folder / "manifest.json").write_text(json.dumps(manifest.sealed(found)))
     assert NUMBERS in refused(folder) or "has more numbers than" in refused(folder)
 
 

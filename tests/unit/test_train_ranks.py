@@ -104,6 +104,10 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def another(path: Path) -> None:
+    path.write_text(path.read_text().replace('"updates": 8', '"updates": 9'))
+
+
 @pytest.mark.parametrize(
     ("harm", "name", "said"),
     [
@@ -112,6 +116,7 @@ def flip(path: Path) -> None:
         (os.unlink, "rank-1.safetensors", "rank-1.safetensors: No such file or directory"),
         (os.unlink, "manifest.json", "its manifest cannot be read ([Errno 2] No such file or directory"),
         (cut, "manifest.json", "its manifest cannot be read (Expecting"),
+        (another, "manifest.json", "its manifest is not what was written"),
     ],
 )
 @pytest.mark.parametrize("count", [3, RANKS])

@@ -186,7 +186,7 @@ class Checkpoints:
     def _complete(self, part: Path, ranks: dict[str, Any], about: dict[str, Any]) -> None:
         found = {"version": saved.VERSION, **about, **self.made_by, "world_size": self.world, "order": self.order}
         try:
-            manifest.write(part, {**found, **ranks})
+            manifest.write(part, manifest.sealed({**found, **ranks}))
             if trouble := manifest.cut_off(part):  # older ones go with it
                 raise OSError(errno.EIO, trouble)
             self.lease.require()

@@ -54,7 +54,7 @@ def write(folder: Path, batches: Iterable[Shards], found: dict[str, Any]) -> Non
     staging = Staging(torch.device("cpu"))
     each = (written(folder, staging.fill(batch, number), number) for number, batch in enumerate(batches))
     held: dict[str, Any] = reduce(joined, each)
-    manifest.write(folder, {**found, "version": VERSION, **held})
+    manifest.write(folder, manifest.sealed({**found, "version": VERSION, **held}))
 
 
 def look(path: Path) -> dict[str, Any]:
@@ -63,6 +63,8 @@ def look(path: Path) -> dict[str, Any]:
     found = manifest.read(path)
     if "trouble" in found:
         return found
+    if not manifest.is_sealed(found) and found["version"] not in (OF_DCP, OF_RANKS):
+        return {"trouble": "its manifest is not what was written"}
     if found["version"] not in (OF_DCP, OF_RANKS, VERSION):
         raise ConfigError(
             "the checkpoint was written by another version of dray",
