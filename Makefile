@@ -55,7 +55,7 @@ faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at mos
 gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of docs/measurements (PYTHON=, CPU=1)
 	@$(PYTHON) benchmarks/gpu $(if $(CPU),--cpu)
 
-scale-sim: .venv/dev ## Simulate a run's start at thousands of nodes, and print each figure next to its aim
+scale-sim: .venv/dev ## Simulate starts and checkpoints at thousands of nodes, and print each figure next to its aim
 	@$(BIN)/python benchmarks/scale
 
 coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import checkpoints
 import files
 import plans
 import rendezvous
@@ -17,6 +18,7 @@ SIMULATIONS = {
     "startup": startup.rows,
     "staging": staging.rows,
     "files": files.rows,
+    "checkpoints": checkpoints.rows,
 }
 
 

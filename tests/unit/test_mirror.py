@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,15 @@ import pytest
 pytest.importorskip("pyarrow", reason="pyarrow: the training stack is not installed (make demo installs it)")
 pytest.importorskip("huggingface_hub", reason="the training stack is not installed (make demo installs it)")
 
+from torch.distributed import HashStore
+
 import stores
 from dray.contract.findings import DrayError
-from dray.train import manifest, mirror
+from dray.train import manifest, mirror, nodes
 from dray.train.mirror import Mirror
+from dray.train.nodes import Nodes
+from dray.train.place import Place
+from ranks import World
 
 pytestmark = pytest.mark.hostile("checkpoints")
 ELSEWHERE = Path("/")
@@ -236,3 +241,167 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(DrayError, match="the checkpoint is open to other users") as refused:
         Mirror(str(tmp_path / "far"), Events(), keep=2).begin(ELSEWHERE, instead=True)
     assert refused.value.finding.code == 78
+
+
+class Shared:
+    """A store as torch's, which goes when the run ends."""
+
+    def __init__(self) -> None:
+        self._store, self.gone = HashStore(), False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self._store, name)
+
+
+BEGUN = Callable[..., tuple[Mirror, dict[int, list[str]]]]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[BEGUN]:
+    """The mirror of a run, with a node at each place, and which files each node has sent."""
+    monkeypatch.setattr(nodes, "POLL_S", 0.01)
+    shared, sent, send = Shared(), {}, Place.send
+
+    def noted(own: Place, path: Path, files: Any, names: list[str]) -> None:
+        sent.setdefault(own.node, []).extend(names)
+        send(own, path, files, names)
+
+    def begin(*places: str) -> tuple[Mirror, dict[int, list[str]]]:
+        made = []
+        for node, place in enumerate(places):
+            made.append(Mirror(place, Events(), keep=2, nodes=Nodes(shared, node, len(places))))
+            if node:
+                made[-1].help()
+            made[-1]._target.node = node
+        return made[0], sent
+
+    monkeypatch.setattr(Place, "send", noted)
+    yield begin
+    shared.gone = True
+
+
+def of_ranks(folder: Path, step: int, count: int) -> Path:
+    path = folder / f"step-{step}"
+    path.mkdir(mode=0o755, parents=True)
+    files = {f"rank-{rank}.safetensors": manifest.written(path / f"rank-{rank}.safetensors", os.urandom(100 + rank))
+             for rank in range(count)}  # fmt: skip
+    manifest.write(path, {"version": 3, "step": step, "files": files})
+    return path
+
+
+def ranks(*numbers: int) -> list[str]:
+    return [f"rank-{number}.safetensors" for number in numbers]
+
+
+def test_each_node_copies_what_its_ranks_wrote(begun: BEGUN, place: str, tmp_path: Path) -> None:
+    path = of_ranks(tmp_path / "own", 4, 12)
+    made, sent = begun(place, place, place)
+    made.put(path)
+    made.settle()
+    assert made.trouble == ""
+    assert sent == {0: ranks(0, 1, 2, 3), 1: ranks(4, 5, 6, 7), 2: ranks(8, 9, 10, 11)}
+    made.put(of_ranks(tmp_path / "own", 8, 12))  # once more, by the same
+    made.settle()
+    assert [len(names) for names in sent.values()] == [8, 8, 8]
+    assert Mirror(place, Events(), keep=2).begin(ELSEWHERE, instead=False) == [4, 8]
+    assert fetched(place, 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_folder_that_another_node_does_not_see_is_filled_by_rank_0(begun: BEGUN, tmp_path: Path, stale: bool) -> None:
+    """A disk of each node's own by one name, on which that node may have an older copy."""
+    path = of_ranks(tmp_path / "own", 4, 9)
+    if stale:
+        (tmp_path / "disk of node 1/step-4").mkdir(parents=True)
+    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "disk of node 1"), str(tmp_path / "far"))
+    made.put(path)
+    made.settle()
+    assert made.trouble == ""
+    assert sent[0] == ranks(0, 1, 2, 3, 4, 5) if stale else ranks(0, 1, 2, 3, 4, 5, 6, 7, 8)
+    assert content(tmp_path / "far/step-4") == content(path)
+
+
+def test_what_another_node_could_not_send_rank_0_sends(begun: BEGUN, store: stores.Store, tmp_path: Path) -> None:
+    path = of_ranks(tmp_path / "own", 4, 6)
+    made, sent = begun("s3://b/x", "s3://none/x")
+    made.put(path)
+    made.settle()
+    assert made.trouble == ""
+    assert sent == {0: ranks(0, 1, 2, 3, 4, 5), 1: ranks(3, 4, 5)}
+    assert fetched("s3://b/x", 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
+
+
+def test_what_another_node_sent_wrong_rank_0_sends_again(
+    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes as were written, and other ones: that node has read them back."""
+    written = Place._sent
+
+    def flipped(own: Place, system: Any, source: Path, target: str) -> dict[str, Any]:
+        found = written(own, system, source, target)
+        if own.node == 1:
+            Path(target).write_bytes(bytes(found["bytes"]))
+        return found
+
+    monkeypatch.setattr(Place, "_sent", flipped)
+    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "far"))
+    made.put(path := of_ranks(tmp_path / "own", 4, 6))
+    made.settle()
+    assert sent == {0: ranks(0, 1, 2, 3, 4, 5), 1: ranks(3, 4, 5)}
+    assert content(tmp_path / "far/step-4") == content(path)
+
+
+def test_a_copy_of_many_nodes_that_fails_is_tried_again(begun: BEGUN, store: stores.Store, tmp_path: Path) -> None:
+    store.buckets.clear()
+    made, _ = begun(*["s3://b/x"] * 3)
+    made.put(path := of_ranks(tmp_path / "own", 4, 6))
+    made.settle()
+    assert made.trouble
+    store.buckets.add("b")
+    made.settle()
+    assert made.trouble == ""
+    assert fetched("s3://b/x", 4, tmp_path / "new") == ""
+    assert content(tmp_path / "new/step-4") == content(path)
+
+
+def fetch(place: str, tmp_path: Path, count: int, elsewhere: str = "") -> list[Any]:
+    part = tmp_path / "new/step-4.part-x"
+    part.mkdir(mode=0o755, parents=True)
+
+    def do(rank: int) -> str:
+        made = Mirror(elsewhere if elsewhere and rank else place, Events(), keep=2)
+        return made.fetch(part, tmp_path / "new/step-4", lambda _: None, instead=True)
+
+    return World(count).each(do)
+
+
+def test_ranks_fetch_a_share_each(place: str, store: stores.Store, tmp_path: Path) -> None:
+    copied(place, path := of_ranks(tmp_path / "own", 4, 7))
+    store.asked.clear()
+    assert fetch(place, tmp_path, 3) == [""] * 3
+    assert content(tmp_path / "new/step-4") == content(path)
+    read = [name for verb, name in store.asked if verb == "GET" and name.endswith(("json", "tensors"))]
+    assert len(read) == len({*read})  # none twice
+
+
+@pytest.mark.parametrize("elsewhere", ["nowhere", "older", "s3://none/x"])
+def test_rank_0_fetches_what_others_do_not_see(tmp_path: Path, elsewhere: str) -> None:
+    copied(str(tmp_path / "far"), path := of_ranks(tmp_path / "own", 4, 7))
+    copied(str(tmp_path / "older"), of_ranks(tmp_path / "others", 4, 7))
+    other = elsewhere if "://" in elsewhere else str(tmp_path / elsewhere)
+    assert fetch(str(tmp_path / "far"), tmp_path, 3, other) == [""] * 3
+    assert content(tmp_path / "new/step-4") == content(path)
+
+
+@pytest.mark.parametrize("lost", [0, 4, 6])
+def test_what_one_rank_cannot_fetch_no_rank_takes(store: stores.Store, tmp_path: Path, lost: int) -> None:
+    copied("s3://b/x", of_ranks(tmp_path / "own", 4, 7))
+    name = f"b/x/step-4/rank-{lost}.safetensors"
+    store.objects[name] = store.objects[name][:-1] + b"x"
+    found = fetch("s3://b/x", tmp_path, 3)
+    assert found == [f"rank-{lost}.safetensors is not what was written"] * 3
+    assert not (tmp_path / "new/step-4").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract.findings import ConfigError, DrayError  # noqa: E402
-from dray.train import dcp, manifest, saved, shards  # noqa: E402
+from dray.train import dcp, manifest, positions, restore, saved, shards  # noqa: E402
 from dray.train.shards import MismatchError, Reader, Shard, Shards, Staging  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.hostile("checkpoints")]
@@ -60,25 +61,47 @@ WAYS: dict[str, Callable[[dict[str, torch.Tensor], int, int], Shards]] = {
 def write(folder: Path, way: str, count: int, staging: Staging | None = None) -> dict[str, Any]:
     """A checkpoint of step 3, of so many ranks; its manifest."""
     folder.mkdir(mode=0o755, parents=True)
-    files, own = {}, []
+    staging, held = staging or Staging(torch.device("cpu")), []
     for rank in range(count):
-        staged = (staging or Staging(torch.device("cpu"))).fill(WAYS[way](tensors(), rank, count))
-        staged.wait()
-        numbers, position = saved.files(rank)
-        files[numbers] = manifest.written(folder / numbers, staged.head, staged.numbers)
-        files[position] = manifest.written(folder / position, b'{"feed": [[0, 0, 2, [7]]], "scaler": null}')
-        own.append(staged.tensors)
-    joined = shards.joined(own, [saved.files(rank)[0] for rank in range(count)])
-    found = {"version": 2, "step": 3, "updates": 3, "world_size": count, "files": files, "tensors": joined} | MADE_BY
-    manifest.write(folder, found)
+        own = {**WAYS[way](tensors(), rank, count), **positions.shards([[rank, rank, 2, [7]]])}
+        held.append(saved.written(folder, staging.fill(own, rank), rank))
+    found = {"version": 3, "step": 3, "updates": 3, "world_size": count, "scaler": None} | MADE_BY
+    found |= functools.reduce(saved.joined, held)
+    manifest.write(folder, manifest.sealed(found))
     return found
 
 
+def write_as_before(folder: Path, way: str, count: int) -> None:
+    """Version 2 of it."""
+    found = write(folder, way, count)
+    for name in [name for name in found["tensors"] if name.startswith("feed.")]:
+        del found["tensors"][name]
+    for one in found["tensors"].values():
+        one["shards"] = [
+            [shards.file_of(file + place), begin + place * length, length]
+            for file, begin, length, many in one["shards"]
+            for place in range(many)
+        ]
+    for rank in range(count):
+        name = shards.file_of(rank)
+        (folder / name).unlink()
+        staged = Staging(torch.device("cpu")).fill(WAYS[way](tensors(), rank, count), rank)
+        found["files"][name] = manifest.written(folder / name, staged.head, staged.numbers)
+        text = json.dumps({"feed": [[rank, rank, 2, [7]]], "scaler": [8.0, 1, 5]}).encode()
+        found["files"][f"rank-{rank}.json"] = manifest.written(folder / f"rank-{rank}.json", text)
+    del found["scaler"]
+    (folder / "manifest.json").unlink()
+    manifest.write(folder, {**found, "version": 2})
+
+
+@pytest.mark.parametrize("made", [write, write_as_before])
 @pytest.mark.parametrize(("way", "count"), [("ddp", 1), ("ddp", 3), ("fsdp", 4), ("ddp", 60)])
 @pytest.mark.parametrize(("then", "others"), [("ddp", 2), ("fsdp", 3)])
-def test_any_ranks_read_what_any_wrote(tmp_path: Path, way: str, count: int, then: str, others: int) -> None:
+def test_any_ranks_read_what_any_wrote(
+    tmp_path: Path, made: Callable[..., Any], way: str, count: int, then: str, others: int
+) -> None:
     folder = tmp_path / "step-3"
-    write(folder, way, count, Staging(torch.device("cpu")))  # one buffer for all of them
+    made(folder, way, count)
     reader = saved.opened(folder)
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     for rank in range(others):
@@ -88,6 +111,66 @@ def test_any_ranks_read_what_any_wrote(tmp_path: Path, way: str, count: int, the
     wide = {"weights.b": torch.zeros(5)}
     reader.fill(whole(wide))
     assert torch.equal(wide["weights.b"], tensors()["weights.b"].float())
+
+
+class Held:
+    """A strategy whose loss scale is loaded, and nothing else."""
+
+    def __init__(self) -> None:
+        self.scaler, self.state = self, None
+
+    def load(self, state: Any, updates: int = 0) -> None:
+        self.state = self.state or state
+
+
+@pytest.mark.parametrize(("made", "scale"), [(write, [4.0, 2, 6]), (write_as_before, [8.0, 1, 5])])
+def test_positions_and_the_loss_scale_are_those_of_all_ranks(
+    tmp_path: Path, made: Callable[..., Any], scale: list[Any]
+) -> None:
+    folder = tmp_path / "step-3"
+    made(folder, "ddp", 3)
+    found = saved.look(folder)
+    if made is write:
+        found["scaler"] = scale
+    held: Any = Held()
+    feed = restore.load(held, folder, found)
+    assert held.state == scale
+    read = {number: [*feed[number][:3], [*feed[number][3]]] for number in feed}
+    assert read == {rank: [rank, rank, 2, [7]] for rank in range(3)}
+    assert (3 in feed, len(feed)) == (False, 3)
+
+
+def rows_of(ranks: int, *, shape: list[int], lengths: list[int]) -> list[dict[str, Any]]:
+    begins = [sum(lengths[:rank]) for rank in range(ranks)]
+    own = (
+        {"dtype": "F32", "shape": shape, "shards": [[rank, begins[rank], lengths[rank], 1]]} for rank in range(ranks)
+    )
+    return [{"weights.a": one} for one in own]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([4] * 8, [[0, 0, 4, 8]]),
+        ([4] * 7 + [2], [[0, 0, 4, 7], [7, 28, 2, 1]]),
+        ([4, 3, 4, 3], [[0, 0, 4, 1], [1, 4, 3, 1], [2, 7, 4, 1], [3, 11, 3, 1]]),
+        ([3, 4, 4, 3], [[0, 0, 3, 1], [1, 3, 4, 2], [3, 11, 3, 1]]),
+    ],
+)
+def test_equal_shards_of_ranks_in_a_row_are_one_row_however_they_meet(lengths: list[int], wanted: list[Any]) -> None:
+    own = [rows_of(len(lengths), shape=[sum(lengths)], lengths=lengths) for _ in range(2)]
+    one_by_one = functools.reduce(shards.joined, own[0])
+    by_twos = own[1]
+    while len(by_twos) > 1:
+        by_twos = [functools.reduce(shards.joined, by_twos[place : place + 2]) for place in range(0, len(by_twos), 2)]
+    assert one_by_one == by_twos[0]
+    assert one_by_one["weights.a"]["shards"] == wanted
+
+
+def test_shards_that_came_in_another_order_are_one_row_too() -> None:
+    ranks = rows_of(4, shape=[16], lengths=[4] * 4)
+    found = functools.reduce(shards.joined, [ranks[place] for place in (2, 0, 3, 1)])
+    assert found["weights.a"]["shards"] == [[0, 0, 4, 4]]
 
 
 def test_ranks_of_a_whole_model_write_as_much_as_one_another() -> None:
@@ -128,12 +211,42 @@ def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], None]:
     return craft
 
 
+def more(found: dict[str, Any]) -> None:
+    found["tensors"]["weights.a"] |= {"shape": [1 << 40], "shards": [[0, 0, 1 << 40, 1]]}
+
+
+def renamed(found: dict[str, Any]) -> None:
+    found["tensors"]["feed.x"] = found["tensors"].pop("feed.0")
+
+
+def row(file: str) -> Callable[[dict[str, Any]], None]:
+    """As version 2 has them."""
+    return put([[file, 0, 21]], *A, "shards")
+
+
 A, NUMBERS = ("tensors", "weights.a"), "rank-0.safetensors"
 SUM = {"bytes": 0, "sha256": ""}
 NO_STEP = "its manifest is not of this step, or not of a checkpoint"
 CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "offset beyond the file": (shard(1, 1, 1 << 40), "tensor weights.a lacks numbers: 18 to 1099511627776"),
-    "more than the file": (shard(0, 2, 1 << 40), "tensor weights.a has more numbers than rank-0.safetensors"),
+    "more than the file": (shard(0, 2, 1 << 40), "tensor weights.a has numbers twice: 18 to 1099511627776"),
+    "more and a huge shape": (more, "rank-0.safetensors holds other tensors than the manifest says"),
+    "as many files as numbers": (
+        shard(0, 3, 1 << 60),
+        "tensor weights.a is in '0', which is no file of this checkpoint",
+    ),
+    "no files": (shard(0, 3, 0), "tensor weights.a has a shard that is no file, offset and length"),
+    "a file that is not there": (shard(1, 0, 3), "tensor weights.a is in '3', which is no file of this checkpoint"),
+    "another file": (shard(1, 0, 2), "rank-1.safetensors holds other tensors than the manifest says"),
+    "the same file twice": (
+        put([[0, 0, 18, 1], [0, 18, 3, 1]], *A, "shards"),
+        "rank-0.safetensors holds other tensors",
+    ),
+    "half of a row": (shard(0, 1, 0.0), "tensor weights.a has a shard that is no file, offset and length"),
+    "a position of no numbers": (put([1], "tensors", "feed.0", "shape"), "tensor feed.0 has 3 numbers in its shards"),
+    "a position of floats": (put("F64", "tensors", "feed.0", "dtype"), "tensor feed.0 is no position in the data"),
+    "a position of nobody": (renamed, "tensor feed.x is no position in the data"),
+    "a loss scale of text": (put("1024", "scaler"), NO_STEP),
     "overlap": (shard(1, 1, 17), "tensor weights.a has numbers twice: 17 to 18"),
     "shard lost": (lambda found: found["tensors"]["weights.a"]["shards"].pop(), "18 numbers in its shards, and 21"),
     "huge shape": (put([1 << 40, 1 << 40], *A, "shape"), "tensor weights.a has 21 numbers in its shards, and 1208925"),
@@ -143,7 +256,8 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "true": (shard(0, 1, False), "tensor weights.a has a shard that is no file, offset and length"),
     "text": (put("all", *A, "shards"), "tensor weights.a has no type, shape and shards"),
     "no list": (put([7], *A, "shards"), "tensor weights.a has a shard that is no file, offset and length"),
-    "file elsewhere": (shard(0, 0, "../x.safetensors"), "'../x.safetensors', which is no file of this checkpoint"),
+    "file elsewhere": (shard(0, 0, "../x.safetensors"), "tensor weights.a has a shard that is no file, offset"),
+    "file elsewhere, as before": (row("../x.safetensors"), "'../x.safetensors', which is no file of this checkpoint"),
     "absolute": (put(SUM, "files", "/etc/passwd"), "its manifest names no files, or not as they are named"),
     "upwards": (put(SUM, "files", "../../x"), "its manifest names no files, or not as they are named"),
     "no checksum": (put({"bytes": 3}, "files", NUMBERS), "its manifest names no files, or not as they are named"),
@@ -171,7 +285,7 @@ def test_a_crafted_manifest_is_refused(tmp_path: Path, case: str) -> None:
     craft, said = CRAFTED[case]
     found = write(tmp_path / "step-3", "ddp", 3)
     craft(found)
-    (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(found))
+    (tmp_path / "step-3" / "manifest.json").write_text(json.dumps(manifest.sealed(found)))
     assert said in refused(tmp_path / "step-3")
 
 
@@ -191,6 +305,20 @@ def test_what_is_no_manifest(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused(tmp_path / "step-3")
 
 
+def test_a_byte_of_the_manifest_that_a_disk_has_changed(tmp_path: Path) -> None:
+    """Whatever it says then: no other step, order, file or number is believed."""
+    folder = tmp_path / "step-3"
+    write(folder, "fsdp", 3)
+    whole, data = saved.look(folder), (folder / "manifest.json").read_bytes()
+    changed = 0
+    for place in range(0, len(data), 3):
+        (folder / "manifest.json").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        found = saved.look(folder)
+        changed += "trouble" in found
+        assert "trouble" in found or found == whole
+    assert changed > len(data) / 4
+
+
 HEADS = {
     "offsets beyond the end": {"weights.a": {"dtype": "F32", "shape": [21], "data_offsets": [0, 1 << 50]}},
     "overlap": {
@@ -208,18 +336,27 @@ def test_a_crafted_safetensors_with_the_right_checksum(tmp_path: Path, head: dic
     (folder / NUMBERS).unlink()
     length = (len(text) if head else 1 << 60).to_bytes(8, "little")
     found["files"][NUMBERS] = manifest.written(folder / NUMBERS, length, text, b"\0" * 400)
-    (folder / "manifest.json").write_text(json.dumps(found))
+    (folder / "manifest.json").write_text(json.dumps(manifest.sealed(found)))
     assert NUMBERS in refused(folder) or "has more numbers than" in refused(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"feed": 1}', '{"feed": [["x", 0, 0, []]], "scaler": null}', "[" * 99999])
 def test_a_crafted_position_with_the_right_checksum(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "step-3"
-    found = write(folder, "ddp", 1)
+    write_as_before(folder, "ddp", 1)
+    found = json.loads((folder / "manifest.json").read_text())
     (folder / "rank-0.json").unlink()
     found["files"]["rank-0.json"] = manifest.written(folder / "rank-0.json", text.encode())
     (folder / "manifest.json").write_text(json.dumps(found))
     assert "rank-0.json" in refused(folder)
+
+
+def test_a_position_before_the_data(tmp_path: Path) -> None:
+    folder = tmp_path / "step-3"
+    folder.mkdir(mode=0o755)
+    about = {"step": 3, "updates": 3, "world_size": 1, "scaler": None} | MADE_BY
+    saved.write(folder, [positions.shards([[0, -1, 0, [5]]])], about)
+    assert "rank-0.safetensors holds a position that is before the data" in refused(folder)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "lost", "flip", "cut"])

@@ -22,7 +22,7 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train import objectives  # noqa: E402
+from dray.train import manifest, objectives, positions, saved  # noqa: E402
 from dray.train.data import corpus, datasets, encoding, lines, resolve, sources, tokenizer  # noqa: E402
 from dray.train.data.encoding import PLAIN, end_token  # noqa: E402
 from dray.train.data.stream import Stream  # noqa: E402
@@ -373,7 +373,10 @@ class TestStream:
 
         streams = [self.stream(tmp_path, "jsonl") for _ in range(ranks)]
         before = some(streams, range(15))
-        states = json.loads(json.dumps([stream.state() for stream in streams], default=lambda array: array.tolist()))
+        kept = positions.shards([state for stream in streams for state in stream.state()])
+        saved.write(tmp_path, [kept], {})
+        states = positions.Positions(tmp_path, manifest.read(tmp_path)["tensors"])
+        assert [*states] == [*range(len(states))] == [*range(8)]
         others = [self.stream(tmp_path, "jsonl") for _ in range(2)]
         for other in others:
             other.load(states)

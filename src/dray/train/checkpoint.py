@@ -1,7 +1,7 @@
 """Atomic checkpoints, and the newest one that is complete.
 
-A checkpoint is written into a folder of another name while training goes on: each rank writes its shards as safetensors
-and its position as JSON, every file is synced, a manifest with sizes and checksums comes last, and then one rename.
+A checkpoint is written into a folder of another name while training goes on: each rank writes a file of its shards and
+its position in the data, every file is synced, a manifest with sizes and checksums comes last, and then one rename.
 Whatever is killed at whatever moment leaves the one before. Nothing in it is a pickle, and nothing of it is believed
 that the manifest does not describe.
 """
@@ -9,9 +9,10 @@ that the manifest does not describe.
 from __future__ import annotations
 
 import errno
-import json
+import operator
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from dray.contract.findings import DrayError, UnfitError
-from dray.train import disk, manifest, restore, saved, shards
-from dray.train.collectives import all_gather_json, on_all, on_rank_0
+from dray.train import disk, manifest, nodes, positions, restore, saved
+from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.divergence import Watch
 from dray.train.errors import at_end, say
@@ -32,6 +33,7 @@ from dray.train.mirror import Mirror
 from dray.train.shards import Staged, Staging
 from dray.train.strategies.base import Strategy
 
+_NAMED = 3  # troubles of a checkpoint that is skipped
 _OLD = 86400  # seconds after which what a run left half-written is nobody's any more
 
 
@@ -62,7 +64,9 @@ class Checkpoints:
         self.order = saved.order(config, dataset)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.lease, place = lease, config.checkpoint.mirror
-        self.mirror = Mirror(place, metrics, keep=self.keep) if place and self.rank == 0 else None
+        self.mirror = Mirror(place, metrics, keep=self.keep, nodes=nodes.of_run()) if place else None
+        if self.mirror and nodes.is_helper():
+            self.mirror.help()
         self._staging = Staging(strategy.device)
         self._writer = ThreadPoolExecutor(1)
         self._began = 0.0
@@ -71,7 +75,7 @@ class Checkpoints:
         self.newest: int | None = None  # the step of the newest that is complete
         self.watch = Watch()
 
-    def save(self, step: int, position: Any) -> None:  # noqa: ANN401  any JSON value
+    def save(self, step: int, position: list[Any] | None) -> None:
         """All ranks together. It is there after `settle`, or a warning why it is not."""
         self.settle()
         self._began = time.monotonic()
@@ -82,14 +86,14 @@ class Checkpoints:
             self._not_saved(step, failed)
             return
         scaler = self.strategy.scaler
-        own = {"feed": position, "scaler": scaler.state() if scaler else None}
         updates = step - (scaler.skipped if scaler else 0) - self.watch.left_out(step)
         state = self.strategy.state()
-        staged = self._staging.fill(state)
+        staged = self._staging.fill({**state, **positions.shards(position)}, self.rank)
         if any(name.startswith("others.") for name in state):  # a forward pass may write these
             self.fence()
         about = {"step": step, "updates": updates, "watch": self.watch.state()}
-        self._pending = self._writer.submit(self._write, part, staged, about, own)
+        about |= {"scaler": scaler.state() if scaler else None}
+        self._pending = self._writer.submit(self._write, part, staged, about)
 
     def fence(self) -> None:
         """Call it before the weights are changed: on a GPU they may still be copied."""
@@ -109,7 +113,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until the mirror has the newest, or cannot have it."""
-        if self.mirror:
+        if self.mirror and self.rank == 0:
             self.mirror.settle()
 
     def require_saved(self) -> None:
@@ -144,13 +148,13 @@ class Checkpoints:
     def _require_room(self, size: int) -> None:
         disk.require_room(self.folder, size, self.newest_text())
 
-    def _write(self, part: Path, staged: Staged, about: dict[str, Any], own: dict[str, Any]) -> None:
-        step, text = about["step"], json.dumps(own, default=lambda array: array.tolist()).encode()
+    def _write(self, part: Path, staged: Staged, about: dict[str, Any]) -> None:
+        step = about["step"]
         try:
-            sizes = on_all(lambda: len(staged.head) + len(staged.numbers) + len(text))
-            on_rank_0(lambda: self._require_room(sum(sizes)))
-            ranks = on_all(lambda: self._write_own(part, staged, text))
-            on_rank_0(lambda: self._complete(part, ranks, about))
+            on_all(lambda: len(staged.head) + len(staged.numbers), operator.add, self._require_room)
+            on_all(
+                lambda: self._write_own(part, staged), saved.joined, lambda ranks: self._complete(part, ranks, about)
+            )
         except DrayError as failed:  # on all ranks alike
             staged.wait()
             if self.rank == 0:
@@ -163,7 +167,7 @@ class Checkpoints:
         shown = f"checkpoint of step {step}: {seconds:.1f} s"
         self.metrics.write("checkpoint", shown, checkpoint=step, saved=True, seconds=seconds)
         self._unsaved, self.newest = None, step
-        if self.mirror:
+        if self.mirror and self.rank == 0:
             self.mirror.put(self.folder / f"step-{step}")
 
     def _not_saved(self, step: int, failed: UnfitError) -> None:
@@ -172,27 +176,17 @@ class Checkpoints:
         text = f"WARNING: the checkpoint of step {step} is not saved: {why}; the run goes on, and {self.newest_text()}"
         self.metrics.write("checkpoint", text, checkpoint=step, saved=False, why=f"{why}: {self.folder}")
 
-    def _write_own(self, part: Path, staged: Staged, text: bytes) -> dict[str, Any]:
+    def _write_own(self, part: Path, staged: Staged) -> dict[str, Any]:
         """What this rank has written. It says so itself: what others wrote may not be visible yet."""
-        staged.wait()
-        tensors, position = saved.files(self.rank)
         try:
-            files = {position: manifest.written(part / position, text)}
-            if staged.tensors:
-                files[tensors] = manifest.written(part / tensors, staged.head, staged.numbers)
+            return saved.written(part, staged, self.rank)
         except OSError as error:
             raise self._failed(error) from error
-        return {"files": files, "tensors": staged.tensors}
 
-    def _complete(self, part: Path, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
-        files = {name: one for rank in ranks for name, one in rank["files"].items()}
-        tensors = shards.joined(
-            [rank["tensors"] for rank in ranks], [saved.files(rank)[0] for rank in range(self.world)]
-        )
-        found = {"version": saved.VERSION, **about, **self.made_by, "world_size": self.world}
-        found |= {"order": self.order, "files": files, "tensors": tensors}
+    def _complete(self, part: Path, ranks: dict[str, Any], about: dict[str, Any]) -> None:
+        found = {"version": saved.VERSION, **about, **self.made_by, "world_size": self.world, "order": self.order}
         try:
-            manifest.write(part, found)
+            manifest.write(part, manifest.sealed({**found, **ranks}))
             if trouble := manifest.cut_off(part):  # older ones go with it
                 raise OSError(errno.EIO, trouble)
             self.lease.require()
@@ -202,16 +196,16 @@ class Checkpoints:
             raise self._failed(error) from error
         self._prune()
 
-    def resume(self) -> list[Any]:
-        """Load the newest that is complete, if any; the feed's states. A broken one is reported and renamed."""
+    def resume(self) -> Mapping[int, list[Any]]:
+        """Load the newest that is complete, if any; the feed's positions. A broken one is reported and renamed."""
         for step, mirrored in on_rank_0(self._begin):
             path = self.folder / f"step-{step}"
-            if mirrored and not on_rank_0(partial(self._fetch, path)):
+            if mirrored and not self._fetch(path):
                 continue
             found = on_rank_0(partial(saved.look, path))
             troubles = [found["trouble"]] if "trouble" in found else self._troubles(path, found)
             if troubles:
-                say(f"checkpoint {path} is skipped: {'; '.join(troubles[:3])}")
+                say(f"checkpoint {path} is skipped: {'; '.join(troubles)}")
                 if self.rank == 0:  # a checkpoint of this step may be written again
                     path.rename(path.with_name(f"{path.name}.broken-{time.time():.0f}"))
                 continue
@@ -222,19 +216,19 @@ class Checkpoints:
             self.newest = step
             self.watch.load(found.get("watch", {}))
             say(f"resumed at step {step} from {path}")
-            if self.mirror and step not in self.mirror.known:
+            if self.mirror and self.rank == 0 and step not in self.mirror.known:
                 self.mirror.put(path)
             return restore.load(self.strategy, read, found)
-        return []
+        return {}
 
-    def again(self, *, without: list[int]) -> list[Any]:
+    def again(self, *, without: list[int]) -> Mapping[int, list[Any]]:
         """Load the newest once more, to go on without the steps from the first to the last of these; as `resume`."""
         path = self.folder / f"step-{self.newest}"
         found = on_rank_0(partial(saved.look, path))
         old = found.get("trouble", "an older dray wrote it")
         troubles = self._troubles(path, found) if "tensors" in found else [old]
         if troubles:
-            raise DrayError("the checkpoint to go back to is damaged", where=path, found="; ".join(troubles[:3]))
+            raise DrayError("the checkpoint to go back to is damaged", where=path, found="; ".join(troubles))
         skipped = [*self.watch.skipped, without]
         self.watch.load(found.get("watch", {}))
         self.watch.skipped = skipped
@@ -250,11 +244,15 @@ class Checkpoints:
         )
 
     def _fetch(self, path: Path) -> bool:
-        """Whether the mirror's copy is in this folder now; on rank 0."""
+        """Whether the mirror's copy is in this folder now; all ranks together."""
         assert self.mirror
         part = path.with_name(f"{path.name}.part-{self.run}")
-        self._make(part)
-        trouble = self.mirror.fetch(part, path, self._require_room, instead=bool(_steps(self.folder)))
+
+        def make() -> bool:
+            self._make(part)
+            return bool(_steps(self.folder))
+
+        trouble = self.mirror.fetch(part, path, self._require_room, instead=on_rank_0(make))
         say(f"{path.name} {f'is skipped: {trouble}' if trouble else 'is fetched'} from {self.mirror.place}")
         return not trouble
 
@@ -274,7 +272,7 @@ class Checkpoints:
     def _troubles(self, path: Path, found: dict[str, Any]) -> list[str]:
         """What differs from the manifest; each rank checks its share of the files."""
         some = slice(self.rank, None, self.world)
-        return [trouble for rank in all_gather_json(saved.wrong(path, found, some)) for trouble in rank]
+        return list(on_all(lambda: saved.wrong(path, found, some)[:_NAMED], lambda one, two: [*one, *two][:_NAMED]))
 
     def _prune(self) -> None:
         """The newest `keep` stay; what was cut off goes."""

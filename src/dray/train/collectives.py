@@ -58,6 +58,11 @@ def control_group() -> dist.ProcessGroup | None:
     return _control
 
 
+def placed() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if _control is not None else (0, 1)
+
+
 def barrier() -> None:
     """Wait for all ranks, for as long as it takes."""
     if _control is not None:
@@ -90,28 +95,63 @@ def broadcast_json(value: Any) -> Any:  # noqa: ANN401  any JSON value
     return json.loads(bytes(buffer.numpy()))
 
 
-def on_all(do: Callable[[], Any]) -> list[Any]:
-    """What it returns on each rank. Where it fails on one, all fail alike: none waits for that one for ever."""
-    try:
-        own = {"value": do()}
-    except DrayError as error:
-        own = {"finding": error.finding._asdict()}
-    return _or_raised(all_gather_json(own))
+def on_all(
+    do: Callable[[], Any],
+    join: Callable[[Any, Any], Any],
+    then: Callable[[Any], Any] = lambda value: value,
+) -> Any:  # noqa: ANN401  what `then` returns
+    """What `then` makes on rank 0 of what `do` returns on all ranks, which `join` makes one value of, two by two.
+
+    No rank hears more than log2 N others. Where it fails on one, all fail alike: none waits for that one for ever.
+    """
+    own, step, (rank, world) = _tried(do), 1, placed()
+    while step < world and not rank & step:  # it has heard `step` ranks, from its own on
+        if rank + step < world:
+            other = _receive(rank + step)
+            failed = next((one for one in (own, other) if "finding" in one), None)
+            own = failed or {"value": join(own["value"], other["value"])}
+        step *= 2
+    if rank:
+        _send(own, rank - step)
+    elif "value" in own:
+        value = own["value"]
+        own = _tried(lambda: then(value))
+    return _or_raised(broadcast_json(own if rank == 0 else {}))
 
 
 def on_rank_0(do: Callable[[], Any]) -> Any:  # noqa: ANN401  what `do` returns
     """What it returns on rank 0: another node may see an older state of a shared folder."""
-    own: dict[str, Any] = {}
-    if _control is None or dist.get_rank() == 0:
-        try:
-            own = {"value": do()}
-        except DrayError as error:
-            own = {"finding": error.finding._asdict()}
-    return _or_raised([broadcast_json(own)])[0]
+    return _or_raised(broadcast_json(_tried(do) if _control is None or dist.get_rank() == 0 else {}))
 
 
-def _or_raised(ranks: list[dict[str, Any]]) -> list[Any]:
-    for own in ranks:
-        if "finding" in own:
-            raise findings.error(own["finding"])
-    return [own["value"] for own in ranks]
+def _tried(do: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": do()}
+    except DrayError as error:
+        return {"finding": error.finding._asdict()}
+
+
+def _or_raised(own: dict[str, Any]) -> Any:  # noqa: ANN401  any JSON value
+    if "finding" in own:
+        raise findings.error(own["finding"])
+    return own["value"]
+
+
+def _send(value: Any, rank: int) -> None:  # noqa: ANN401  any JSON value
+    data = json.dumps(value).encode()
+    for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+        _wait(dist.isend(tensor, rank, group=_control))
+
+
+def _receive(rank: int) -> Any:  # noqa: ANN401  any JSON value
+    size = torch.zeros(1, dtype=torch.int64)
+    _wait(dist.irecv(size, rank, group=_control))
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    _wait(dist.irecv(buffer, rank, group=_control))
+    return json.loads(bytes(buffer.numpy()))
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Between two ranks gloo knows no other limit than the one that the group was made with, unless it is told."""
+    assert work is not None
+    work.wait(_ELSE)

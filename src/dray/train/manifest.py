@@ -17,6 +17,7 @@ from dray.contract.findings import ConfigError, DrayError
 NAME = "manifest.json"
 LIMIT = 1 << 28  # bytes: a name and three numbers for each tensor and rank
 _INSIDE = re.compile(r"(\w[\w.-]*/)*\.?\w[\w.-]*", re.ASCII)  # a path that leads nowhere else
+_SEAL = "sha256"
 _PROSE = "*.md"  # of a final model; a user may write in its card
 
 
@@ -37,6 +38,18 @@ def write(folder: Path, manifest: dict[str, Any]) -> None:
     """The last file of a folder."""
     written(folder / NAME, json.dumps(manifest).encode())
     sync(folder)
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """With a checksum of its own, so that a byte of it that a disk has changed is seen."""
+    return {**manifest, _SEAL: hashlib.sha256(json.dumps(manifest).encode()).hexdigest()}
+
+
+def is_sealed(manifest: dict[str, Any]) -> bool:
+    """Whether it is as `sealed` made it, however it is written as JSON."""
+    with suppress(RecursionError):  # of JSON that somebody has crafted
+        return sealed({name: value for name, value in manifest.items() if name != _SEAL}) == manifest
+    return False
 
 
 def natural(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints in another place: rank 0 copies each while training goes on, and fetches one where the folder has none.
+"""Checkpoints in another place: each node copies its ranks' files while training goes on; all ranks fetch one again.
 
 Every byte is read back from there and compared with the manifest's checksums before the manifest follows: what has a
 manifest is complete. A copy that fails is tried again, and never ends the run.
@@ -6,38 +6,40 @@ manifest is complete. A copy that fails is tried again, and never ends the run.
 
 from __future__ import annotations
 
-import hashlib
-import os
+import operator
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dray.contract import exit_codes, findings
-from dray.contract.files import open_regular
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.train import manifest
+from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
 from dray.train.errors import say
 from dray.train.heartbeat import heartbeat
+from dray.train.nodes import Nodes
+from dray.train.place import Files, Place, step_of
 
 if TYPE_CHECKING:
     from dray.train.metrics import Metrics
 
 _BEAT_S = 10.0
 RETRY_S = 60.0
-_AT_ONCE = 4  # files
-_BLOCK = 1 << 22
 _WHAT = "the mirror of the checkpoints"
 
 
 class Mirror:
-    """That of one run, on rank 0. `place` is s3://, gs:// or a folder."""
+    """That of one run. Rank 0 begins, puts and settles, and other nodes' first ranks help; all ranks fetch.
 
-    def __init__(self, place: str, metrics: Metrics, *, keep: int) -> None:
+    `place` is s3://, gs:// or a folder.
+    """
+
+    def __init__(self, place: str, metrics: Metrics, *, keep: int, nodes: Nodes | None = None) -> None:
         self.place, self.metrics, self.keep = place, metrics, keep
+        self.nodes = nodes or Nodes(None, 0, 1)
         self.copying: int | None = None  # retention leaves it in the checkpoint folder
         self.trouble = ""
         self.known: list[int] = []  # the steps that were there at the start
@@ -46,6 +48,12 @@ class Mirror:
         self._changed = Condition()
         self._thread: Thread | None = None
         self._moved = 0  # bytes
+        self._target = Place(place, self._count)
+
+    def help(self) -> None:
+        """Copy this node's files whenever rank 0 asks for it."""
+        self._target = Place(self.place, self.nodes.beat)
+        Thread(target=self.nodes.serve, args=(self._helped,), name="mirror", daemon=True).start()
 
     def begin(self, folder: Path, *, instead: bool) -> list[int]:
         """The steps that are complete there. Where it does not answer, a run ends unless it has others `instead`."""
@@ -60,7 +68,7 @@ class Mirror:
             manifest.require_own(Path(self.place))
         try:
             with remote.reading(self.place, _WHAT):
-                self.known = self._steps()
+                self.known = self._target.steps()
         except DrayError as failed:
             self._warned(failed, instead=instead)
         return self.known
@@ -68,20 +76,48 @@ class Mirror:
     def fetch(self, part: Path, path: Path, room: Callable[[int], None], *, instead: bool) -> str:
         """Make this checkpoint of the one there, in the empty folder `part` first; why it could not be.
 
-        `room` is asked for so many bytes.
+        All ranks together, each its share of the files. `room` is asked for so many bytes, on rank 0.
         """
+
+        def begin() -> dict[str, Any]:
+            found = self._target.fetch_manifest(part, path.name)
+            if "trouble" not in found:
+                room(sum(one["bytes"] for one in found["files"].values()))
+            return found
+
+        def end(left: list[str]) -> str:
+            trouble = self._fetched(lambda: self._target.fetch(part, path.name, files, left), instead=instead)
+            if not trouble:
+                manifest.sync(part)
+                part.rename(path)
+                manifest.sync(path.parent)
+            return str(trouble)
+
+        begun = on_rank_0(lambda: self._fetched(begin, instead=instead))
+        if isinstance(begun, str) or "trouble" in begun:
+            return begun if isinstance(begun, str) else str(begun["trouble"])
+        files, (rank, world) = begun["files"], placed()
+        own = [*files][rank::world]
+        return str(on_all(lambda: self._left(part, path.name, files, own), operator.add, end))
+
+    def _fetched(self, do: Callable[[], Any], *, instead: bool) -> Any:  # noqa: ANN401  what `do` returns
+        """On rank 0; why not, where the mirror does not answer."""
         try:
             with remote.reading(self.place, _WHAT):
-                trouble = self._fetch(part, path.name, room)
+                return do()
         except UnfitError:  # this disk
             raise
         except DrayError as failed:
-            trouble = self._warned(failed, instead=instead)
-        if not trouble:
-            manifest.sync(part)
-            part.rename(path)
-            manifest.sync(path.parent)
-        return trouble
+            return self._warned(failed, instead=instead)
+
+    def _left(self, part: Path, name: str, files: Files, own: list[str]) -> list[str]:
+        """Fetch these; those that rank 0 has to, since this node may not see the mirror."""
+        with suppress(DrayError), remote.reading(self.place, _WHAT):
+            if not self._target.fetch(part, name, files, own):
+                return []
+        for one in own:
+            (part / one).unlink(missing_ok=True)
+        return own
 
     def _warned(self, failed: DrayError, *, instead: bool) -> str:
         finding = failed.finding
@@ -91,39 +127,6 @@ class Mirror:
         self.trouble = f"{finding.problem}: {finding.found}"
         say(f"WARNING: {self.trouble}")
         return self.trouble
-
-    def _steps(self) -> list[int]:
-        from pyarrow.fs import FileSelector, FileType  # noqa: PLC0415  a run without a mirror does without
-
-        system, root = self._system()
-        within = system.get_file_info(FileSelector(root, allow_not_found=True))
-        if not within and "://" in self.place:
-            (bucket,) = system.get_file_info([root.partition("/")[0]])
-            if bucket.type == FileType.NotFound:
-                raise FileNotFoundError(bucket.path)
-        folders = {step: one.path for one in within if (step := _step(one.path)) is not None}
-        ends = system.get_file_info([f"{folder}/{manifest.NAME}" for folder in folders.values()])
-        return sorted(step for step, end in zip(folders, ends, strict=True) if end.type == FileType.File)
-
-    def _fetch(self, part: Path, name: str, room: Callable[[int], None]) -> str:
-        system, root = self._system()
-        folder = f"{root}/{name}"
-        if "://" not in self.place:
-            manifest.require_own(Path(folder))
-        _fetched(system, f"{folder}/{manifest.NAME}", part / manifest.NAME, manifest.LIMIT)
-        found = manifest.read(part)
-        if "trouble" in found:
-            return str(found["trouble"])
-        files = found["files"]
-        room(sum(one["bytes"] for one in files.values()))
-
-        def fetch(name: str) -> str:
-            (part / name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            own = _fetched(system, f"{folder}/{name}", part / name, files[name]["bytes"])
-            return "" if own == files[name] else f"{name} is not what was written"
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            return next(filter(None, pool.map(fetch, files)), "")
 
     def put(self, path: Path) -> None:
         """Begin to copy this checkpoint. One that still waits is left out: the newest is what counts."""
@@ -159,7 +162,7 @@ class Mirror:
                 else:
                     self._changed.wait_for(lambda: self._next is not None)
                 path = cast(Path, self._next)
-                self._next, self._tried, self.copying = None, False, _step(path.name)
+                self._next, self._tried, self.copying = None, False, step_of(path.name)
             trouble = self._copied(path)
             step = cast(int, self.copying)
             if trouble or self.trouble:
@@ -175,9 +178,12 @@ class Mirror:
 
     def _copied(self, path: Path) -> str:
         """Why it is not there; empty where it is."""
+        return self._tried_to(lambda: self._copy(path))
+
+    def _tried_to(self, do: Callable[[], None]) -> str:
         try:
             with remote.reading(self.place, _WHAT):
-                self._copy(path)
+                do()
         except Exception as error:  # whatever a store answers: the run goes on
             finding = error.finding if isinstance(error, DrayError) else None
             text = f"{finding.problem}: {finding.found}" if finding else f"{type(error).__name__}: {error}"
@@ -185,95 +191,32 @@ class Mirror:
         return ""
 
     def _copy(self, path: Path) -> None:
-        found = manifest.read(path)
-        if "trouble" in found:
-            raise OSError(found["trouble"])
-        system, root = self._system()
-        folder, files = f"{root}/{path.name}", found["files"]
-        if "://" not in self.place:
-            Path(root).mkdir(mode=0o755, parents=True, exist_ok=True)
-            Path(folder).mkdir(mode=0o755, exist_ok=True)
-        end = f"{folder}/{manifest.NAME}"
-        with suppress(FileNotFoundError):  # of another run, or a damaged one
-            system.delete_file(end)
+        files = _files(path)
+        self._target.begin(path)
+        self.nodes.ask(str(path))
+        try:
+            self._target.send(path, files, self.nodes.share([*files]))
+        finally:
+            all_sent = self.nodes.wait(self._count)
+        own = {*self.nodes.share([*files])}
+        # Another node may not see the mirror, or another one by the same name.
+        left = self._target.missing(path, files) if all_sent else [name for name in files if name not in own]
+        self._target.send(path, files, left)
+        self._target.complete(path)
+        self._target.prune(cast(int, step_of(path.name)), self.keep)
 
-        def send(name: str) -> None:
-            if self._sent(system, path / name, f"{folder}/{name}") != files[name]:
-                raise OSError(f"{path / name} is not what was written")
-            with system.open_input_stream(f"{folder}/{name}") as file:
-                if _summed(file, each=self._count) != files[name]:
-                    raise OSError(f"{folder}/{name} is not what was sent")
+    def _helped(self, name: str) -> str:
+        path = Path(name)
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(send, files))
-        own = self._sent(system, path / manifest.NAME, end)
-        with system.open_input_stream(end) as file:
-            if _summed(file, each=self._count) != own:
-                raise OSError(f"{end} is not what was sent")
-        self._prune(system, root, cast(int, _step(path.name)))
+        def send() -> None:
+            files = _files(path)
+            self._target.send(path, files, self.nodes.share([*files]))
 
-    def _sent(self, system: Any, source: Path, target: str) -> dict[str, Any]:  # noqa: ANN401  pyarrow has no types
-        """Write a file there; its size and checksum here."""
-        with open_regular(source, link=False) as file:
-            if "://" in self.place:
-                with system.open_output_stream(target) as out:
-                    return _summed(file, out, each=self._count)
-            # No group may write it, whatever the umask; and it is on the disk before the manifest is.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(target, flags, 0o644), "wb") as out:
-                found = _summed(file, out, each=self._count)
-                out.flush()
-                os.fsync(out.fileno())
-                return found
-
-    def _prune(self, system: Any, root: str, newest: int) -> None:  # noqa: ANN401  pyarrow has no types
-        """The newest `keep` stay, and nothing that is newer than this one is touched."""
-        from pyarrow.fs import FileSelector  # noqa: PLC0415
-
-        complete = [step for step in self._steps() if step <= newest]
-        kept = {*complete[-self.keep :], newest}
-        for one in system.get_file_info(FileSelector(root)):
-            step = _step(one.path)
-            if step is not None and step < newest and step not in kept:
-                with suppress(FileNotFoundError):
-                    system.delete_file(f"{one.path}/{manifest.NAME}")  # first: from here on it is none
-                system.delete_dir(one.path)
-
-    def _system(self) -> tuple[Any, str]:
-        """By pyarrow, and where in it."""
-        from pyarrow.fs import LocalFileSystem  # noqa: PLC0415
-
-        scheme, _, rest = self.place.partition("://")
-        return (remote.own_system(scheme).fs, rest) if rest else (LocalFileSystem(), self.place.rstrip("/"))
+        return self._tried_to(send)
 
 
-def _step(path: str) -> int | None:
-    name = path.rstrip("/").rpartition("/")[2].removeprefix("step-")
-    return int(name) if name.isdecimal() and path.rstrip("/").endswith(f"step-{name}") and len(name) < 19 else None
-
-
-def _summed(
-    file: BinaryIO,
-    out: Any = None,  # noqa: ANN401  a file of any kind
-    most: int | None = None,
-    each: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Size and checksum of what it holds, which goes to `out` on the way. It is not read beyond `most`."""
-    checksum, size = hashlib.sha256(), 0
-    while (most is None or size <= most) and (block := file.read(_BLOCK)):
-        checksum.update(block)
-        size += len(block)
-        if out is not None:
-            out.write(block)
-        each(len(block))
-    return {"bytes": size, "sha256": checksum.hexdigest()}
-
-
-def _fetched(system: Any, source: str, target: Path, most: int) -> dict[str, Any]:  # noqa: ANN401  pyarrow has no types
-    """Bring a file to this disk, and little more of it than that; its size and checksum."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with system.open_input_stream(source) as file, os.fdopen(os.open(target, flags, 0o644), "wb") as out:
-        found = _summed(file, out, most)
-        out.flush()
-        os.fsync(out.fileno())
-    return found
+def _files(path: Path) -> Files:
+    found = manifest.read(path)
+    if "trouble" in found:
+        raise OSError(found["trouble"])
+    return cast(Files, found["files"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dray.contract.findings import ConfigError
-from dray.train import saved
+from dray.train import positions, saved
+from dray.train.positions import Positions
 from dray.train.shards import MismatchError, Reader
 from dray.train.strategies.base import Strategy
 
@@ -24,11 +25,14 @@ def check_order(own: dict[str, Any], path: Path, order: dict[str, Any]) -> None:
             )
 
 
-def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> list[Any]:
-    """All ranks together; the feed's states of the ranks that wrote it."""
-    owns = [json.loads((path / saved.files(rank)[1]).read_bytes()) for rank in range(found["world_size"])]
-    if strategy.scaler and owns[0]["scaler"]:
-        strategy.scaler.load(owns[0]["scaler"])
+def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> Mapping[int, list[Any]]:
+    """All ranks together; the positions of a stream's shards, whichever ranks wrote them."""
+    scale: list[Any] | None = found.get("scaler")
+    feed: Mapping[int, list[Any]] = Positions(path, found["tensors"])
+    if found["version"] == saved.OF_RANKS:
+        scale, feed = positions.of_ranks(path, found["world_size"])
+    if strategy.scaler and scale:
+        strategy.scaler.load(scale)
     try:
         strategy.load(Reader(path, found["tensors"]).fill, found["updates"])
     except MismatchError as error:
@@ -38,4 +42,4 @@ def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> list[Any]:
             found=f"in {path}: {error}",
             fix="name another checkpoint.folder, or take the recipe that the checkpoint was made with",
         ) from error
-    return [own["feed"] for own in owns]
+    return feed

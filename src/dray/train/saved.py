@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 
 from dray.contract.findings import ConfigError, DrayError
-from dray.train import manifest, shards
+from dray.train import manifest, positions, shards
 from dray.train.config import Config
 from dray.train.divergence import is_state
 from dray.train.manifest import natural
-from dray.train.shards import Reader, Shards, Staging
+from dray.train.shards import Reader, Shards, Staged, Staging, Tensors
 
-VERSION = 2
+VERSION = 3
 """Of the manifest, and of what the files beside it hold."""
+OF_RANKS = 2
+"""Before, a manifest named each rank's shard of each tensor, and each rank had a file of its position in the data."""
 OF_DCP = 1
-"""torch's distributed checkpoints, which dray wrote before."""
-
-
-def files(rank: int) -> tuple[str, str]:
-    """What a rank writes: its tensors, and its position in the data."""
-    return f"rank-{rank}.safetensors", f"rank-{rank}.json"
+"""torch's distributed checkpoints, which dray wrote before that."""
 
 
 def order(config: Config, dataset: str) -> dict[str, Any]:
@@ -38,16 +36,25 @@ def order(config: Config, dataset: str) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, batches: Iterable[Shards], positions: Sequence[bytes], found: dict[str, Any]) -> None:
+def written(folder: Path, staged: Staged, number: int) -> dict[str, Any]:
+    """Write the file of that number; what a manifest says of it."""
+    staged.wait()
+    name = shards.file_of(number)
+    return {"files": {name: manifest.written(folder / name, staged.head, staged.numbers)}, "tensors": staged.tensors}
+
+
+def joined(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """What a manifest says of both."""
+    tensors = shards.joined(some["tensors"], others["tensors"])
+    return {"files": {**some["files"], **others["files"]}, "tensors": tensors}
+
+
+def write(folder: Path, batches: Iterable[Shards], found: dict[str, Any]) -> None:
     """A checkpoint that no ranks write, whose manifest begins with `found`; a batch at a time is in memory."""
-    staging, tensors = Staging(torch.device("cpu")), {}
-    sums = {files(rank)[1]: manifest.written(folder / files(rank)[1], own) for rank, own in enumerate(positions)}
-    for number, batch in enumerate(batches):
-        staged, name = staging.fill(batch), f"converted-{number}.safetensors"
-        sums[name] = manifest.written(folder / name, staged.head, staged.numbers)
-        tensors[name] = staged.tensors
-    joined = shards.joined([*tensors.values()], [*tensors])
-    manifest.write(folder, {**found, "version": VERSION, "files": sums, "tensors": joined})
+    staging = Staging(torch.device("cpu"))
+    each = (written(folder, staging.fill(batch, number), number) for number, batch in enumerate(batches))
+    held: dict[str, Any] = reduce(joined, each)
+    manifest.write(folder, manifest.sealed({**found, "version": VERSION, **held}))
 
 
 def look(path: Path) -> dict[str, Any]:
@@ -56,7 +63,9 @@ def look(path: Path) -> dict[str, Any]:
     found = manifest.read(path)
     if "trouble" in found:
         return found
-    if found["version"] not in (OF_DCP, VERSION):
+    if not manifest.is_sealed(found) and found["version"] not in (OF_DCP, OF_RANKS):
+        return {"trouble": "its manifest is not what was written"}
+    if found["version"] not in (OF_DCP, OF_RANKS, VERSION):
         raise ConfigError(
             "the checkpoint was written by another version of dray",
             where=path / manifest.NAME,
@@ -71,7 +80,8 @@ def look(path: Path) -> dict[str, Any]:
             and natural(updates)
             and natural(world)
             and 0 < world <= len(found["files"])
-            and all(files(rank)[1] in found["files"] for rank in range(world))
+            and (found["version"] == VERSION or all(positions.file_of(rank) in found["files"] for rank in range(world)))
+            and positions.is_scale(found.get("scaler"))
             and is_state(found.get("watch", {}))
         ):
             return found
@@ -80,33 +90,19 @@ def look(path: Path) -> dict[str, Any]:
 
 def wrong(path: Path, found: dict[str, Any], some: slice = slice(None)) -> list[str]:
     """What is wrong with some of the files; with the tensors each rank finds the same."""
-    own = found["files"]
-    troubles = list(shards.faults(found.get("tensors"), own)) if found["version"] == VERSION else []
+    own, tensors = found["files"], cast(Tensors, found.get("tensors"))  # until they have no faults, anything
+    troubles = list(shards.faults(tensors, own)) if found["version"] != OF_DCP else []
+    troubles += positions.faults(tensors) if found["version"] == VERSION and not troubles else []
     troubles = troubles or list(manifest.wrong(path, own, some).values())
     for name in [] if troubles else sorted(own)[some]:
         try:
             if name.endswith(".safetensors"):
-                troubles += filter(None, [shards.misfit(path / name, found["tensors"])])
+                troubles += filter(None, [shards.misfit(path / name, tensors) or positions.misfit(path / name)])
             elif name.startswith("rank-"):
-                troubles += [] if _is_own(path / name) else [f"{name} is no position in the data"]
+                troubles += [] if positions.is_file(path / name) else [f"{name} is no position in the data"]
         except (SafetensorError, ValueError, RecursionError) as error:
             troubles.append(f"{name}: {error}")
     return troubles
-
-
-def _is_own(path: Path) -> bool:
-    match manifest.parse(path.read_bytes()):
-        case {"feed": feed, "scaler": None | [int() | float(), int(), int()]}:
-            return feed is None or (isinstance(feed, list) and all(map(_is_position, feed)))
-    return False
-
-
-def _is_position(shard: Any) -> bool:  # noqa: ANN401  any JSON value
-    """Of a stream shard: its number, the part that it reads, documents taken of that, and tokens left over."""
-    match shard:
-        case [number, part, taken, [*left]]:
-            return all(map(natural, (number, part, taken, *left)))
-    return False
 
 
 def opened(path: Path) -> Reader:

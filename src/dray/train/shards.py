@@ -6,6 +6,7 @@ ranks, FSDP shards rows and ZeRO the flattened weights. So one reader serves all
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -48,6 +49,18 @@ class Shard(NamedTuple):
 Shards = dict[str, Shard]
 """By kind and name, such as `weights.lm_head.weight`."""
 
+Tensors = dict[str, dict[str, Any]]
+"""JSON, by the same names: `dtype`, `shape` and, by where they begin, `shards` as rows `[file, begin, length, count]`.
+
+`count` files from that number on have so many numbers of the tensor each, one after the other. So a tensor that each of
+many ranks has a share of has a row or two, whatever their number. Before, a row was `[name of a file, begin, length]`.
+"""
+
+
+def file_of(number: int) -> str:
+    """That of a rank of this number."""
+    return f"rank-{number}.safetensors"
+
 
 def whole(kind: str, tensors: dict[str, torch.Tensor]) -> Shards:
     """All numbers of each."""
@@ -72,8 +85,7 @@ class Staged(NamedTuple):
 
     head: bytes
     numbers: memoryview
-    tensors: dict[str, list[Any]]
-    """Of each shard the type, the tensor's shape, where it begins and how long it is; JSON."""
+    tensors: Tensors
     sources: Shards  # until they are copied
     copied: torch.cuda.Event | None
 
@@ -97,8 +109,8 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.cuda.Event | None = None
 
-    def fill(self, shards: Shards) -> Staged:
-        """Begin to copy; the buffer is in use until the caller is done with what this returns."""
+    def fill(self, shards: Shards, number: int) -> Staged:
+        """Begin to copy for the file of that number; the buffer is in use until the caller is done with the result."""
         # The widest types first, so that each number lies where its type may lie.
         order = sorted((-shard.values.itemsize, name) for name, shard in shards.items() if shard.values.numel())
         rows = [(name, shards[name]) for _, name in order]
@@ -115,7 +127,7 @@ class Staging:
                 dtype = _NAMES[values.dtype]
                 own = list(shape) if length == math.prod(shape) else [length]
                 head[name] = {"dtype": dtype, "shape": own, "data_offsets": [at, end]}
-                tensors[name] = [dtype, list(shape), begin, length]
+                tensors[name] = {"dtype": dtype, "shape": list(shape), "shards": [[number, begin, length, 1]]}
                 at = end
         if self._stream is not None:
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -134,16 +146,21 @@ class Staging:
             self._copied = None
 
 
-def joined(ranks: list[dict[str, list[Any]]], files: list[str]) -> dict[str, Any]:
-    """The tensors of a manifest, from what each rank has staged into its file."""
-    found: dict[str, Any] = {}
-    for file, tensors in zip(files, ranks, strict=True):
-        for name, (dtype, shape, begin, length) in tensors.items():
-            one = found.setdefault(name, {"dtype": dtype, "shape": shape, "shards": []})
-            one["shards"].append([file, begin, length])
-    for one in found.values():
-        one["shards"].sort(key=lambda shard: shard[1])
-    return found
+def joined(some: Tensors, others: Tensors) -> Tensors:
+    """Both, in `some`: rows that go on in the next files become one."""
+    for name, tensor in others.items():
+        one = some.setdefault(name, tensor)
+        if one is tensor:
+            continue
+        rows: list[list[int]] = []
+        for file, begin, length, count in sorted([*one["shards"], *tensor["shards"]], key=lambda row: row[1]):
+            first, start, each, many = rows[-1] if rows else (0, 0, 0, 0)
+            if (file, begin, length) == (first + many, start + each * many, each):
+                rows[-1][3] += count
+            else:
+                rows.append([file, begin, length, count])
+        one["shards"] = rows
+    return some
 
 
 def faults(tensors: Any, files: dict[str, Any]) -> Iterator[str]:  # noqa: ANN401  JSON that anybody may have written
@@ -151,48 +168,53 @@ def faults(tensors: Any, files: dict[str, Any]) -> Iterator[str]:  # noqa: ANN40
     if not isinstance(tensors, dict):
         yield "its manifest names no tensors"
         return
+    known = next(number for number in itertools.count() if file_of(number) not in files)
     for name, tensor in tensors.items():
         match tensor:
-            case {"dtype": str(dtype), "shape": [*shape], "shards": [*shards]} if dtype in TYPES and all(
+            case {"dtype": str(dtype), "shape": [*shape], "shards": [*rows]} if dtype in TYPES and all(
                 map(natural, shape)
             ):
-                fault = _fault(math.prod(shape), TYPES[dtype].itemsize, shards, files)
+                fault = _fault(math.prod(shape), rows, files, known)
             case _:
                 fault = "has no type, shape and shards"
         if fault:
             yield f"tensor {name} {fault}"
 
 
-def _fault(size: int, width: int, shards: list[Any], files: dict[str, Any]) -> str:
-    end, seen = 0, set()
-    for shard in shards:
-        match shard:
-            case [str(file), int(begin), int(length)] if natural(begin) and natural(length) and length:
-                pass
+def _fault(size: int, rows: list[Any], files: dict[str, Any], known: int) -> str:
+    """`known` files are named by number."""
+    end = 0
+    for row in rows:
+        match row:
+            case [str(file), begin, length]:
+                count, exists = 1, file in files and file.endswith(".safetensors")
+            case [file, begin, length, count] if natural(file) and natural(count) and count:
+                exists = file + count <= known
             case _:
-                return "has a shard that is no file, offset and length"
-        if file not in files or not file.endswith(".safetensors"):
-            return f"is in {file[:80]!r}, which is no file of this checkpoint"
-        if file in seen or length * width > files[file]["bytes"]:
-            return f"has more numbers than {file}"
+                exists, begin, length = False, -1, 0
+        if not natural(begin) or not natural(length) or not length:
+            return "has a shard that is no file, offset and length"
+        if not exists:
+            return f"is in {str(file)[:80]!r}, which is no file of this checkpoint"
         if begin != end:
             return f"{'lacks numbers' if begin > end else 'has numbers twice'}: {min(begin, end)} to {max(begin, end)}"
-        seen.add(file)
-        end = begin + length
+        end = begin + length * count
     return "" if end == size else f"has {end} numbers in its shards, and {size} by its shape"
 
 
-def misfit(path: Path, tensors: dict[str, Any]) -> str:
+def misfit(path: Path, tensors: Tensors) -> str:
     """What the file holds otherwise than the manifest says; empty where it agrees."""
-    wanted = {
-        name: (tensor["dtype"], length)
+    number = path.stem.removeprefix("rank-")
+    own = int(number) if number.isdecimal() and path.name == file_of(int(number)) else -1
+    wanted = sorted(
+        (name, tensor["dtype"], row[2])
         for name, tensor in tensors.items()
-        for file, _, length in tensor["shards"]
-        if file == path.name
-    }
+        for row in tensor["shards"]
+        if (row[0] == path.name if isinstance(row[0], str) else row[0] <= own < row[0] + row[3])
+    )
     with safe_open(path, "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-        found = {name: (part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items()}
+        found = sorted((name, part.get_dtype(), math.prod(part.get_shape())) for name, part in slices.items())
     return "" if found == wanted else f"{path.name} holds other tensors than the manifest says"
 
 
@@ -203,7 +225,7 @@ class MismatchError(ValueError):
 class Reader:
     """Fills shards from a checkpoint whose manifest has been checked. Files are mapped: no more is read than needed."""
 
-    def __init__(self, folder: Path, tensors: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, tensors: Tensors) -> None:
         self.folder, self.tensors = folder, tensors
         self._files: dict[str, Any] = {}
 
@@ -223,12 +245,14 @@ class Reader:
             if not values.is_contiguous():
                 values.copy_(flat.view(values.shape))
 
-    def _copy(self, name: str, shards: list[Any], begin: int, flat: torch.Tensor) -> None:
+    def _copy(self, name: str, rows: list[Any], begin: int, flat: torch.Tensor) -> None:
         end = begin + flat.numel()
-        for file, first, length in shards:
-            low, high = max(begin, first), min(end, first + length)
-            if low < high:
-                part = self._file(file).get_tensor(name).flatten()[low - first : high - first]
+        for file, start, length, count in ((*row, 1)[:4] for row in rows):
+            for place in range(max((begin - start) // length, 0), min(-(-(end - start) // length), count)):
+                first = start + place * length
+                low, high = max(begin, first), min(end, first + length)
+                named = file if isinstance(file, str) else file_of(file + place)
+                part = self._file(named).get_tensor(name).flatten()[low - first : high - first]
                 flat[low - begin : high - begin].copy_(part)
 
     def _file(self, name: str) -> Any:  # noqa: ANN401  safetensors has no types

@@ -34,11 +34,11 @@ class Feed(Protocol):
     def by_source(self, samples: Iterable[int]) -> dict[str, list[int]]:
         """The source of each, and its number there."""
 
-    def state(self) -> Any:  # noqa: ANN401  any JSON value
-        """The position from which another process resumes; JSON, but for arrays."""
+    def state(self) -> list[Any] | None:
+        """The position from which another process resumes: of each stream shard that this rank reads, by its number."""
 
-    def load(self, states: list[Any]) -> None:
-        """Resume from the states of all ranks that the checkpoint was made by."""
+    def load(self, states: Mapping[int, list[Any]]) -> None:
+        """Resume from those of all ranks that the checkpoint was made by."""
 
 
 class Numbered:
@@ -47,7 +47,7 @@ class Numbered:
     def state(self) -> None:
         return None
 
-    def load(self, states: list[Any]) -> None:
+    def load(self, states: Mapping[int, list[Any]]) -> None:
         pass
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
@@ -91,7 +91,7 @@ class Stream:
             files = (*files, reading.map.text)
         self.identity = f"{len(pieces)} pieces, {zlib.crc32(repr(files).encode()):08x}"
         self._shards: dict[int, Shard] = {}
-        self._states: dict[int, list[Any]] = {}
+        self._states: Mapping[int, list[Any]] = {}
         # The tokenizer works without the interpreter's lock; a rank has the cores that the runner bound it to.
         self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tokenize")
 
@@ -134,6 +134,6 @@ class Stream:
     def state(self) -> list[Any]:
         return [shard.state() for shard in self._shards.values()]
 
-    def load(self, states: list[Any]) -> None:
-        self._states = {shard[0]: shard for state in states for shard in state}
+    def load(self, states: Mapping[int, list[Any]]) -> None:
+        self._states = states
         self._shards.clear()

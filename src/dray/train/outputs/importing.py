@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,8 +170,7 @@ def _checkpoint(job: Importing, found: Source) -> None:
     part.mkdir(mode=0o755, parents=True)
     about = {"step": step, "updates": adam.updates, "run": "", "image_sha256": "", "dray": f"import of {found.kind}"}
     about |= {"world_size": 1, "order": saved.order(config, data.training.identity)}
-    position = json.dumps({"feed": data.training.state(), "scaler": None}).encode()
-    saved.write(part, _batches(kept), [position], about)
+    saved.write(part, _batches(kept), about)
     part.rename(folder)
     manifest.sync(folder.parent)
     saved.opened(folder)
