@@ -175,7 +175,7 @@ class Control:
         if self._hangs() and (self._open or not self._me):
             return not self.stopped
         if self._me == 0:
-            return bool(self._open.keys() - self._idle)
+            return any(node not in self._idle for node in self._open)
         return bool(self._left and self._open) and not self.stopped and not self.saved
 
     def _heard(self, number: int) -> None:
