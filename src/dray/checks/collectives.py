@@ -64,8 +64,7 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
     dist.all_reduce(total, group=control)
     if total.item() != wanted:
         raise UnfitError("gloo's all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
-    names = [node["name"] for node in rank.plan["world"]["nodes"]]
-    slow_links = links.slow(links.measure(rank, device), names) if len(names) >= links.FEWEST else []
+    slow_links = links.find_slow(rank, device)
     for line in slow_links if rank.number == 0 else ():
         print(f"dray: slow: {line}", flush=True)
     rank.phase("bandwidth")
