@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 RECIPE = ("slurm/multinode.sh", "recipes/smoke-cpu.toml", "ranks_per_node=1", "preflight.when=never")
@@ -13,11 +11,3 @@ def new(cluster, before: set[Path], name: str) -> list[Path]:
     """This file of runs that were not there before."""
     attempts = [path / "attempt-1" for path in set((cluster.shared / "runs").iterdir()) - before]
     return [path / name for path in attempts if (path / name).exists()]
-
-
-def until(happened: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for what a job does; its files are all that tells us."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Where things are, golden files, and the containers that builds leave."""
+"""Where things are, golden files, waiting, and the containers that builds leave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import atexit
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -35,6 +37,15 @@ def golden(name: str | Path, text: str) -> None:
     if os.environ.get("DRAY_GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
+
+
+def until(happened: Callable[[], object], told: Callable[[], object] = str) -> None:
+    """Wait for what another process does. The limit ends a hang, also on a slow machine, and proves nothing else; what
+    is `told` then helps to see why."""
+    deadline = time.monotonic() + 300
+    while not happened():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.1)
 
 
 def builders(client, folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-import time
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dray.runs.paths import newest_attempt
+from helpers import until
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,50 @@ def sbatch(cluster):
     return submit
 
 
+LOGIN = "/opt/login"
+
+
+@dataclass(frozen=True)
+class Login:
+    """The cluster's login node, where its ordinary user has the `dray` command."""
+
+    python: tuple[str, ...]
+    """dray there, before its own words."""
+
+    @property
+    def argv(self) -> list[str]:
+        """Likewise, from this machine."""
+        return [sys.executable, "-m", "dray", "cluster", "exec", "--", *self.python]
+
+    def dray(self, *words: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [*self.argv, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="session")
+def login(cluster, root: Path) -> Login:
+    """With this machine's Python, since the cluster's containers have none, and the checkout's own packages."""
+    binary, stdlib = Path(sys.executable).resolve(), Path(sysconfig.get_path("stdlib"))
+    shared = Path(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME") or "")
+    brought = {"bin": [binary], "lib": [stdlib, *([shared.resolve()] if shared.is_file() else [])]}
+    if cluster.exec(["test", "-e", f"{LOGIN}/whole"]).code:
+        enter = ["docker", "exec", "--interactive", cluster.machine("controller").name, "bash", "-c"]
+        for folder, files in brought.items():
+            for file in files:
+                tar = ["tar", "-C", file.parent, "--exclude=site-packages", "--exclude=dist-packages", "-c", file.name]
+                into = f"mkdir -p {LOGIN}/{folder} && tar -C {LOGIN}/{folder} -x"
+                with subprocess.Popen(tar, stdout=subprocess.PIPE) as packs:
+                    subprocess.run([*enter, into], stdin=packs.stdout, check=True)
+                assert packs.returncode == 0
+        subprocess.run([*enter, f"touch {LOGIN}/whole"], check=True)
+    env = {"LD_LIBRARY_PATH": f"{LOGIN}/lib", "PYTHONPATH": f"{root / 'src'}:{sysconfig.get_path('purelib')}"}
+    return Login(
+        ("env", *(f"{name}={value}" for name, value in env.items()), f"{LOGIN}/bin/{binary.name}", "-m", "dray")
+    )
+
+
 # This machine is no login node of the cluster: the command is handed on to one, and the folder belongs to the user
 # there, as it does where one user submits and runs.
 SBATCH = f"""#!/bin/bash
@@ -98,10 +143,10 @@ def submit(cluster, root: Path, tmp_path_factory: pytest.TempPathFactory):
         queued, where = ended.stdout.splitlines()
         folder = Path(where.removeprefix("run folder: "))
         job = queued.removeprefix("job ").removesuffix(" is in the queue")
-        deadline = time.monotonic() + 120
-        while not list(folder.glob("attempt-*/result.json")):
-            assert time.monotonic() < deadline, [path.read_text() for path in folder.glob("job-*.log")]
-            time.sleep(0.2)
+        until(
+            lambda: list(folder.glob("attempt-*/result.json")),
+            lambda: [path.read_text() for path in folder.glob("job-*.log")],
+        )
         return Ended(0, (folder / f"job-{job}.log").read_text(), folder), job
 
     return submitted

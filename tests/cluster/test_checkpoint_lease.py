@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from helpers import until
+
 pytestmark = pytest.mark.cluster
 FOLDER = "/shared/home/one folder"
-
-
-def until(seen: Callable[[], object], said: Callable[[], object], limit: float = 90) -> None:
-    deadline = time.monotonic() + limit
-    while not seen():
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.1)
 
 
 def test_the_second_job_is_refused_and_after_a_kill_the_next_goes_on(cluster, sbatch, short) -> None:

@@ -11,7 +11,14 @@ from dray.runs.paths import RunPaths
 
 pytestmark = pytest.mark.cluster
 
-FAILS = 'echo "rank $RANK begins"; [ $RANK = 3 ] || exec sleep 600; seq 30; echo "why it fails" >&2; exit 42'
+FAILS = """
+echo "rank $RANK begins"
+[ $RANK = 3 ] || exec sleep 600
+until grep -qs "rank 0 begins" "$DRAY_RUN/attempt-1/logs/node-0.log"; do sleep 0.1; done
+seq 30
+echo "why it fails" >&2
+exit 42
+"""
 KEY = "runs.logs_by_node_above"
 LOW = [f"{KEY}=3", "ranks_per_node=2"]
 

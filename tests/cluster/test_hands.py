@@ -7,22 +7,15 @@ import os
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from helpers import until
+
 pytestmark = pytest.mark.cluster
 
 TOOL = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m dray cluster exec -- "${{0##*/}}" "$@"\n'
-
-
-def until(ready: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_command_in_it_then_a_stop_and_no_requeue(cluster, root: Path, short, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from following import RECIPE, new, until
+from following import RECIPE, new
+from helpers import until
 
 pytestmark = pytest.mark.cluster
 

@@ -8,14 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, until
 
 # Where the tests run in the background, a shell has made them deaf to SIGINT.
 DRAY = ["env", "--default-signal", sys.executable, "-m", "dray"]
@@ -168,10 +167,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
     assert f"stopped by {number.name} at " in out
     (folder,) = runs.iterdir()
     assert json.loads((folder / "attempt-1" / "result.json").read_text())["status"] == "stopped"
-    deadline = time.monotonic() + 20
-    while left := processes(str(runs)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    until(lambda: not processes(str(runs)), lambda: processes(str(runs)))
 
 
 @pytest.mark.torch

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from helpers import until
 
 pytestmark = pytest.mark.cluster
 
@@ -24,11 +25,8 @@ class Queue:
         assert code == 0, err
         self.job = out.strip()
 
-    def until(self, seen: Callable[[], object], limit: float = 90) -> None:
-        deadline = time.monotonic() + limit
-        while not seen():
-            assert time.monotonic() < deadline, (self.log(), self.show())
-            time.sleep(0.1)
+    def until(self, seen: Callable[[], object]) -> None:
+        until(seen, lambda: (self.log(), self.show()))
 
     def show(self, job: str = "") -> str:
         return self.cluster.exec(["scontrol", "show", "job", "--oneliner", job or self.job]).out
@@ -83,7 +81,7 @@ def test_it_is_put_back_and_goes_on_where_it_was(queue: Queue, sbatch, short) ->
     )
     queue.start_now()
     queue.until(lambda: queue.trains(2))
-    queue.until(lambda: "JobState=COMPLETED" in queue.show(), 120)
+    queue.until(lambda: "JobState=COMPLETED" in queue.show())
     log = queue.log()
     assert f"requeued: job {queue.job} goes on in this run folder; Slurm starts it" in log
     second = queue.result(2)

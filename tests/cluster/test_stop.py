@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import until
+
 pytestmark = pytest.mark.cluster
 
 
@@ -23,10 +25,7 @@ def test_it_saves_and_goes_on(sbatch, cluster, short) -> None:
     before = set(runs.iterdir())
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, *words, "train.steps=5000")
-        deadline = time.monotonic() + 90
-        while not stepping(runs, before):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: stepping(runs, before))
         asked = time.monotonic()
         assert cluster.exec(["scancel", "--batch", "--signal=USR1", "--user=dray"]).code == 0
         ended = job.result()

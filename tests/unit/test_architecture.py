@@ -127,6 +127,12 @@ def test_a_job_s_plan_loads_no_docker() -> None:
     assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
 
 
+def test_a_list_of_runs_loads_no_recipe() -> None:
+    """The classes of a recipe, a site and a plan take half a second, which each TAB would wait too."""
+    loaded = "import sys, dray.cli.runs; sys.exit(bool({'dray.config.recipe', 'dray.config.site'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
+
+
 def test_the_builder_container_needs_the_standard_library_only() -> None:
     """It has Debian's Python and no packages: -S leaves out this environment's."""
     code = f"import sys; sys.path.insert(0, {str(SRC.parent)!r}); import dray.images.rootfs.__main__"

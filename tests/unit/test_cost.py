@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from dray.facts import Facts
-from dray.runs import cost
+from dray.runs import accounting, cost
 from dray.runs.again import history
 from dray.runs.cost import Cost, Spent
 from dray.runs.finish import finish
@@ -30,8 +30,8 @@ sacct=17.1|3600000
 
 
 def test_of_the_step_that_started_the_nodes() -> None:
-    assert cost.parse(TOLD, 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=7_200_000)
-    assert cost.parse(TOLD, 17, "1") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=3_600_000)
+    assert accounting.parse(TOLD, 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=7_200_000)
+    assert accounting.parse(TOLD, 17, "1") == Cost(seconds=3600.0, nodes=2, gpus=8, joules=3_600_000)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_of_the_step_that_started_the_nodes() -> None:
     ],
 )
 def test_energy_that_is_not_known(old: str, new: str) -> None:
-    assert cost.parse(TOLD.replace(old, new), 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8)
+    assert accounting.parse(TOLD.replace(old, new), 17, "0") == Cost(seconds=3600.0, nodes=2, gpus=8)
 
 
 def test_a_step_that_nobody_names() -> None:
-    assert cost.parse(TOLD, 17, "") == Cost(seconds=3600.0, nodes=2, gpus=8)
+    assert accounting.parse(TOLD, 17, "") == Cost(seconds=3600.0, nodes=2, gpus=8)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_step_that_nobody_names() -> None:
     ],
 )
 def test_what_is_not_known(line: str) -> None:
-    assert cost.parse(line, 17, "0") is None
+    assert accounting.parse(line, 17, "0") is None
 
 
 def test_all_attempts() -> None:
@@ -114,7 +114,7 @@ JOB = "JobId=17 BatchFlag=1 SubmitTime=2026-11-25T10:00:00 EligibleTime=x StartT
     ],
 )
 def test_the_queue_by_slurm_s_clock(known: str, seconds: float | None) -> None:
-    assert cost.queue_s(known) == seconds
+    assert accounting.queue_s(known) == seconds
 
 
 def test_results_of_older_versions_and_damaged_ones() -> None:
@@ -158,14 +158,15 @@ exit {code}
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_what_the_job_s_script_tells(code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", ["SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"])  # salloc sets the second alone
+def test_what_the_job_s_script_tells(code: int, gpus: str, tmp_path: Path) -> None:
     """Slurm's own answers as they come; one that fails ends nothing."""
     for name, text in (("sacct", SACCT.format(code=code)), ("scontrol", "#!/bin/bash\necho JobId=17 BatchFlag=1\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     script = SCRIPT + 'lost=() stopped_by="" began_at=12.50\nend::job 0\nlost=(n2)\nend::cost'
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": "17"}
-    env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "a100:4", "HOME": str(tmp_path)}
+    env |= {"SLURM_JOB_NUM_NODES": "2", gpus: "a100:4", "HOME": str(tmp_path)}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     before, first, *rest = done.stdout.splitlines()
     figures = [line for line in rest if line.startswith("begun_s")]

@@ -14,7 +14,7 @@ from dray.config import sites
 from dray.config.site import Site
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts, Files, parse, to_text
-from dray.fitness import doctor, host
+from dray.fitness import doctor, scheduler
 from dray.planning import grace as planned
 from dray.runs import finish, grace, login, stop, submit
 from dray.runs.paths import RunPaths
@@ -100,15 +100,15 @@ class TestSlurm:
         ],
     )
     def test_of_a_partition(self, slurm: Slurm, names: list[str], mode: str, seconds: int | None) -> None:
-        found = host.preemption(host.slurm_config(), names)
+        found = scheduler.preemption(scheduler.conf(), names)
         assert (found["preempt_mode"], found.get("preempt_grace_s")) == (mode, seconds)
         assert (found["preempt_signal"], found["kill_wait_s"]) == (True, 30)
-        assert host.cluster_name() == "harbour"
+        assert scheduler.cluster_name() == "harbour"
 
     @pytest.mark.parametrize("type_", ["(null)", "preempt/none"])
     def test_without_preemption(self, slurm: Slurm, type_: str) -> None:
         slurm.answers(mode="OFF", parameters="(null)", type=type_)
-        assert host.preemption(host.slurm_config()) == {"kill_wait_s": 30}
+        assert scheduler.preemption(scheduler.conf()) == {"kill_wait_s": 30}
 
     @pytest.mark.parametrize(
         "script",
@@ -117,17 +117,17 @@ class TestSlurm:
     )  # fmt: skip
     def test_rubbish(self, slurm: Slurm, script: str) -> None:
         slurm.tool("scontrol", script)
-        found = host.preemption(host.slurm_config())
+        found = scheduler.preemption(scheduler.conf())
         Facts(scheduler="slurm", nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", **found)
 
     def test_a_controller_that_does_not_answer(self, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host, "_ANSWER_S", 0.3)
+        monkeypatch.setattr(scheduler, "_ANSWER_S", 0.3)
         slurm.tool("scontrol", "exec sleep 60")
-        assert (host.slurm_config(), host.preemption({}), host.cluster_name()) == ({}, {}, "")
+        assert (scheduler.conf(), scheduler.preemption({}), scheduler.cluster_name()) == ({}, {}, "")
 
     def test_without_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nonexistent")
-        assert host.slurm_config() == {}
+        assert scheduler.conf() == {}
 
     @pytest.mark.parametrize(("parameters", "level"), [("reorder_count=1,send_user_signal", "ok"), ("(null)", "note")])
     def test_doctor_shows_it(self, slurm: Slurm, parameters: str, level: str) -> None:

@@ -20,7 +20,7 @@ from dray.runs import halt, live, submit
 from dray.runs import look as shown
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
-from dray.runs.result import summary
+from dray.runs.result import result_of, summary
 from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
@@ -76,7 +76,7 @@ def test_its_last_words_are_shown_once_it_has_ended(slurm: Slurm, paths: RunPath
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=ends, monotonic=time.monotonic))
     shown = stop(paths.run, wait=True)
-    result = live.result(paths)
+    result = result_of(paths)
     assert result
     assert (result.status, result.exit_code, result.reason, result.next) == ("stopped", 75, "dray stop", None)
     assert shown.splitlines()[1:] == summary(result, paths).splitlines()
@@ -123,6 +123,9 @@ def test_a_job_that_has_not_begun_is_cancelled(
     slurm.has(18, state, submitted=stamp(time.time() - 60))
     assert stop(run) == f"{said}\nrun folder: {run}"
     assert slurm.calls == calls
+    seen = shown.look(run, Queue())
+    assert (seen.state, seen.why) == ("stopped", "dray stop took job 18 out of the queue; nothing has run")
+    assert stop(run) == f"its job is not in the queue any more; nothing has run\nrun folder: {run}"
 
 
 def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPaths) -> None:
@@ -268,6 +271,14 @@ class TestHere:
 
 
 @pytest.mark.hostile("stop")
+def test_an_attempt_that_is_a_link_to_nowhere(paths: RunPaths) -> None:
+    paths.folder.rename(paths.run / "elsewhere")
+    paths.folder.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="the run cannot be read"):
+        live.own(paths.run)
+
+
+@pytest.mark.hostile("stop")
 def test_another_user_s_run_and_a_fifo_in_the_place_of_the_file(slurm: Slurm, paths: RunPaths) -> None:
     slurm.has(17, "RUNNING")
     paths.folder.chmod(0o777)
@@ -339,7 +350,7 @@ def test_a_result_of_before_reads(paths: RunPaths) -> None:
     told = json.loads(paths.result.read_text())
     told["next"] = {"requeue": False, "exclude": None, "why": "x"}
     paths.result.write_text(json.dumps(told))
-    found = live.result(paths)
+    found = result_of(paths)
     assert found
     assert found.next
     assert found.next.exclude == []

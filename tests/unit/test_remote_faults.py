@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from desk import Desk, at
 from dray.remote import parcel
-from helpers import ROOT
+from helpers import ROOT, until
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
 
@@ -36,13 +35,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     with at(tmp_path_factory.mktemp("remote")) as made:
         made.dray("submit", "--on", "mine", "recipes/smoke-cpu.toml", "--run=waits")
         yield made
-
-
-def until(seen: Callable[[], object], limit: float = 120) -> None:
-    deadline = time.monotonic() + limit
-    while not seen():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def processes(desk: Desk) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from damage import RECORD
 from dray.cli import status
 from dray.facts import Facts
-from dray.runs import live, result, why
+from dray.runs import result, why
 from dray.runs.finish import finish
 from dray.runs.look import look
 from dray.runs.paths import RunPaths
@@ -102,4 +102,4 @@ def test_one_of_another_version_is_named_and_nothing_of_it_is_believed(
     assert wrong in seen.warnings
     assert f"warning: {wrong}" in status.text(seen)
     assert wrong in why.look(paths).warnings
-    assert live.result(paths) is None
+    assert result.result_of(paths) is None

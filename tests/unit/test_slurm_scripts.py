@@ -246,12 +246,12 @@ class TestStopped:
     )
     def test_what_slurm_tells(self, job: tuple[str, str, str], end: str, reason: str) -> None:
         text = f"at=1000 end={end}\n{self.LINE.format(*job)}\n"
-        assert stop.parse(text, now=0) == stop.Stop(reason, "1970-01-01T00:16:40Z")
+        assert stop.parse(text, now=0, grace=120) == stop.Stop(reason, "1970-01-01T00:16:40Z")
 
     @pytest.mark.parametrize(("left", "reason"), [(180, "the time limit"), (241, "SIGUSR1")])
     def test_the_signal_before_the_time_limit(self, left: int, reason: str) -> None:
         text = f"signal=USR1 at=1000 end={1000 + left}\n{self.LINE.format('RUNNING', 'None', 'None')}\n"
-        assert stop.parse(text, now=0).reason == reason
+        assert stop.parse(text, now=0, grace=120).reason == reason
 
     @pytest.mark.parametrize(
         ("before", "now", "reason"), [("0", "1", "scontrol requeue"), ("1", "1", "scancel"), ("", "1", "scancel")]
@@ -259,10 +259,12 @@ class TestStopped:
     def test_a_job_that_slurm_has_put_back_was_not_cancelled(self, before: str, now: str, reason: str) -> None:
         """As seen: its state is COMPLETING in both cases, and Slurm counts the restart at once."""
         line = f"{self.LINE.format('COMPLETING', 'None', 'None')} Restarts={now}"
-        assert stop.parse(f"signal=TERM at=1000 end=9000 restarts={before}\n{line}\n", now=0).reason == reason
+        assert (
+            stop.parse(f"signal=TERM at=1000 end=9000 restarts={before}\n{line}\n", now=0, grace=120).reason == reason
+        )
 
     def test_a_controller_that_does_not_answer(self) -> None:
-        assert stop.parse("at= end=\n", now=1000).reason == "SIGTERM"
+        assert stop.parse("at= end=\n", now=1000, grace=120).reason == "SIGTERM"
 
     @pytest.mark.parametrize("kept", [True, False])
     def test_a_job_that_is_cancelled(self, job: Job, tmp_path: Path, *, kept: bool) -> None:

@@ -21,6 +21,7 @@ from damage import HOSTILE, replace
 from dray.cli import logs, progress, runs, status, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.runs import brief
 from dray.runs import look as looking
 from dray.runs.finish import finish
 from dray.runs.logs import joined, new, of
@@ -28,6 +29,7 @@ from dray.runs.look import look
 from dray.runs.metrics import rare, tail
 from dray.runs.named import jobs
 from dray.runs.paths import RunPaths
+from dray.runs.reading import dig
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Queue
 from dray.runs.state import State
@@ -320,7 +322,7 @@ def test_few_files_are_opened_for_a_list(
         assert len(dray_runs(tmp_path, capsys, last=0).splitlines()) == 42
     finally:
         noting = False
-    assert len(opened) == 41 * 2 + 10  # a result, a plan, and of those without a result the metrics' end
+    assert len(opened) == 41 * 2  # a plan, and a result or the metrics' end
     assert sum(name.endswith("metrics.jsonl") for name in opened) == 10
 
 
@@ -748,3 +750,26 @@ def test_since(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> No
 def test_since_that_is_none() -> None:
     with pytest.raises(ConfigError, match="--since has a wrong value"):
         times.since("yesterday")
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"recipe": 3}, {"recipe": {"train": [], "name": 7}}, {"world": []}, {"world": {"nodes": {"name": "n"}}},
+    {"world": {"nodes": ["n1", {"name": None}, {"address": "x"}], "size": "many"}}, {"job": [1]}, {"scratch": {}},
+    {"recipe": {"checkpoint": {"folder": 1}, "command": {"argv": ["x"]}}}, {"run_folder": None},
+])  # fmt: skip
+def test_a_list_takes_from_a_plan_what_the_whole_one_has(tmp_path: Path, change: dict[str, object]) -> None:
+    file = begun(tmp_path).plan
+    whole = json.loads(file.read_text()) | change
+    file.write_text(json.dumps(whole))
+    keys = (
+        "job", "scratch", "run_folder", "recipe.name", "recipe.command", "recipe.train.steps",
+        "recipe.checkpoint.folder", "world.size",
+    )  # fmt: skip
+    found, warnings = brief.plan(file, []), list[str]()
+    assert [dig(found, *key.split(".")) for key in keys] == [dig(whole, *key.split(".")) for key in keys]
+    nodes = dig(whole, "world", "nodes")
+    nodes = nodes if isinstance(nodes, list) else []
+    names = [node["name"] for node in nodes if isinstance(node, dict) and "name" in node]
+    assert [node["name"] for node in dig(found, "world", "nodes") or [] if node and "name" in node] == names
+    file.write_text(json.dumps(whole)[:-9])
+    assert (brief.plan(file, warnings), len(warnings)) == (None, 1)

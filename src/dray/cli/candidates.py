@@ -1,4 +1,7 @@
-"""What a shell may complete: recipes, their keys and values, runs, sites. Where one is wrong, nothing."""
+"""What a shell may complete: recipes, their keys and values, runs, sites. Where one is wrong, nothing.
+
+Each verb names these functions, and only a TAB calls one: what reads recipes and sites is imported there.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,6 @@ from pathlib import Path
 
 import typer
 
-from dray.config import checkout
-from dray.config import sites as site_files
-from dray.config.recipe import Recipe
-from dray.config.schema import Schema
 from dray.contract.findings import DrayError
 from dray.remote import names
 from dray.runs import named
@@ -39,11 +38,15 @@ def _runs(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: AR
 
 
 def _sites(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
-    return iter(site_files.files())
+    from dray.config import sites  # noqa: PLC0415
+
+    return iter(sites.files())
 
 
 def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     """Files that end in .toml and folders, as any shell has them, and the names of those that come with dray."""
+    from dray.config import checkout  # noqa: PLC0415
+
     begun = incomplete.rpartition("/")[0] + "/" * ("/" in incomplete)
     for path in Path(begun or ".").expanduser().iterdir():
         hidden = path.name.startswith(".")
@@ -55,6 +58,9 @@ def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa:
 
 def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     """Each key with its =, or, behind that, the values that it may have, where they are few."""
+    from dray.config.recipe import Recipe  # noqa: PLC0415
+    from dray.config.schema import Schema  # noqa: PLC0415
+
     name, equals, _ = incomplete.partition("=")
     for key, kind, *_ in Schema(Recipe).describe():
         if "[]" in key or ".NAME" in key:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dray.cli.options import Engine, found
+from dray.cli.chosen import Engine, found
 from dray.config.recipe import Command, Recipe
 from dray.config.training import Evaluation
 from dray.contract import jobs

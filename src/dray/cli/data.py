@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dray.cli.options import Engine, Overrides, RecipeFile
+from dray.cli.chosen import Engine, Overrides, RecipeFile
 from dray.contract import jobs
 from dray.contract.findings import ConfigError, counted
 from dray.runs import desk

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dray.cli.options import Arguments, GpusPerNode, Launcher, Nodes, Ranks, Site, chosen
+from dray.cli.chosen import Arguments, Launcher, chosen
+from dray.cli.options import GpusPerNode, Nodes, Ranks, Site
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.contract.findings import counted

@@ -22,7 +22,7 @@ from dray.config.new_recipe import New
 from dray.config.site import Site
 from dray.contract import node
 from dray.contract.findings import ConfigError
-from dray.fitness import host
+from dray.fitness import host, scheduler
 from dray.images import store
 from dray.runs.write import recipe_name
 
@@ -63,7 +63,7 @@ def init(
     ask = _Ask(asks=not yes and sys.stdin.isatty() and sys.stdout.isatty())
     found = host.site(site)
     slurm = bool(process.which("sbatch"))
-    partitions = host.partitions() if slurm else []
+    partitions = scheduler.partitions() if slurm else []
     queue = _partition(ask, partition, partitions, found.site.sbatch)
     gres = next((one for one in partitions if one.name == queue), None)
     variant = _variant(ask, gpu, found.site.image, gres, slurm=slurm)
@@ -117,7 +117,7 @@ class _Ask:
         return answer
 
 
-def _partition(ask: _Ask, given: str, partitions: list[host.Partition], site: Sequence[str]) -> str:
+def _partition(ask: _Ask, given: str, partitions: list[scheduler.Partition], site: Sequence[str]) -> str:
     """The site's own, else the one with most GPUs on a node, if nobody knows better."""
     names = [one.name for one in partitions]
     if given and names and given not in names:
@@ -127,7 +127,7 @@ def _partition(ask: _Ask, given: str, partitions: list[host.Partition], site: Se
     return given or known or (ask.one_of("partition", names, best.name) if best else "")
 
 
-def _variant(ask: _Ask, given: str, site: str | None, gres: host.Partition | None, *, slurm: bool) -> str:
+def _variant(ask: _Ask, given: str, site: str | None, gres: scheduler.Partition | None, *, slurm: bool) -> str:
     """The image for the GPUs: as the site says, else as Slurm names them, else as this machine has them."""
     if given and given not in _GPUS:
         raise ConfigError("there is no image for such a GPU", wanted=", ".join(_GPUS), found=given, fix="--gpu cuda")
@@ -145,7 +145,7 @@ def _variant(ask: _Ask, given: str, site: str | None, gres: host.Partition | Non
 
 def _account(ask: _Ask, given: str, example: str, *, slurm: bool) -> str:
     """Of several Slurm accounts the one to pay; where the site requires one that Slurm does not tell, its example."""
-    accounts = host.accounts() if slurm and not given else []
+    accounts = scheduler.accounts() if slurm and not given else []
     if given or (len(accounts) == 1 and not example):
         return given  # Slurm's default is the only one
     if accounts:

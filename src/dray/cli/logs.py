@@ -17,12 +17,11 @@ from dray.cli.options import Run, Runs
 from dray.cli.streams import is_gone, shown
 from dray.contract.findings import ConfigError
 from dray.runs import logs as files
-from dray.runs.live import table
 from dray.runs.logs import Log
 from dray.runs.look import Watched
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
-from dray.runs.stages import dig
+from dray.runs.reading import dig, table
 from dray.runs.state import RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5

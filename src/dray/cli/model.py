@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dray.cli import candidates
-from dray.cli.options import Engine
+from dray.cli.chosen import Engine
 from dray.config.recipe import Recipe
 from dray.contract import jobs
 from dray.contract.findings import ConfigError

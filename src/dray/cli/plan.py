@@ -9,19 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from dray import facts, render
-from dray.cli.options import (
-    Arguments,
-    GpuMemory,
-    GpusPerNode,
-    Launcher,
-    Nodes,
-    Ranks,
-    Runs,
-    Sbatch,
-    Site,
-    chosen,
-    report,
-)
+from dray.cli.chosen import Arguments, Launcher, chosen, report
+from dray.cli.options import GpuMemory, GpusPerNode, Nodes, Ranks, Runs, Sbatch, Site
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
 from dray.contract import files

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from dray.cli.options import Engine, Overrides, RecipeFile
+from dray.cli.chosen import Engine, Overrides, RecipeFile
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
 from dray.runs import desk, hub

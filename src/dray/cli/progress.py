@@ -17,7 +17,7 @@ from dray.runs.follow import Growing, Output
 from dray.runs.metrics import Event, number, parsed, whole
 from dray.runs.paths import RunPaths
 from dray.runs.rank_log import planned
-from dray.runs.records import RECORD
+from dray.runs.reading import RECORD
 
 
 class Progress:

@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from dray.cli import candidates
-from dray.cli.options import Json, Overrides, RecipeFile
+from dray.cli.chosen import Overrides, RecipeFile
+from dray.cli.options import Json
 from dray.config import checkout, packages
 from dray.config.model import Spec, validate
 from dray.config.new_recipe import New

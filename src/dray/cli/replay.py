@@ -11,7 +11,8 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 
 from dray import process
-from dray.cli.options import Run, Runs, Sbatch, report
+from dray.cli.chosen import report
+from dray.cli.options import Run, Runs, Sbatch
 from dray.cli.run import conduct
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes
@@ -19,12 +20,13 @@ from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import capsule, compared, effect, live, local, pack, resubmit, verify, write
+from dray.runs import capsule, compared, effect, local, pack, resubmit, verify, write
 from dray.runs import replay as replays
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.named import find
 from dray.runs.paths import RunPaths, default_runs, newest_attempt
+from dray.runs.result import result_of
 
 _SHOWN = 20
 _AHEAD = "the same as in the run, as far as can be told before it starts"
@@ -166,7 +168,7 @@ def _compare(before: _Before, word: str, runs: Path | None) -> NoReturn:
         paths = newest_attempt(folder)
         if paths.run.resolve() == before.paths.run.resolve():
             raise ConfigError("a run is no replay of itself", where="--compare", found=word, fix="name its replay")
-        result = live.result(paths)
+        result = result_of(paths)
         if result is None or result.exit_code:
             end = f"has {result.status}, with exit code {result.exit_code}" if result else "has left no result"
             print(printable(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}"))

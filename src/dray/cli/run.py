@@ -13,24 +13,12 @@ import typer
 
 from dray import engines, process
 from dray.cli import candidates
-from dray.cli.options import (
-    Arguments,
-    Chosen,
-    Engine,
-    GpusPerNode,
-    Launcher,
-    Nodes,
-    Ranks,
-    Runs,
-    Site,
-    again,
-    chosen,
-    report,
-)
+from dray.cli.chosen import Arguments, Chosen, Engine, Launcher, chosen, report
+from dray.cli.options import GpusPerNode, Nodes, Ranks, Runs, Site, again
 from dray.cli.progress import Progress
 from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
-from dray.runs import allocation, cost, hosts, local, write
+from dray.runs import accounting, allocation, hosts, local, write
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths, default_runs, run_name
 from dray.runs.result import Result, summary
@@ -132,7 +120,7 @@ def conduct(plan: Plan, paths: RunPaths, *, again: str, only: int | None = None)
             code, stopped = local.run(plan, paths, watch=watch, stopping=stopping, only=only), None
         except KeyboardInterrupt as stop:  # all that was started is gone by now
             code, stopped = 128 + signal.Signals[str(stop) or "SIGINT"], Stop(str(stop) or "Ctrl-C", utc())
-    spent = None if only is not None else cost.here(paths, plan, time.monotonic() - began)
+    spent = None if only is not None else accounting.here(paths, plan, time.monotonic() - began)
     result = finish(paths, code=code, stopped=stopped, spent=spent)
     print(summary(result, paths, again=again, shown=progress.rank))
     return result

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,8 +18,8 @@ from dray.cli.on import On, hand_over
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError, counted
 from dray.runs import cost, state
-from dray.runs.look import look, newest_first
-from dray.runs.named import every
+from dray.runs.look import look
+from dray.runs.named import seen
 from dray.runs.paths import default_runs
 from dray.runs.squeue import Queue
 from dray.runs.state import State
@@ -55,8 +56,8 @@ def runs(
     if wrong:
         raise ConfigError("--state has a wrong value", wanted=f"one of {', '.join(state.STATES)}", found=wrong[0])
     queue = Queue()
-    newest = newest_first(list(every(folder)))
-    found = (look(run, queue) for run in newest)
+    newest = sorted(seen(folder), reverse=True)
+    found = (look(Path(one.folder), queue, numbers=one.attempts) for one in newest)
     fitting = _fitting(found, states or (), recipe, times.since(since))
     limit = ((0 if as_json else _LAST) if last is None else last) or None
     shown = list(islice(fitting, limit))

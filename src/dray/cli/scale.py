@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from dray.cli import studies
-from dray.cli.options import Json, Overrides, Runs, Sbatch, Site, found
+from dray.cli.chosen import Overrides, found
+from dray.cli.options import Json, Runs, Sbatch, Site
 from dray.config.recipe import Recipe
 from dray.contract.findings import ConfigError
 from dray.fitness import host

@@ -120,7 +120,7 @@ class Start:
             for number, (member, settings, size) in enumerate(zip(study.members, own, sizes, strict=True), 1)
         ]
         _report(jobs)
-        found = arrays.groups(jobs, known.slurm)
+        found = arrays.groups(jobs, known.conf)
         code = source.look(self.recipe.absolute().parent)
         studies.save(folder, study)
         try:

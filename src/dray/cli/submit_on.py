@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dray.cli.chosen import Chosen
 from dray.cli.on import run
-from dray.cli.options import Chosen
 from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.images import store

@@ -7,7 +7,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from dray.cli.options import Engine, Run, Runs
+from dray.cli.chosen import Engine
+from dray.cli.options import Run, Runs
 from dray.config.training import Tracker
 from dray.contract import files, jobs
 from dray.contract.findings import ConfigError

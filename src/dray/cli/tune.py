@@ -13,19 +13,8 @@ import typer
 
 from dray.cli import studies, tune_table
 from dray.cli.candidates import recipes
-from dray.cli.options import (
-    Engine,
-    GpuMemory,
-    GpusPerNode,
-    Json,
-    Nodes,
-    Overrides,
-    Ranks,
-    Runs,
-    Site,
-    found,
-    program,
-)
+from dray.cli.chosen import Engine, Overrides, found
+from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Site, program
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted

@@ -29,6 +29,10 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BufferedReader:
     """A file to read; OSError says so where it is none: opening a FIFO waits for ever, and a device has no end."""
+    return open(_opened(path, link=link)[0], "rb")
+
+
+def _opened(path: str | os.PathLike[str], *, link: bool = True) -> tuple[int, os.stat_result]:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
@@ -38,22 +42,37 @@ def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> Buffered
         if refused.errno == errno.ENXIO:
             refused.strerror = "a socket, not a file"
         raise
-    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    found = os.fstat(handle)
+    kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
         os.close(handle)
         raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
-    return open(handle, "rb")
+    return handle, found
 
 
 def read(path: str | os.PathLike[str], *, limit: int = _LIMIT) -> bytes:
     """The content of a file of at most so many bytes; OSError says what is wrong with it."""
-    with open_regular(path) as file:
-        content = file.read(min(limit + 1, _USUAL))  # for as much as may come the memory is mapped and unmapped
-        if len(content) == _USUAL:
-            content += file.read(limit + 1 - len(content))
+    handle, _ = _opened(path)
+    try:
+        content = more = os.read(handle, min(limit + 1, _USUAL))  # for all that may come memory is mapped and unmapped
+        while more and len(content) <= limit:
+            more = os.read(handle, min(limit + 1 - len(content), max(_USUAL, len(content))))
+            content += more
+    finally:
+        os.close(handle)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit:,} bytes", os.fspath(path))
     return content
+
+
+def end(path: str | os.PathLike[str], most: int) -> tuple[bytes, bool]:
+    """The last bytes of a file, and whether they are all of it; OSError as from `read`."""
+    handle, found = _opened(path)
+    try:
+        begin = max(0, found.st_size - most)
+        return os.pread(handle, most, begin), not begin
+    finally:
+        os.close(handle)
 
 
 def text(path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT) -> str:
@@ -180,8 +199,6 @@ def open_to_others(path: str | os.PathLike[str], *, folder: bool = False) -> str
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
     """The last lines of a log; none where there is no log."""
     try:
-        with open_regular(path) as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - 16384))
-            return log.read().decode("utf-8", "replace").splitlines()[-lines:]
+        return end(path, 16384)[0].decode("utf-8", "replace").splitlines()[-lines:]
     except OSError:
         return []

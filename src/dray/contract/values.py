@@ -36,8 +36,10 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
 
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
     """The same without what no JSON can hold and no terminal should be sent."""
+    if value is None or isinstance(value, int | float):
+        return value
     if isinstance(value, str):
-        return _UNPRINTABLE.sub("\ufffd", value)
+        return value if value.isprintable() else _UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, dict):
         return {name: printable(one) for name, one in value.items()}
     return [printable(one) for one in value] if isinstance(value, list) else value

@@ -17,7 +17,7 @@ from dray.config.preflight import Preflight
 from dray.config.site import Site
 from dray.contract import exit_codes, node
 from dray.contract.findings import DrayError, Finding, UnfitError, counted
-from dray.fitness import host
+from dray.fitness import host, scheduler
 from dray.images import store
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "shifter", "ch-run")
@@ -128,14 +128,14 @@ def _slurm() -> Iterator[Finding]:
         return
     version = process.run(["sbatch", "--version"], check=False).out.strip()
     try:
-        partitions = host.partitions()
+        partitions = scheduler.partitions()
     except DrayError as error:
         fix = "run scontrol ping; is this machine a login node of the cluster?"
         yield _unfit("Slurm", error.details.get("found", "sinfo does not answer"), fix)
         return
-    config = host.slurm_config()
+    config = scheduler.conf()
     ends = f", KillWait {config['KillWait']}" if "KillWait" in config else ""
-    yield _ok("Slurm", f"{version}, cluster {host.cluster_name(config) or '(no name)'}{ends}")
+    yield _ok("Slurm", f"{version}, cluster {scheduler.cluster_name(config) or '(no name)'}{ends}")
     for partition in partitions[:12]:
         size = f"{counted(partition.nodes, 'node')}, {counted(partition.cpus, 'CPU')}"
         yield _ok("partition", f"{partition.name}, {size}, {partition.gres}")
@@ -145,7 +145,7 @@ def _slurm() -> Iterator[Finding]:
 def _preemption(config: Mapping[str, str], names: Sequence[str]) -> Iterator[Finding]:
     """What a job that is preempted is left with."""
     for name in names:
-        left = host.preemption(config, [name])
+        left = scheduler.preemption(config, [name])
         if left.get("preempt_mode", "OFF") in ("", "OFF"):
             continue
         found = f"{name}: PreemptMode {left['preempt_mode']}, GraceTime {left.get('preempt_grace_s', 0)} s"

@@ -24,11 +24,12 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.contract.values import printable
 from dray.images.sif import record
 from dray.planning.schema import Plan
-from dray.runs import again, records
+from dray.runs import again
 from dray.runs import source as sources
 from dray.runs.capsule_schema import Capsule, File, Image, Node
 from dray.runs.metrics import Metrics
 from dray.runs.paths import RunPaths
+from dray.runs.reading import reason, written
 from dray.runs.result import Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
@@ -66,7 +67,7 @@ def planned(paths: RunPaths, plan: Plan) -> Capsule:
         inputs = known.inputs if known and known.sif.sha256 == plan.image_sha256 else ""
     return Capsule(
         dray=plan.dray, run=plan.run, attempt=paths.attempt, job=plan.job,
-        planned=utc(records.modified(paths.plan)), site=plan.site.removeprefix("site "), world_size=plan.world.size,
+        planned=utc(written(paths.plan) or 0.0), site=plan.site.removeprefix("site "), world_size=plan.world.size,
         image=Image(
             engine=plan.engine, variant=plan.variant, file=plan.image, sha256=plan.image_sha256, inputs=inputs,
             layer=plan.layer.digest if plan.layer else "",
@@ -88,7 +89,7 @@ def ended(paths: RunPaths, plan: Plan | None, result: Result) -> str:
         made = seen(paths, made).model_copy(update={**told, "attempts": attempts, "files": _files(paths)})
         files.write_atomic(paths.capsule, _json(made))
     except Exception as error:  # the last words of a run are said whatever is in its folder
-        return f"{paths.capsule} cannot be written: {records.reason(error)}"
+        return f"{paths.capsule} cannot be written: {reason(error)}"
     return ""
 
 

@@ -1,24 +1,19 @@
-"""What attempts cost: nodes and GPUs for so long, and the energy that Slurm has counted. Nothing of it is estimated."""
+"""What attempts cost: nodes and GPUs for so long, and the energy that Slurm has counted. Nothing of it is estimated.
+
+runs/accounting.py finds it out.
+"""
 
 from __future__ import annotations
 
 import math
-import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dray import facts
-from dray.contract import files
-from dray.contract.findings import DrayError
-from dray.planning.schema import Plan
-from dray.runs.paths import RunPaths
-
-_MOST = 1e7  # seconds: no job is longer
-_MOST_J = 1e13  # the energy of ten thousand nodes of 3 kW for four days
+MOST = 1e7  # seconds: no job is longer
+MOST_J = 1e13  # the energy of ten thousand nodes of 3 kW for four days
 
 
 class Cost(BaseModel):
@@ -26,13 +21,13 @@ class Cost(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    seconds: Annotated[float, Field(ge=0, le=_MOST)]
+    seconds: Annotated[float, Field(ge=0, le=MOST)]
     """From its planning to its end, by one clock."""
     nodes: Annotated[int, Field(ge=1, le=1 << 20)]
     """All that the job had, spare nodes too."""
     gpus: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     """On all of them together."""
-    joules: Annotated[float, Field(gt=0, le=_MOST_J)] | None = None
+    joules: Annotated[float, Field(gt=0, le=MOST_J)] | None = None
     """Of these nodes, by Slurm's accounting; None where that counts none."""
 
 
@@ -78,49 +73,6 @@ def spent(attempts: Sequence[tuple[int, Cost | None]]) -> Spent | None:
         kwh=round(sum(joules) / 3.6e6, 4) if len(joules) == len(known) else None,
         unknown=[number for number, cost in attempts if cost is None],
     )
-
-
-def here(paths: RunPaths, plan: Plan, seconds: float) -> Cost | None:
-    """Of an attempt on this machine, whose nodes are all the same one."""
-    with suppress(OSError, DrayError, ValidationError):
-        gpus = facts.parse(files.text(paths.facts, "the facts"), where=str(paths.facts)).gpus_per_node
-        gpus *= len(plan.world.nodes) * (plan.variant != "cpu")
-        return Cost(seconds=round(seconds, 1), nodes=1, gpus=gpus)
-    return None
-
-
-def parse(known: str, job: int, step: str) -> Cost | None:
-    """By what the job's script tells: `begun_s=S ended_s=S allocated_nodes=N allocated_gpus=N`, and sacct's lines."""
-    told = dict(re.findall(r"\b(begun_s|ended_s|allocated_nodes|allocated_gpus)=([0-9.]{1,20})(?!\S)", known))
-    try:
-        nodes = int(told["allocated_nodes"])
-        seconds = float(told["ended_s"]) - float(told["begun_s"])
-        gpus = int(told.get("allocated_gpus", "0")) * nodes
-        return Cost(seconds=round(seconds, 1), nodes=nodes, gpus=gpus, joules=_joules(known, job, step))
-    except (KeyError, ValueError):  # of which pydantic's is one
-        return None
-
-
-def _joules(known: str, job: int, step: str) -> float | None:
-    """Of the step alone that started the nodes: those of the job itself count the same energy again.
-
-    Where a site's Slurm counts none, sacct has 0 or nothing.
-    """
-    found = re.findall(rf"^sacct={job}\.{step}\|([0-9]{{1,13}})\|?$", known, re.MULTILINE) if step else []
-    joules = float(found[-1]) if found else 0.0
-    return joules if 0 < joules <= _MOST_J else None
-
-
-def queue_s(known: str) -> float | None:
-    """From the submission to the start, both by Slurm's clock; only of a batch job's first attempt."""
-    if not re.search(r"(?m)^first_of_job=1$", known) or not re.search(r"(?:^|\s)BatchFlag=1(?:\s|$)", known):
-        return None
-    times = [re.search(rf"(?:^|\s){name}=(\S{{19}})(?:\s|$)", known) for name in ("SubmitTime", "StartTime")]
-    try:
-        begin, end = (time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) for found in times if found)
-    except (ValueError, OverflowError):
-        return None
-    return end - begin if 0 <= end - begin < _MOST else None
 
 
 def text(found: Spent | None) -> str:

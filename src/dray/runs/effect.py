@@ -8,9 +8,9 @@ from math import ceil
 from pydantic import BaseModel
 
 from dray.contract.findings import counted
-from dray.runs import records
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths
+from dray.runs.reading import reason, written
 
 
 class Curve(BaseModel):
@@ -80,14 +80,14 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
                 losses.pop(step, None)  # so that steps stay in the order in which they were taken
                 losses[step] = number(event, "loss")
                 time = number(event, "time")
-                if start is None and time is not None and (planned := records.modified(paths.plan)):
+                if start is None and time is not None and (planned := written(paths.plan)):
                     start = time - planned
                 if not first:  # the first line has the compiler's time in it
                     seconds += [value] if (value := number(event, "step_s")) is not None else []
                     speeds += [value] if (value := number(event, "tokens_per_s")) is not None else []
                 first = False
         except OSError as error:
-            warnings.append(f"{paths.metrics} cannot be read: {records.reason(error)}")
+            warnings.append(f"{paths.metrics} cannot be read: {reason(error)}")
         warnings += metrics.warnings()
     return Curve(
         losses=losses, median_s=_share(seconds, 0.5), p95_s=_share(seconds, 0.95), tokens_per_s=_share(speeds, 0.5),

@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, capsule, causes, cost, grace, noted, rank_log, records, startup
+from dray.runs import accounting, again, capsule, causes, cost, grace, noted, rank_log, records, startup
 from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.records import RECORD
+from dray.runs.reading import RECORD, reason, written
 from dray.runs.recovery import Failure, recoveries
 from dray.runs.result import Cause, Result
 from dray.runs.stop import Stop, utc
@@ -60,7 +60,8 @@ def finish(
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
-    own = spent or (cost.parse(known, plan.job, startup.step(paths)) if plan and known else None)
+    waited = accounting.queue_s(known)
+    own = spent or (accounting.parse(known, plan.job, startup.step(paths)) if plan and known else None)
     history = left.tried(paths.run, lambda: again.history(paths)) or []
     hosts = [node.name for node in plan.world.nodes] if plan else []
     cause, first = (one and records.redacted(left.explained(one), plan) for one in (cause, first))
@@ -86,7 +87,7 @@ def finish(
                 **figures,
                 "recoveries": left.tried(paths.failures, lambda: left.recoveries(failures)) or [],
                 "history": [one.model_dump() for one in history],
-                "startup": left.tried(paths.startup, lambda: _dumped(startup.read(paths, hosts, cost.queue_s(known)))),
+                "startup": left.tried(paths.startup, lambda: _dumped(startup.read(paths, hosts, waited))),
                 "cost": _dumped(own),
                 "spent": _dumped(cost.spent([*((one.attempt, one.cost) for one in history), (paths.attempt, own)])),
                 "command": plan is not None and plan.recipe.train is None,
@@ -133,14 +134,14 @@ class _Left:
         try:
             return look()
         except Exception as error:  # the last words of a run are said whatever is in its folder
-            self.warnings.append(f"{what} cannot be read: {records.reason(error)}")
+            self.warnings.append(f"{what} cannot be read: {reason(error)}")
             return None
 
     def restarts(self) -> list[tuple[float, Cause | None]]:
         """What failed, and when, before each time that the runners have started all ranks again."""
         count = sum(path.is_dir() for path in self.paths.failures.glob("restart-*"))
         folders = [self.paths.folder / run_folder.restart(number) for number in range(1, count + 1)]
-        return [self.first_cause(folder) or (records.modified(folder), None) for folder in folders]
+        return [self.first_cause(folder) or (written(folder) or 0.0, None) for folder in folders]
 
     def asked(self, *, by_user: bool, heard: bool) -> Stop | None:
         """Whether ranks have ended since somebody had asked them to, in the file that is for that; or by a signal that
@@ -173,13 +174,13 @@ class _Left:
         """From the end of the attempt before this one, and from each restart."""
         own, before = self.paths, RunPaths(self.paths.run, self.paths.attempt - 1)
         failures, events = [], chain(self.metrics)
-        if before.attempt and (ended := records.modified(before.result)):
+        if before.attempt and (ended := written(before.result)):
             earlier = _Left(before, 0)
             time, cause = earlier.first_cause(before.failures) or (ended, None)
-            failures.append(Failure(cause.why if cause else "the job ended", time, ended, records.modified(own.plan)))
+            failures.append(Failure(cause.why if cause else "the job ended", time, ended, written(own.plan) or 0.0))
             events = chain(earlier.metrics, self.metrics)
         for restart, (time, cause) in enumerate(within, 1):
-            ended = records.modified(own.folder / run_folder.restart(restart))
+            ended = written(own.folder / run_folder.restart(restart)) or 0.0
             failures.append(Failure(cause.why if cause else "unknown", time, ended))
         return [one.model_dump() for one in recoveries(failures, events)] if failures else []
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dray.contract import run_folder
+from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import live, squeue
 from dray.runs.live import State
 from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.result import left, summary
+from dray.runs.result import left, result_of, summary
 from dray.runs.write import read
 
 Say = Callable[[str], None]
@@ -38,6 +38,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
                 say(told := _before(state.paths))
             squeue.cancel(state.job, state.cluster, waiting=True)
             if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
+                _note(state)
                 none = "" if state.paths else "; nothing has run"
                 say(f"its job waited in the queue, and was cancelled{none}\nrun folder: {run}")
                 return
@@ -50,6 +51,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         if state.paths:  # between two attempts, which may be in an allocation
             _require_batch(state, state.job)
         squeue.cancel(state.job, state.cluster)
+        _note(state)
         say(f"the job had not begun to train, and was cancelled: {state.where}\nrun folder: {run}")
         return
     if state.paths is None or (state.kind == "unknown" and state.paths.result.exists()):
@@ -65,6 +67,15 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         _end(state)
     if wait:
         say(_last_words(state, say))
+
+
+def _note(state: State) -> None:
+    """A run without an attempt has no result that could tell: job.json does."""
+    queued = None if state.paths else live.Left(state.run, 0, []).submitted
+    if queued:
+        told = queued.model_copy(update={"stopped": time.time()})
+        with suppress(OSError):  # it is cancelled all the same
+            files.write_atomic(state.run / run_folder.JOB, told.model_dump_json(indent=1))
 
 
 def _say_asked(state: State, say: Say, *, now: bool) -> None:
@@ -120,7 +131,7 @@ def _last_words(state: State, say: Say) -> str:
     grace = _grace(state.paths)
     begun = asked = time.monotonic()
     gone = False
-    while (result := live.result(state.paths)) is None:
+    while (result := result_of(state.paths)) is None:
         time.sleep(_LOOK_S)
         now = time.monotonic()
         if grace is not None and now > begun + grace:
@@ -131,7 +142,7 @@ def _last_words(state: State, say: Say) -> str:
             asked = now
             if live.look(state.run).kind not in ("ended", "queued"):
                 gone = False
-            elif gone and live.result(state.paths) is None:
+            elif gone and result_of(state.paths) is None:
                 return f"it has ended, and left no result; dray why {state.run} shows more\nrun folder: {state.run}"
             else:  # a disk that machines share may show the result later than Slurm the job's end
                 gone = True
@@ -149,7 +160,7 @@ def _grace(paths: RunPaths) -> float | None:
 def _before(paths: RunPaths) -> str:
     """What is safe of the attempts of a run whose job waits for the next one."""
     name = f"{paths.run.name}, attempt {paths.attempt}"
-    if found := live.result(paths):
+    if found := result_of(paths):
         ended = f"{found.status}{f', after step {found.steps}' if found.steps else ''}"
         return "\n".join(
             [f"{name} has ended before: {ended}", *left(found, f"the same command with --run={paths.run}")]
@@ -165,6 +176,6 @@ def _before(paths: RunPaths) -> str:
 def _ended(state: State) -> str:
     if state.paths is None:
         return f"its job is not in the queue any more; nothing has run\nrun folder: {state.run}"
-    found = live.result(state.paths)
+    found = result_of(state.paths)
     end = summary(found, state.paths) if found else f"it left no result; dray why {state.run} shows more"
     return f"{state.run.name} has ended already\n{end}"

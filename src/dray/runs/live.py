@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ValidationError
-from pydantic_core import from_json
-
 from dray.contract import files, processes, run_folder, scratch
 from dray.contract.findings import ConfigError, DrayError
-from dray.runs import metrics, records
+from dray.runs import brief, metrics
 from dray.runs.named import cluster_of, id_of, is_run, job_of
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.queued import Queued
-from dray.runs.result import LIMIT, Result, read, require_version
+from dray.runs.reading import LIMIT, Table, dig, require_version, table, written
 from dray.runs.squeue import JUST_S, Job, Queue
-from dray.runs.stages import dig, written
 
 Kind = Literal["queued", "starting", "running", "ended", "unknown"]
-Table = dict[str, Any]
 
 
 class State(NamedTuple):
@@ -61,16 +55,22 @@ class Left:
         self.run, self.number, self.numbers = run, number, numbers
         self.folder = f"{run}/{run_folder.attempt(number)}"  # text: a Path each would be half the time of a list
         self.warnings: list[str] = []
-        self.result = self.read_result()
+        self.ended: float | None = None
+        """When its result was written, whatever is in that."""
+        self.result: Table | None = None
+        self.look_again()
 
-    def read_result(self) -> Table | None:
-        """The result, as it is now."""
-        return table(f"{self.folder}/{run_folder.RESULT}", self.warnings, require_version) if self.number else None
+    def look_again(self) -> None:
+        """Read the result, if it has come."""
+        if self.ended is None and self.number:
+            file = f"{self.folder}/{run_folder.RESULT}"
+            self.ended = written(file)
+            self.result = None if self.ended is None else table(file, self.warnings, require_version)
 
     @cached_property
     def plan(self) -> Table:
-        """Empty where there is none."""
-        return (table(f"{self.folder}/{run_folder.PLAN}", self.warnings) if self.number else None) or {}
+        """What a list needs of it; empty where there is none."""
+        return (brief.plan(f"{self.folder}/{run_folder.PLAN}", self.warnings) if self.number else None) or {}
 
     @cached_property
     def paths(self) -> RunPaths:
@@ -83,11 +83,6 @@ class Left:
         return written(f"{self.folder}/{run_folder.PLAN}")
 
     @property
-    def ended(self) -> float | None:
-        """When its result was written, whatever is in that."""
-        return written(f"{self.folder}/{run_folder.RESULT}") if self.number else None
-
-    @property
     def goes_on(self) -> bool:
         """With the same job, which goes back into the queue or on with other nodes."""
         return bool(dig(self.result, "next", "requeue") or dig(self.result, "next", "spare"))
@@ -95,14 +90,14 @@ class Left:
     @cached_property
     def job(self) -> int:
         """The number of the job that the attempt is in; 0 without Slurm, or where nothing tells."""
-        return (metrics.whole(self.plan, "job") or job_of(self.paths)) if self.number else 0
+        return (metrics.whole(self.plan, "job") or job_of(self.folder)) if self.number else 0
 
     @cached_property
     def submitted(self) -> Queued | None:
         """The job that was put into the queue for the run."""
         file = f"{self.run}/{run_folder.JOB}"
         if written(file) is not None:
-            with suppress(OSError, ValidationError, ValueError):
+            with suppress(OSError, ValueError):
                 return Queued.model_validate_json(files.read(file, limit=LIMIT))
         return None
 
@@ -112,7 +107,13 @@ class Left:
         one = self.submitted
         if one is None or (one.task is None and one.job == self.job):
             return None
-        return None if one.id in {id_of(RunPaths(self.run, number)) for number in self.numbers} else one
+        begun = (id_of(f"{self.run}/{run_folder.attempt(number)}") for number in self.numbers)
+        return None if one.id in begun else one
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `dray stop` took it out of the queue before it began."""
+        return not self.number and self.submitted is not None and self.submitted.stopped is not None
 
     @cached_property
     def owner(self) -> int:
@@ -126,8 +127,11 @@ def own(folder: Path) -> Path:
     """The run whose folder, or whose attempt's, this is. Another user's is refused: it may name any job or program."""
     run = folder if is_run(folder) else last_attempt(folder).run
     for path in (run, *([last_attempt(run).folder] if attempts(run) else [])):
-        found = path.lstat()
-        if found.st_uid != os.geteuid() or not files.is_own(path):
+        try:
+            found, is_own = path.lstat(), files.is_own(path)
+        except OSError as refused:  # as of a link that leads nowhere
+            raise ConfigError("the run cannot be read", where=path, found=refused.strerror) from refused
+        if found.st_uid != os.geteuid() or not is_own:
             raise ConfigError(
                 "the run is another user's, or others may write into it",
                 where=path,
@@ -135,13 +139,6 @@ def own(folder: Path) -> Path:
                 found=f"of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}",
             )
     return run
-
-
-def result(paths: RunPaths) -> Result | None:
-    """How the attempt has ended; None while it goes on, or where nobody has written it down."""
-    with suppress(OSError, ValueError):
-        return read(paths.result)
-    return None
 
 
 def look(run: Path, queue: Queue | None = None) -> State:
@@ -156,35 +153,39 @@ def decide(left: Left, queue: Queue) -> State:
     if here and here.kind != "ended":
         return here
     # Another user's file is not followed to other clusters: Slurm lists none of their jobs here.
-    cluster = left.submitted.cluster if left.submitted and left.owner == os.geteuid() else ""
-    state = State("ended", left.run, left.paths if left.number else None, cluster=cluster)
-    over = here or (left.ended is not None and not left.queued and not left.goes_on)
+    cluster = left.submitted.cluster if left.submitted else ""
+    cluster = cluster if cluster and left.owner == os.geteuid() else ""
+    paths = left.paths if left.number else None
+    why, over = "", here or left.cancelled or (left.ended is not None and not left.queued and not left.goes_on)
     try:
         if found := queue.of(_named(left), _folders(left), cluster):
-            return _found(left, state._replace(job=found), found, queue)
+            kind, job = _found(left, found, queue, cluster)
+            return State(kind, left.run, paths, job, cluster)
         why = "" if over else _untold(left, queue, cluster)
     except DrayError as silent:
         why = "" if over else silent.finding.problem
-    if left.result is None and not left.warnings and left.ended is not None:
-        left.result = left.read_result()  # it has come since
-    return state._replace(kind="unknown", why=why) if why else state
+    left.look_again()
+    return State("unknown" if why else "ended", left.run, paths, cluster=cluster, why=why)
 
 
-def _found(left: Left, state: State, job: Job, queue: Queue) -> State:
+def _found(left: Left, job: Job, queue: Queue, cluster: str) -> tuple[Kind, Job | None]:
     """By the job that has the run."""
-    ended = left.ended
-    if job.waits and not _is_new(left, queue, state.cluster):
-        return state._replace(kind="queued")
-    again = ended and (left.goes_on or (job.start or 0.0) > ended)
+    if job.waits and not _is_new(left, queue, cluster):
+        return "queued", job
+    left.look_again()
+    again = left.ended and (left.goes_on or (job.start or 0.0) > left.ended)
     if not left.number or job.number != left.job or again:  # an allocation by salloc outlives an attempt
-        return state._replace(kind="starting")
+        return "starting", job
     # With a result, its last words are written, and Slurm is cleaning up.
-    return state._replace(job=None) if ended else state._replace(kind="running")
+    return ("ended", None) if left.ended else ("running", job)
 
 
 def _is_new(left: Left, queue: Queue, cluster: str) -> bool:
-    """Whether the attempt has begun since Slurm was asked."""
-    return bool(left.number) and left.ended is None and queue.is_older(left.began or 0.0, cluster)
+    """Whether the attempt has begun since Slurm was asked, and goes on."""
+    if not left.number or not queue.is_older(left.began or 0.0, cluster):
+        return False
+    left.look_again()
+    return left.ended is None
 
 
 def _named(left: Left) -> dict[int | str, float]:
@@ -208,7 +209,7 @@ def _untold(left: Left, queue: Queue, cluster: str) -> str:
         return f"job {left.queued.id} was submitted a moment ago, and squeue does not list it yet"
     if _is_new(left, queue, cluster):
         return "its attempt began a moment ago, and squeue was asked before"
-    name = cluster_of(left.paths) if left.number and not cluster else ""
+    name = cluster_of(left.folder) if left.number and not cluster else ""
     if name and name != queue.cluster:  # which has the same disk
         return f"its job is one of the cluster {name}'s, and Slurm here is {queue.cluster or 'of no name'}"
     return ""
@@ -238,20 +239,3 @@ def _process(paths: RunPaths) -> list[Any] | None:
             case [str(), str(), int(), str()] as found if found[2] > 1:
                 return list(found)
     return None
-
-
-def table(
-    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
-) -> Table | None:
-    """A file's JSON object; None where there is none, and a warning where it cannot be read."""
-    try:
-        found = from_json(files.read(path, limit=LIMIT))
-        if not isinstance(found, dict):
-            raise ValueError("no JSON object")
-        check(found, path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        warnings.append(f"{path} cannot be read: {records.reason(error)}")
-        return None
-    return found

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dray.config import checkout, sites
 from dray.config.recipe import Recipe
 from dray.facts import Facts
-from dray.fitness import host
+from dray.fitness import host, scheduler
 from dray.images import store
 from dray.planning import image
 from dray.runs import local, write
@@ -24,14 +24,14 @@ _ACCOUNT = ("--account=", "-A")
 class Known(NamedTuple):
     """What is the same for all runs of a study, and is asked once."""
 
-    slurm: Mapping[str, str]
+    conf: Mapping[str, str]
     """What scontrol tells of its configuration."""
     choice: sites.Choice
 
 
 def known(site: str) -> Known:
     """At this login node."""
-    return Known(host.slurm_config(), host.site(site))
+    return Known(scheduler.conf(), host.site(site))
 
 
 def facts(
@@ -47,7 +47,7 @@ def facts(
 ) -> tuple[Facts, sites.Choice]:
     """What this login node can know, and the site."""
     count = nodes or recipe.nodes
-    slurm = host.slurm_config() if known is None else known.slurm
+    conf = scheduler.conf() if known is None else known.conf
     given_image = os.environ.get("DRAY_IMAGE", "")
     seen = Facts(
         scheduler="slurm",
@@ -58,7 +58,7 @@ def facts(
         image_given=bool(given_image),
         image_variant=store.variant(Path(given_image)) if given_image else "",
         site=site,
-        cluster=host.cluster_name(slurm),
+        cluster=scheduler.cluster_name(conf),
         login=socket.gethostname(),
         options=tuple(options),
         gpu_memory_gb=gpu_memory,
@@ -77,7 +77,7 @@ def facts(
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),
-        **host.preemption(slurm, _partitions((*choice.site.sbatch, *options))),
+        **scheduler.preemption(conf, _partitions((*choice.site.sbatch, *options))),
     }
     return seen.model_copy(update=found), choice
 

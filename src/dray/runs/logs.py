@@ -16,7 +16,7 @@ from dray.contract import files, rank_lines
 from dray.contract.findings import ConfigError, counted
 from dray.runs.follow import Growing
 from dray.runs.paths import RunPaths
-from dray.runs.stages import written
+from dray.runs.reading import written
 
 _LONGEST = 1 << 16  # bytes of a line; what has more is shown as several
 _CHUNK = 1 << 20

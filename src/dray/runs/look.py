@@ -9,14 +9,15 @@ from typing import Any
 
 from dray.contract import run_folder, scratch
 from dray.contract.values import printable
-from dray.runs import cost, live, metrics, records, stages, startup
-from dray.runs.live import Left, Table, table
+from dray.runs import cost, live, metrics, stages, startup
+from dray.runs.live import Left
 from dray.runs.metrics import Rare
-from dray.runs.named import changed, id_of
+from dray.runs.named import id_of
 from dray.runs.paths import attempts, last_attempt
+from dray.runs.reading import Table, dig, reason, table, written
 from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
-from dray.runs.stages import Live, dig, written
+from dray.runs.stages import Live
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
 from dray.runs.stop import utc
 
@@ -29,10 +30,13 @@ _WIDE = 400
 Read = dict[Path, Rare]
 
 
-def look(run: Path, queue: Queue, *, closely: bool = False, read: Read | None = None) -> State:
-    """Of a run's folder, or of that of one of its attempts, whatever is in it. `read` keeps what it read of metrics."""
+def look(
+    run: Path, queue: Queue, *, closely: bool = False, read: Read | None = None, numbers: list[int] | None = None
+) -> State:
+    """Of a run's folder, or of that of one of its attempts, whatever is in it. `read` keeps what it read of metrics;
+    `numbers` are its attempts, where somebody has seen them."""
     run = run.absolute()
-    numbers = attempts(run)
+    numbers = attempts(run) if numbers is None else numbers
     if not numbers and not (run / run_folder.JOB).exists():
         paths = last_attempt(run)
         return _made(_Attempt(paths.run, paths.attempt, attempts(paths.run)).fields(queue, read, closely=closely))
@@ -73,11 +77,6 @@ class Watched:
         return not seen.goes_on or not self._queue.answers or time.monotonic() > self._ended + _NEXT_S
 
 
-def newest_first(runs: list[Path]) -> list[Path]:
-    """As `find` takes the newest."""
-    return [run for _, run in sorted(((changed(run), run) for run in runs), reverse=True)]
-
-
 def _queued(left: Left, queue: Queue) -> Table:
     """Of a run that `dray submit` has made, before its job has begun an attempt."""
     told = table(left.run / run_folder.JOB, left.warnings) or {}
@@ -95,8 +94,9 @@ def _queued(left: Left, queue: Queue) -> Table:
     if decided.kind == "queued" and decided.job:
         return fields | {"state": QUEUED, "waiting": _waiting(decided.job)}
     if decided.kind == "ended":
-        why = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
-        return fields | {"state": LOST, "why": why}
+        lost = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
+        why = f"dray stop took job {job} out of the queue; nothing has run" if left.cancelled else lost
+        return fields | {"state": STOPPED if left.cancelled else LOST, "why": why}
     if decided.kind == "unknown" and queue.is_absent:
         return fields | {
             "why": f"whether job {job} waits, runs or has ended is not known here: this machine has no Slurm"
@@ -124,7 +124,7 @@ class _Attempt(Left):
             "recipe": _text(recipe.get("name")) if isinstance(recipe, dict) else None,
             "command": bool(dig(plan, "recipe", "command")),
             "job": (job.number if job else metrics.whole(plan, "job")) or None,
-            "job_id": job.id if job else str(id_of(self.paths) or "") or None if closely else None,
+            "job_id": job.id if job else str(id_of(self.folder) or "") or None if closely else None,
             "attempt": self.number,
             "attempts": len(self.numbers),
             "nodes": names,
@@ -190,7 +190,7 @@ class _Attempt(Left):
             step = metrics.last_step(file)
             steps = steps or metrics.whole(metrics.first(file) if step else {}, "steps")
         except OSError as wrong:
-            self.warnings.append(f"{file} cannot be read: {records.reason(wrong)}")
+            self.warnings.append(f"{file} cannot be read: {reason(wrong)}")
         found: Table = {"step": metrics.whole(step, "step")}
         found |= {name: metrics.number(step, name) for name in ("loss", "tokens_per_s")}
         at, left = metrics.number(step, "time"), metrics.number(step, "seconds_left")
@@ -199,7 +199,8 @@ class _Attempt(Left):
         found["steps"] = steps
         if closely and state != QUEUED:
             rare = ({} if read is None else read).setdefault(self.paths.metrics, Rare(self.paths.metrics))
-            found["live"] = stages.live(self.paths, self.plan, rare)
+            plan = table(f"{self.folder}/{run_folder.PLAN}", []) or {}
+            found["live"] = stages.live(self.paths, plan, rare)
         return found
 
 

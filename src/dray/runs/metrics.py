@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pydantic_core import from_json
 from dray.contract import files
 from dray.contract.findings import counted
 from dray.runs.follow import Growing
-from dray.runs.records import RECORD
+from dray.runs.reading import RECORD
 
 Event = dict[str, Any]
 _STEP = b'{"event": "step", '
@@ -73,12 +72,12 @@ def first(path: Path | str) -> Event:
 
 def _end(path: Path | str, most: int) -> bytes:
     """From the beginning of a line on; a step of thousands of nodes is a longer line than many of others are."""
-    with suppress(FileNotFoundError), files.open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with suppress(FileNotFoundError):
         for much in (most, _TAIL + RECORD):
-            file.seek(max(0, size - much))
-            end = file.read(much) if size > much else b"\n" + file.read(much)
-            if size <= much or b"\n" in end[:-1]:
+            end, whole = files.end(path, much)
+            if whole:
+                return b"\n" + end
+            if b"\n" in end[:-1]:
                 return end[end.find(b"\n") :]
     return b""
 

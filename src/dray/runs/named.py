@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError
-from dray.runs.paths import RunPaths, attempts, default_runs
+from dray.runs.paths import attempts, default_runs, numbered
 
 _SHOWN = 6
 _ID = re.compile("[0-9]{1,18}(_[0-9]{1,18})?")
@@ -41,23 +42,46 @@ def find(named: str = "", runs: Path | None = None) -> Path:
     raise _unclear(named, runs, names, sorted(fitting))
 
 
-def every(runs: Path) -> Iterator[Path]:
+class Seen(NamedTuple):
+    """A run, by one look into its folder: there are thousands in a list."""
+
+    changed: float
+    """When its last attempt began or ended, or its job was submitted."""
+    folder: str
+    attempts: list[int]
+
+
+def seen(runs: Path) -> Iterator[Seen]:
     """The runs in a folder, in no order."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
-        yield from (Path(entry.path) for entry in entries if entry.is_dir() and is_run(Path(entry.path)))
+        for folder in (entry.path for entry in entries if entry.is_dir()):
+            names: list[str] = []
+            with suppress(OSError):
+                names = os.listdir(folder)  # noqa: PTH208
+            if (numbers := numbered(names)) or run_folder.JOB in names:
+                yield Seen(_changed(folder, numbers), folder, numbers)
+
+
+def every(runs: Path) -> Iterator[Path]:
+    """Their folders."""
+    return (Path(run.folder) for run in seen(runs))
+
+
+def newest_first(runs: Path) -> list[Path]:
+    """As `find` takes the newest."""
+    return [Path(run.folder) for run in sorted(seen(runs), reverse=True)]
 
 
 def is_run(folder: Path) -> bool:
     """Whether it has an attempt, or a job that will begin one."""
-    first = (folder / run_folder.attempt(1), folder / run_folder.JOB)
     with suppress(OSError):
-        return any(path.exists() for path in first) or bool(attempts(folder))
+        return bool(attempts(folder)) or (folder / run_folder.JOB).exists()
     return False
 
 
 def jobs(run: Path) -> list[int]:
     """The numbers of its jobs: of each attempt, the newest first, then the one that was submitted."""
-    found = [job_of(RunPaths(run, number)) for number in reversed(attempts(run))]
+    found = [job_of(run / run_folder.attempt(number)) for number in reversed(attempts(run))]
     return [job for job in dict.fromkeys([*found, _submitted(run)[0]]) if job]
 
 
@@ -72,15 +96,15 @@ def _submitted(run: Path) -> tuple[int, str]:
 
 def _tasks(run: Path) -> set[str]:
     """What Slurm calls its jobs that are tasks of arrays."""
-    found = {str(id_of(RunPaths(run, number))) for number in attempts(run)} | {_submitted(run)[1]}
+    found = {str(id_of(run / run_folder.attempt(number))) for number in attempts(run)} | {_submitted(run)[1]}
     return {name for name in found if "_" in name}
 
 
 def _of_job(named: str, runs: Path) -> Path | None:
     """The newest run of this job, or of this task of an array. An array has several runs, and none of them is meant."""
     if "_" in named:
-        return max((run for run in every(runs) if named in _tasks(run)), key=changed, default=None)
-    found = sorted((run for run in every(runs) if int(named) in jobs(run)), key=changed)
+        return next((run for run in newest_first(runs) if named in _tasks(run)), None)
+    found = [run for run in newest_first(runs) if int(named) in jobs(run)][::-1]
     of_array = {task: run for run in found for task in _tasks(run) if task.startswith(f"{named}_")}
     if len(of_array) > 1 and found[-1] in of_array.values():
         tasks = sorted(of_array, key=lambda task: int(task.partition("_")[2]))
@@ -92,41 +116,44 @@ def _of_job(named: str, runs: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def job_of(attempt: RunPaths) -> int:
-    """The job that this attempt is in; 0 without Slurm, or where its folder does not tell."""
-    with suppress(OSError):
-        return next(map(int, _JOB.findall(files.read(attempt.facts, limit=_MOST))), 0)
-    return 0
+def job_of(attempt: Path | str) -> int:
+    """The job that this attempt is in, by its folder; 0 without Slurm, or where that does not tell."""
+    return _number(_facts(attempt))
 
 
-def id_of(attempt: RunPaths) -> int | str:
+def id_of(attempt: Path | str) -> int | str:
     """What Slurm calls that job: its number, or 12_3 where it is a task of an array."""
-    with suppress(OSError):
-        if found := _TASK.search(files.read(attempt.facts, limit=_MOST)):
-            return found[1].decode()
-    return job_of(attempt)
+    facts = _facts(attempt)
+    found = _TASK.search(facts)
+    return found[1].decode() if found else _number(facts)
 
 
-def cluster_of(attempt: RunPaths) -> str:
+def cluster_of(attempt: Path | str) -> str:
     """What Slurm calls the cluster of its job; empty where its folder does not tell."""
-    with suppress(OSError):
-        found = _CLUSTER.search(files.read(attempt.facts, limit=_MOST))
-        return found[1].decode(errors="replace") if found else ""
-    return ""
+    found = _CLUSTER.search(_facts(attempt))
+    return found[1].decode(errors="replace") if found else ""
 
 
-def changed(run: Path) -> float:
-    """When its last attempt began or ended, or its job was submitted."""
-    numbers = attempts(run)
-    newest = run / run_folder.attempt(numbers[-1]) if numbers else run
+def _facts(attempt: Path | str) -> bytes:
     with suppress(OSError):
-        return newest.lstat().st_mtime
+        return files.read(f"{attempt}/{run_folder.FACTS}", limit=_MOST)
+    return b""
+
+
+def _number(facts: bytes) -> int:
+    found = _JOB.search(facts)
+    return int(found[1]) if found else 0
+
+
+def _changed(folder: str, attempts: list[int]) -> float:
+    with suppress(OSError):
+        return os.lstat(f"{folder}/{run_folder.attempt(attempts[-1])}" if attempts else folder).st_mtime
     return 0.0
 
 
 def _newest(runs: Path) -> Path:
-    found = list(every(runs))
-    if not found:
+    found = max(seen(runs), default=None)
+    if found is None:
         raise ConfigError(
             "there is no run",
             where=runs,
@@ -134,7 +161,7 @@ def _newest(runs: Path) -> Path:
             found="none in it" if runs.is_dir() else "no folder",
             fix="name the `run folder:` of the run's last line, or --runs",
         )
-    return max(found, key=changed)
+    return Path(found.folder)
 
 
 def _unclear(named: str, runs: Path, names: list[str], fitting: list[str]) -> ConfigError:

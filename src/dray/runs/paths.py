@@ -7,6 +7,7 @@ import re
 import secrets
 import stat
 import time
+from functools import cached_property
 from pathlib import Path
 
 from dray.contract import run_folder as names
@@ -54,7 +55,11 @@ class RunPaths:
 
     def __init__(self, run: Path, attempt: int = 1) -> None:
         self.run, self.attempt = run, attempt
-        self.folder = run / names.attempt(attempt)
+
+    @cached_property
+    def folder(self) -> Path:
+        """All names are in it, but for those that attempts share."""
+        return self.run / names.attempt(self.attempt)
 
     @property
     def checkpoints(self) -> Path:
@@ -157,9 +162,14 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
 def attempts(run: Path) -> list[int]:
     """The attempts of a run, in their order."""
     try:
-        return sorted(filter(None, map(_number, os.listdir(run))))  # noqa: PTH208  of 5,000 runs
+        return numbered(os.listdir(run))  # noqa: PTH208  of 5,000 runs
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def numbered(names: list[str]) -> list[int]:
+    """The attempts among the names in a run's folder, in their order."""
+    return sorted(filter(None, map(_number, names)))
 
 
 def _number(name: str) -> int | None:

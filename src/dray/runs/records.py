@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dray.contract import exit_codes, files, secrets
-from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
 from dray.runs import causes, rank_log
 from dray.runs.rank_log import RankLog
+from dray.runs.reading import RECORD, reason, written
 from dray.runs.result import Cause
 
-RECORD = 1 << 20
-"""Bytes of a record, a report or a line of metrics."""
 _MOST = 65_536
 _UNNOTICED_S = 5.0
 """Seconds in which ranks may die of a node that is lost before its loss is noticed."""
@@ -76,7 +74,8 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
     why = f"it failed, and its record is damaged ({path.name})"
     log, lines = own.path, own.tail()
     code = code or exit_codes.FAILED
-    return Record(modified(path), Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines), False)
+    cause = Cause(node="", rank=rank, code=code, why=why, log=str(log), last_lines=lines)
+    return Record(written(path) or 0.0, cause, lost=False)
 
 
 def by_slurm(logs: Path) -> list[str]:
@@ -94,20 +93,3 @@ def redacted(cause: Cause, plan: Plan | None) -> Cause:
 
     changed = {"last_lines": clean(cause.last_lines), "evidence": clean(cause.evidence)}
     return cause.model_copy(update={"why": secrets.redacted(cause.why, values), **changed})
-
-
-def modified(path: Path) -> float:
-    """When it was written; 0 where there is none."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def reason(error: Exception) -> str:
-    """In a line."""
-    if isinstance(error, DrayError):
-        text = ": ".join(filter(None, [error.problem, error.finding.found]))
-    else:
-        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:300]

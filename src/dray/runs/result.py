@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,18 +12,17 @@ from pydantic_core import from_json
 
 from dray.contract import files
 from dray.contract.findings import counted
+from dray.contract.hostnames import compress
 from dray.contract.values import printable
 from dray.runs import cost as costs
 from dray.runs import startup as startups
 from dray.runs.cost import Cost, Spent
 from dray.runs.paths import RunPaths
+from dray.runs.reading import LIMIT, require_version
 from dray.runs.recovery import Next, Recovery
 from dray.runs.startup import Startup
 
 UNKNOWN = "unknown"
-VERSION = 1
-LIMIT = 4 << 20
-"""Bytes of a result."""
 _MOST, _LONGEST = 16, 1000  # lines of evidence, and letters of each
 _SHOWN = 20  # nodes in a line
 
@@ -31,6 +30,11 @@ _SHOWN = 20  # nodes in a line
 def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damaged part hides no failure
     texts = lines if isinstance(lines, list) else []
     return [line[:_LONGEST] for line in texts if isinstance(line, str)][:_MOST]
+
+
+def _host_list(hosts: Any) -> Any:  # noqa: ANN401  any JSON value
+    names = hosts if isinstance(hosts, list | tuple) else []
+    return compress(names) if names and all(isinstance(name, str) for name in names) else hosts or ""
 
 
 class Cause(BaseModel):
@@ -73,8 +77,8 @@ class Attempt(BaseModel):
     """Its exit code."""
     why: str | None = None
     """The first line of its cause, or what stopped it."""
-    hosts: list[str] = []
-    """The names of its nodes."""
+    hosts: Annotated[str, BeforeValidator(_host_list)] = ""
+    """The names of its nodes, as Slurm writes a list: n[1-3,7]. Each later result has them."""
     first_step: int | None = None
     """The step from which it went on; 0 from the beginning."""
     steps: int | None = None
@@ -191,12 +195,11 @@ def read(path: Path | str) -> Result:
     return Result.model_validate(printable(found))
 
 
-def require_version(found: object, path: Path | str) -> None:
-    """OSError: it is no object, or another version of dray wrote it."""
-    version = found.get("version", VERSION) if isinstance(found, dict) else None
-    if version != VERSION:
-        wrong = f"result version {ascii(version)[:40]}, and this dray reads {VERSION}"
-        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
+def result_of(paths: RunPaths) -> Result | None:
+    """How the attempt has ended; None while it goes on, or where nobody has written it down."""
+    with suppress(OSError, ValueError):
+        return read(paths.result)
+    return None
 
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:

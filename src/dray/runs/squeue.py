@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dray import process
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
-from dray.fitness import host
+from dray.fitness import scheduler
 
 # Jobs that have ended are not among them.
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
@@ -67,7 +67,7 @@ class Queue:
         self._restarts: dict[str, bool] = {}
         self._asked: dict[str, float] = {}
         self._by_name: dict[str, dict[int | str, list[Job]]] = {}
-        self._commands: dict[str, str] = {}
+        self._by_folder: dict[str, dict[str, list[Job]]] = {}
 
     def jobs(self, cluster: str = "") -> list[Job]:
         """All of this user's there. DrayError: Slurm is not here, or does not answer."""
@@ -102,24 +102,29 @@ class Queue:
     @cached_property
     def cluster(self) -> str:
         """What Slurm calls the cluster that was asked."""
-        return host.cluster_name() if self.answers else ""
+        return scheduler.cluster_name() if self.answers else ""
 
     def of(self, named: Mapping[int | str, float], folders: Iterable[str], cluster: str = "") -> Job | None:
         """One of the jobs that are named by number, or as tasks of an array, and was there at that time; or one for
         such a run folder (`--run=`). One that runs comes before one that waits. DrayError as from `jobs`."""
         known = self.jobs(cluster)
         if cluster not in self._by_name:
-            by_name = self._by_name.setdefault(cluster, {})
-            for one in known:
-                for name in (one.number, one.id):
-                    by_name.setdefault(name, []).append(one)
-            self._commands[cluster] = "".join(f" {one.command} " for one in known)
-        named_so = [(one, at) for name, at in named.items() for one in self._by_name[cluster].get(name, ())]
-        found = [one for one, at in named_so if self.was_there(one, at)]
-        for option in (f" --run={folder} " for folder in folders):
-            if option in self._commands[cluster]:  # one search for thousands of jobs
-                found += [one for one in known if option in f" {one.command} "]
+            self._sort(known, cluster)
+        by_name, by_folder = self._by_name[cluster], self._by_folder[cluster]
+        found = [one for name, at in named.items() for one in by_name.get(name, ()) if self.was_there(one, at)]
+        for folder in folders:  # one may have blanks in its name
+            jobs = by_folder.get(folder.partition(" ")[0], ())
+            found += [one for one in jobs if f" --run={folder} " in f" {one.command} "]
         return min(found, key=lambda one: one.waits, default=None)
+
+    def _sort(self, known: list[Job], cluster: str) -> None:
+        """There may be thousands of jobs, and of runs."""
+        by_name, by_folder = self._by_name.setdefault(cluster, {}), self._by_folder.setdefault(cluster, {})
+        for one in known:
+            for name in (one.number, one.id):
+                by_name.setdefault(name, []).append(one)
+            for folder in {word[6:] for word in one.command.split(" ") if word.startswith("--run=")}:
+                by_folder.setdefault(folder, []).append(one)
 
     def was_there(self, job: Job, at: float) -> bool:
         """Whether it is the job that had its number then; else Slurm has given that number again."""

@@ -15,6 +15,7 @@ from dray.contract import files, run_folder
 from dray.runs import metrics
 from dray.runs.metrics import Event, Rare
 from dray.runs.paths import RunPaths
+from dray.runs.reading import dig, written
 
 _HEAD = 1 << 18  # bytes of a node's log in which the first lines are
 _MOST = 16  # warnings, and slow ranks
@@ -201,20 +202,6 @@ def _head(path: Path) -> bytes:
     with suppress(OSError), files.open_regular(path) as file:
         return file.read(_HEAD)
     return b""
-
-
-def written(path: Path | str) -> float | None:
-    """When a file was last written to."""
-    with suppress(OSError, ValueError):
-        return os.lstat(path).st_mtime
-    return None
-
-
-def dig(value: Any, *names: str) -> Any:  # noqa: ANN401  any JSON value
-    """What is in a table of a table; None where there is nothing."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def duration(seconds: float) -> str:

@@ -6,8 +6,6 @@ import re
 import time
 from typing import NamedTuple
 
-from dray.planning.grace import DEFAULT_S
-
 # What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
 TIME_LIMIT, PREEMPTION, REQUEUE = "the time limit", "preemption", "scontrol requeue"
 _BY_STATE = {
@@ -37,7 +35,7 @@ class Stop(NamedTuple):
         return self.reason in (REQUEUE, *_BY_STATE.values())
 
 
-def parse(text: str, *, now: float, grace: int = DEFAULT_S) -> Stop:
+def parse(text: str, *, now: float, grace: int) -> Stop:
     """From `signal=NAME at=SECONDS end=SECONDS restarts=COUNT` and, if the controller answered, `scontrol show job`.
 
     SIGUSR1 about `grace` seconds before the end is the time limit's.

@@ -17,6 +17,7 @@ from dray.runs import again, causes, records, state, stop
 from dray.runs import look as looking
 from dray.runs import result as results
 from dray.runs.paths import RunPaths
+from dray.runs.reading import reason
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
 from dray.runs.squeue import Queue
 from dray.runs.write import read
@@ -109,7 +110,7 @@ def read_result(paths: RunPaths, warnings: list[str]) -> Result | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        warnings.append(f"{paths.result} cannot be read: {records.reason(error)}")
+        warnings.append(f"{paths.result} cannot be read: {reason(error)}")
         return None
 
 
@@ -118,7 +119,7 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
     try:
         return read(paths)
     except (DrayError, OSError) as error:
-        warnings.append(f"{paths.plan} cannot be read: {records.reason(error)}")
+        warnings.append(f"{paths.plan} cannot be read: {reason(error)}")
         return None
 
 

@@ -17,6 +17,7 @@ from dray.runs import again, records, why
 from dray.runs import startup as measured
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, attempts, last_attempt
+from dray.runs.reading import reason, written
 from dray.runs.recovery import Recovery
 from dray.runs.report import startup
 from dray.runs.report.curves import Trace
@@ -93,7 +94,7 @@ def gather(folder: Path) -> Run:
         try:
             trace.read(number_, metrics)
         except OSError as error:
-            warnings.append(f"{paths.metrics} cannot be read: {records.reason(error)}")
+            warnings.append(f"{paths.metrics} cannot be read: {reason(error)}")
         warnings += metrics.warnings()
         of_one = known.get(number_) or Attempt(attempt=number_, status=why.NO_RESULT)
         tries.append(_try(paths, trace, of_one, queued=ended))
@@ -115,7 +116,7 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
     plan = why.read_plan(paths, [])
     starts = trace.of("start", paths.attempt)
     first, latest = trace.steps.get(paths.attempt, (None, None))
-    began = records.modified(paths.plan)
+    began = written(paths.plan) or 0.0
     if first and began > (number(first, "time") or began):  # the folder is a copy, with the times of that
         began = 0.0
     ended = _seconds(known.finished) if known.finished else (number(latest, "time") if latest else 0.0) or 0.0
@@ -126,7 +127,7 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
         number=paths.attempt,
         status=known.status,
         why=(known.why or "").partition("\n")[0],
-        hosts=tuple(known.hosts or ([node.name for node in plan.world.nodes] if plan else [])),
+        hosts=tuple((result.hosts if result else []) or ([node.name for node in plan.world.nodes] if plan else [])),
         began=began,
         ended=ended,
         steps=(begin, known.steps if known.steps is not None else whole(latest or {}, "step")),

@@ -1,0 +1,95 @@
+"""What Slurm's commands tell of it: its configuration, its partitions and this user's accounts."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dray import process
+from dray.contract.findings import DrayError, UnfitError
+
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A partition of Slurm's, and what a node of it has."""
+
+    name: str
+    nodes: int
+    cpus: int
+    gres: str
+
+    @property
+    def gpus(self) -> int:
+        return sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", self.gres))
+
+
+def cluster_name(config: Mapping[str, str] | None = None) -> str:
+    """What Slurm calls this cluster; empty without Slurm."""
+    name = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return name or (conf() if config is None else config).get("ClusterName", "")
+
+
+def conf() -> dict[str, str]:
+    """What scontrol tells of slurm.conf; nothing without Slurm, or where its controller does not answer in time."""
+    return dict(re.findall(r"^(\w+) *= (.*?) *$", _shown("config"), re.MULTILINE))
+
+
+def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
+    """Facts: what a job in these partitions, or in the default one, is left with. Of several the shortest."""
+    found: dict[str, object] = {}
+    if kill := re.match("[0-9]{1,9}", config.get("KillWait", "")):
+        found["kill_wait_s"] = int(kill[0])
+    if config.get("PreemptType", "(null)") in ("(null)", "preempt/none"):
+        return found
+    found["preempt_signal"] = "send_user_signal" in config.get("PreemptParameters", "").split(",")
+    lines = _shown("partition", "--oneliner").splitlines()
+    partitions = [dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)) for line in lines]
+    key, wanted = ("PartitionName", names) if names else ("Default", ["YES"])
+    partitions = [one for one in partitions if one.get(key) in wanted]
+    modes = [one.get("PreemptMode", "") or config.get("PreemptMode", "") for one in partitions]
+    graces = [int(one["GraceTime"]) for one in partitions if re.fullmatch("[0-9]{1,9}", one.get("GraceTime", ""))]
+    found["preempt_mode"] = next((mode for mode in modes if mode != "OFF"), "OFF" if modes else "")
+    return found | ({"preempt_grace_s": min(graces)} if graces else {})
+
+
+def _shown(*what: str) -> str:
+    """A job that is not there yet need not wait for a controller that is busy."""
+    if not process.which("scontrol"):
+        return ""
+    try:
+        return process.run(["scontrol", "show", *what], check=False, seconds=_ANSWER_S).out
+    except UnfitError:
+        return ""
+
+
+def partitions() -> list[Partition]:
+    """Slurm's partitions, in its own order; none without Slurm."""
+    if not process.which("sinfo"):
+        return []
+    lines = process.run(["sinfo", "--noheader", "--format=%R|%D|%c|%G"]).out.splitlines()
+    found = []
+    for line in dict.fromkeys(lines):
+        name, nodes, cpus, gres = line.split("|")
+        found.append(Partition(name=name, nodes=_number(nodes), cpus=_number(cpus), gres=gres))
+    return found
+
+
+def accounts() -> list[str]:
+    """Which accounts of Slurm this user's jobs may name; none where it keeps none, or does not answer in time."""
+    if not process.which("sacctmgr"):
+        return []
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account"]
+    with suppress(DrayError, OSError, KeyError):  # a user id that no passwd knows has no name
+        lines = process.run([*argv, f"user={getpass.getuser()}"], check=False, seconds=_ANSWER_S).out.splitlines()
+        return sorted({line.strip() for line in lines if re.fullmatch(r"[\w.@+-]+", line.strip())})
+    return []
+
+
+def _number(text: str) -> int:
+    return int(re.sub(r"\D.*", "", text) or 0)

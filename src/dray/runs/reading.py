@@ -1,0 +1,71 @@
+"""A run's files, read in whatever state they are. It needs no model of theirs, since a list has thousands of runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from dray.contract import files
+from dray.contract.findings import DrayError
+
+RECORD = 1 << 20
+"""Bytes of a record, a report or a line of metrics."""
+LIMIT = 4 << 20
+"""Bytes of a plan or a result."""
+VERSION = 1
+"""Of result.json."""
+Table = dict[str, Any]
+
+
+def table(
+    path: Path | str, warnings: list[str], check: Callable[[object, Path | str], None] = lambda *_: None
+) -> Table | None:
+    """A file's JSON object; None where there is none, and a warning where it cannot be read."""
+    try:
+        found = from_json(files.read(path, limit=LIMIT))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+        check(found, path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.append(f"{path} cannot be read: {reason(error)}")
+        return None
+    return found
+
+
+def require_version(found: object, path: Path | str) -> None:
+    """OSError: the result is no object, or another version of dray wrote it."""
+    version = found.get("version", VERSION) if isinstance(found, dict) else None
+    if version != VERSION:
+        wrong = f"result version {ascii(version)[:40]}, and this dray reads {VERSION}"
+        raise OSError(errno.EINVAL, wrong if isinstance(found, dict) else "no JSON object", str(path))
+
+
+def dig(value: Any, *names: str) -> Any:  # noqa: ANN401  any JSON value
+    """What is in a table of a table; None where there is nothing."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def written(path: Path | str) -> float | None:
+    """When a file was last written to."""
+    try:
+        return os.lstat(path).st_mtime
+    except (OSError, ValueError):
+        return None
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in a line."""
+    if isinstance(error, DrayError):
+        text = ": ".join(filter(None, [error.problem, error.finding.found]))
+    else:
+        text = (error.strerror if isinstance(error, OSError) else "") or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:300]
