@@ -479,3 +479,19 @@ def test_a_link_that_is_slow_is_named_by_real_ranks(tmp_path: Path, port: int) -
     (named,) = json.loads((folder / "preflight/report.json").read_text())["slow_links"]
     assert named.startswith("n2 to n3: 0.00")
     assert " GB/s, the others " in named
+
+
+@pytest.mark.torch
+def test_a_rank_that_is_slow_in_its_node_is_named(tmp_path: Path, port: int) -> None:
+    """As a GPU behind a bad PCIe link: slow to both of its neighbours."""
+    folder = tmp_path / "run"
+    plan = made(folder, port)
+    plan["world"] |= {"nodes": NODES[:1], "ranks_per_node": 3, "size": 3}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    node = start(folder, 0, SLOW_LINK)
+    shown = node.communicate(timeout=400)[0]
+    assert node.returncode == 0, shown
+    report = json.loads((folder / "preflight/report.json").read_text())
+    assert "neighbours in the node, round 3" in report["seconds"]
+    (named,) = report["slow_links"]
+    assert named.startswith("n1: rank 2 to both of its neighbours: 0.00")

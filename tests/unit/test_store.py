@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+
+from torch.distributed import TCPStore
 
 from dray.planning import accelerate, launchers
 from dray.runs.write import read_recipe
@@ -122,3 +126,20 @@ def test_the_installation_registers_the_rendezvous() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True, env=PYTHON)
     assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)
+
+
+def test_the_store_serves_more_ranks_than_its_soft_limit_of_files() -> None:
+    """1,024 files are usual, and each rank holds one."""
+    few = "import os, resource, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+    few += "resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard)); os.execv(sys.argv[1], sys.argv[1:])"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        argv = [sys.executable, "-m", "dray.tcp_store", "127.0.0.1", str(port), str(listener.fileno())]
+        store = subprocess.Popen([sys.executable, "-c", few, *argv], pass_fds=[listener.fileno()])
+    try:
+        limit = datetime.timedelta(minutes=2)
+        clients = [TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for _ in range(64)]
+        assert [client.add("ranks", 1) for client in clients] == list(range(1, 65))
+    finally:
+        store.kill()
+        store.wait()

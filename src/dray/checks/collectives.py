@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dray.checks import links, transport
 from dray.contract.findings import UnfitError
+from dray.contract.output import unprinted
 
 if TYPE_CHECKING:
     from dray.checks.preflight import Rank
@@ -57,11 +58,13 @@ def suite(rank: Rank, log: Path) -> dict[str, Any]:
         dist.destroy_process_group(group)
     rank.phase("control group")
     total = torch.full((1,), rank.number)
-    dist.all_reduce(total, group=dist.new_group(backend="gloo"))  # as the trainer has one beside NCCL's
+    with unprinted():  # as the trainer has one beside NCCL's
+        control = dist.new_group(backend="gloo")
+    dist.barrier(group=control)
+    dist.all_reduce(total, group=control)
     if total.item() != wanted:
         raise UnfitError("gloo's all-reduce over all ranks is wrong", wanted=wanted, found=total.item(), fix=_SUSPECT)
-    names = [node["name"] for node in rank.plan["world"]["nodes"]]
-    slow_links = links.slow(links.measure(rank, device), names) if len(names) >= links.FEWEST else []
+    slow_links = links.find_slow(rank, device)
     for line in slow_links if rank.number == 0 else ():
         print(f"dray: slow: {line}", flush=True)
     rank.phase("bandwidth")

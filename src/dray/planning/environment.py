@@ -89,6 +89,8 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
         yield ours("PYTORCH_ALLOC_CONF", "expandable_segments:True", why)
     if recipe.train and recipe.image in ("cuda12", "rocm"):
         yield ours("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "a hang shows collectives; newer torches have it by default")
+    if recipe.train:
+        yield ours("TORCH_GLOO_LAZY_INIT", "1", "a rank connects to 2 log2 N others as it needs them, not to all N")
     for setting in deterministic.settings(recipe):
         yield ours(setting.name, setting.values[0], setting.why)
     if recipe.image == "rocm":

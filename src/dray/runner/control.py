@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dray.contract import exit_codes
@@ -175,7 +175,7 @@ class Control:
         if self._hangs() and (self._open or not self._me):
             return not self.stopped
         if self._me == 0:
-            return bool(self._open.keys() - self._idle)
+            return any(node not in self._idle for node in self._open)
         return bool(self._left and self._open) and not self.stopped and not self.saved
 
     def _heard(self, number: int) -> None:
@@ -239,7 +239,7 @@ class Control:
         if self.hang is None or (failed and not self._me):  # what waits for ranks that have failed does not hang
             return
         for reply in self.hang.hear(node, message):
-            self._tell_all(reply)
+            self._tell([self._open[node]] if "tell" in reply else self._open.values(), reply)
         self.cause = self.cause or self.hang.begun
 
     def _lost(self, node: int, why: str) -> None:
@@ -272,7 +272,10 @@ class Control:
             self._tell_all(message)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
-        for one in self._open.values():
+        self._tell(self._open.values(), message)
+
+    def _tell(self, some: Iterable[Channel], message: dict[str, Any]) -> None:
+        for one in some:
             try:
                 one.send(message)
             except OSError:  # it is gone, which is read next

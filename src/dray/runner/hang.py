@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from dray.contract import exit_codes, heartbeat, run_folder
 from dray.contract.findings import Finding
-from dray.runner import channel, node, odd, record
+from dray.runner import alike, channel, node, odd, record
+from dray.runner.alike import Alike
 from dray.runner.beats import Beats, Late
-from dray.runner.odd import Seen
 
 if TYPE_CHECKING:
     from threading import Thread
 
-MESSAGES = ("beat", "late", "hang", "seen", "looked")
+MESSAGES = ("beat", "late", "hang", "seen", "tell", "stack", "looked")
 _LOOK_S, _TELL_S, _LATE_S = 1.0, 5.0, 2.0  # seconds between looks, and between messages to the first node
 _EVIDENCE_S = 7.5  # for all nodes; what has not come by then is not there
 
 
 class Hang:
-    """Of one start of the ranks. What `look` and `hear` return goes to the first node, or from there to all others."""
+    """Of one start of the ranks. What `look` and `hear` return goes to the first node, or from there to all others, but
+    for `tell`, which goes to the node that was heard."""
 
     def __init__(self, plan: Mapping[str, Any], me: int, restart: int) -> None:
         world, now = plan["world"], time.monotonic()
@@ -47,7 +48,7 @@ class Hang:
         self._late: Late | None = None
         self._deadline = 0.0
         self._threads: list[Thread] = []
-        self._seen: dict[int, Seen] = {}
+        self._alike = Alike()
         self._answered: set[int] = set()
 
     def look(self) -> list[dict[str, Any]]:
@@ -75,6 +76,8 @@ class Hang:
         """A message of MESSAGES. BrokenError: it is of another kind."""
         now = time.monotonic()
         if self._me:
+            if "tell" in message:
+                return self._alike.tell(message["tell"])
             if "hang" in message and not self.open:
                 self._begin(channel.finding(message["hang"]), now)
         elif "beat" in message:
@@ -85,10 +88,9 @@ class Hang:
                 raise channel.BrokenError("another node's rank is late")
             return self._judge(Late(int(rank), int(step), int(phase), seconds, limit), now)
         elif "seen" in message:
-            seen = Seen.told(message["seen"])
-            if seen.rank not in self._ranks(node):
-                raise channel.BrokenError("what was seen of another node's rank")
-            self._seen[seen.rank] = seen
+            return self._alike.hear(self._ranks(node), self._names[node], message["seen"])
+        elif "stack" in message:
+            self._alike.keep(message["stack"])
         elif "looked" in message:
             self._answered.add(node)
         return []
@@ -120,7 +122,7 @@ class Hang:
         print(f"dray: {finding.problem}; all nodes save what their ranks do", file=sys.stderr, flush=True)
 
         def save(at: stacks.Place) -> None:
-            self._seen[at.rank] = stacks.save(at, self._beats.of(at.rank), now)
+            self._alike.add(stacks.save(at, self._beats.of(at.rank), now))
 
         places = stacks.places(self._plan, self._restart, self._names[self._me], self._ranks(self._me))
         self._threads = [Thread(target=save, args=(at,), daemon=True) for at in places]
@@ -132,17 +134,16 @@ class Hang:
         if self._me not in self._answered and not any(thread.is_alive() for thread in self._threads):
             self._answered.add(self._me)
             if self._me:
-                own = [{"seen": self._seen[rank]._asdict()} for rank in self._ranks(self._me) if rank in self._seen]
-                return [*own, {"looked": self._me}]
-        if not self._me and (len(self._answered) == len(self._names) or now > self._deadline):
+                return [*self._alike.told(), {"looked": self._me}]
+        whole = len(self._answered) == len(self._names) and not self._alike.waits
+        if not self._me and (whole or now > self._deadline):
             self._name()
         return []
 
     def _name(self) -> None:
         """Who it is: the finding, and a record that is older than those of the ranks that were ended for it."""
         assert self._late is not None
-        ranks = range(self._each * len(self._names))
-        seen = [self._seen.get(rank) or Seen(rank, self._node(rank), state="unseen") for rank in ranks]
+        seen = self._alike.all({rank: self._node(rank) for rank in range(self._each * len(self._names))})
         found, what = odd.odd(seen)
         who = f"rank {found.rank} on {found.node} " if found else ""
         problem = f"hang: {who}{what}; rank {self._late.rank} made no progress for {_ago(self._late)}"
@@ -157,7 +158,7 @@ class Hang:
             node=found.node if found else "", rank=found.rank if found else None,
         )  # fmt: skip
         if node.own(self._plan):
-            record.lines(f"{folder}/seen.jsonl", (one._asdict() for one in seen))
+            record.lines(f"{folder}/seen.jsonl", alike.lines(seen))
         self.write_record(self.named, found.frames if found else ())
         self.open = False
 

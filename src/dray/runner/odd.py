@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dray.contract.findings import counted
@@ -59,17 +60,7 @@ class Seen(NamedTuple):
     @property
     def waits(self) -> str:
         """The collective that it waits in, by its stack; empty where that shows none."""
-        parts = [frame.rpartition(" ") for frame in self.frames]
-        inner: list[tuple[str, str]] = []
-        for place, _, function in parts:
-            if not any(folder in place for folder in _TORCHS):
-                break
-            inner.append((place, function))
-        named = (function for place, function in inner if _C10D in place and function not in _WRAPPERS)
-        if inner:
-            return next(named, inner[0][1])
-        backward = parts and _BACKWARD[0] in parts[0][0] and parts[0][2] == _BACKWARD[1]
-        return "the backward pass" if backward and self.state == "sleeps" else ""
+        return _collective(self.frames, self.state)
 
     @property
     def place(self) -> str:
@@ -82,6 +73,21 @@ class Seen(NamedTuple):
         return ", ".join(part for part in (f"{step} {phase}".strip(), frames) if part)
 
 
+@lru_cache(maxsize=4096)
+def _collective(frames: tuple[str, ...], state: str) -> str:
+    parts = [frame.rpartition(" ") for frame in frames]
+    inner: list[tuple[str, str]] = []
+    for place, _, function in parts:
+        if not any(folder in place for folder in _TORCHS):
+            break
+        inner.append((place, function))
+    named = (function for place, function in inner if _C10D in place and function not in _WRAPPERS)
+    if inner:
+        return next(named, inner[0][1])
+    backward = parts and _BACKWARD[0] in parts[0][0] and parts[0][2] == _BACKWARD[1]
+    return "the backward pass" if backward and state == "sleeps" else ""
+
+
 def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
     """That rank, and what is odd about it. None: the ranks do not differ."""
     for state, what in _ENDS.items():
@@ -90,9 +96,10 @@ def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
     if by_flight := _by_flight(seen):
         return by_flight
     steps = [one.step for one in seen if one.step >= 0]
-    behind = _few(seen, lambda one: one.step == min(steps)) if steps and min(steps) < max(steps) else []
+    least, most = min(steps, default=0), max(steps, default=0)
+    behind = _few(seen, lambda one: one.step == least) if least < most else []
     kinds = (
-        (f"is behind the others, which are at step {max(steps, default=0)}", behind),
+        (f"is behind the others, which are at step {most}", behind),
         ("waits in no collective", _few(seen, lambda one: not one.waits)),
         ("waits in another collective", _rare(seen, lambda one: one.waits)),
         ("runs, and the others sleep", _few(seen, lambda one: one.state == "runs")),
@@ -106,8 +113,11 @@ def odd(seen: list[Seen]) -> tuple[Seen | None, str]:
 
 def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
     """The rank that has not entered a collective in which others of its group wait, or has entered another one."""
-    for group in dict.fromkeys(entry.group for one in seen for entry in one.flight):
-        entered = {one: entry for one in seen for entry in one.flight if entry.group == group}
+    groups: dict[str, dict[Seen, Entered]] = {}
+    for one in seen:
+        for entry in one.flight:
+            groups.setdefault(entry.group, {})[one] = entry
+    for group, entered in groups.items():
         last = max(entered.values(), key=lambda entry: (entry.waits, entry.number))
         if not last.waits:
             continue
@@ -118,7 +128,8 @@ def _by_flight(seen: list[Seen]) -> tuple[Seen, str] | None:
             what = f"has not entered {last.name}, collective {last.number} of group {group}, that {who} in"
             return one, _told(what, [one], [])
         if other := _rare(list(entered), lambda one: entered[one].name):  # noqa: B023
-            names = " or ".join(sorted({entry.name for one, entry in entered.items() if one not in other}))
+            known = {one.rank for one in other}
+            names = " or ".join(sorted({entry.name for one, entry in entered.items() if one.rank not in known}))
             what = f"has entered {entered[other[0]].name} as collective {last.number} of group {group}, others {names}"
             return other[0], _told(what, other, seen)
     return None
@@ -143,7 +154,8 @@ def _told(what: str, found: list[Seen], seen: list[Seen]) -> str:
     """With the place of the first of those, and what the others do."""
     others = counted(len(found) - 1, "other rank")
     more = f"; so {'is' if len(found) == 2 else 'are'} {others}" if 1 < len(found) < len(seen) else ""
-    waits = Counter(one.waits for one in seen if one not in found and one.waits)
+    named = {one.rank for one in found}
+    waits = Counter(one.waits for one in seen if one.rank not in named and one.waits)
     where = " and ".join(f"{counted(count, 'rank')} in {name}" for name, count in waits.most_common(2))
     wait = f"; {where} wait{'s' * (waits.total() == 1)}" if where else ""
     place = found[0].place if found else ""

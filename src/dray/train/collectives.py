@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from dray.contract import findings
 from dray.contract.findings import DrayError, UnfitError
 from dray.contract.heartbeat import GROUPS
+from dray.contract.output import unprinted
 from dray.train.heartbeat import heartbeat
 
 # How long a rank waits for the others in a step, as NCCL does by default, and in all else.
@@ -38,7 +39,11 @@ def init_distributed(variant: str) -> torch.device:
         # With its device NCCL connects now, not in the first collective, and splits later groups from this one.
         own = None if on_cpu else device
         dist.init_process_group("gloo" if on_cpu else "nccl", timeout=_IN_A_STEP, device_id=own)
-        _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
+        with unprinted():  # torch 2.9 prints a line for each rank and group: all that it is not connected to
+            _control = dist.new_group(backend="gloo", timeout=_IN_A_STEP)
+        # With TORCH_GLOO_LAZY_INIT two ranks connect when they first need one another, within the time of the group.
+        # A barrier needs all pairs that a broadcast, an all-gather and an all-reduce do, so none of these connects.
+        dist.barrier(group=_control)
     except RuntimeError as error:  # also what torch.distributed raises, all of which are of this kind
         raise UnfitError(
             "the ranks could not connect to one another",
