@@ -15,7 +15,7 @@ from dray.cli.streams import shown
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.remote import names, ssh
-from dray.remote.ssh import Connection
+from dray.remote.ssh import Brought, Connection
 
 On = Annotated[
     str,
@@ -23,6 +23,8 @@ On = Annotated[
         "--on", metavar="REMOTE", help="At a cluster that dray remote add has named.", autocompletion=candidates.remotes
     ),
 ]
+_LAST = Brought()
+"""What was brought last."""
 _PLAIN = {*string.ascii_letters, *string.digits, *"._-"}
 
 
@@ -55,14 +57,14 @@ def typed() -> list[str]:
     return kept
 
 
-def run(connection: Connection, argv: Sequence[str], *, run_in: str = "") -> int:
-    """A verb there, whose output is passed on as it comes; `run_in` is an item that was brought."""
+def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -> int:
+    """A verb there, whose output is passed on as it comes; by what was `brought`."""
     logs = argv[0] == "logs"
     out = _Lines(sys.stdout, shown if logs else ssh.shown, raw=logs and not sys.stdout.isatty())
     err = _Lines(sys.stderr, ssh.shown)
     path = connection.remote.path
     try:
-        return connection.run("verb", path, run_in, "", *argv, on_out=out, on_err=err)
+        return connection.run("verb", path, *brought, "", *argv, on_out=out, on_err=err)
     except KeyboardInterrupt:
         follows = argv[0] in ("logs", "stop")
         print("\nthe run goes on" if follows else "\nended there too", file=sys.stderr)
@@ -75,7 +77,7 @@ def run(connection: Connection, argv: Sequence[str], *, run_in: str = "") -> int
 def fetch(connection: Connection, argv: Sequence[str], target: Path | None) -> Path:
     """The file that a verb writes there, under its own name or as `target`."""
     found, err = bytearray(), _Lines(sys.stderr, ssh.shown)
-    code = connection.run("verb", connection.remote.path, "", "1", *argv, on_out=found.extend, on_err=err)
+    code = connection.run("verb", connection.remote.path, *_LAST, "1", *argv, on_out=found.extend, on_err=err)
     err.end()
     if code:
         raise typer.Exit(code)

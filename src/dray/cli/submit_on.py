@@ -42,8 +42,8 @@ def submit(name: str, asked: Chosen, argv: Sequence[str], *, site: str, follow: 
     typed += [f"./{asked.path.name}"] if asked.path else []
     typed += [*asked.overrides, *(["--", *asked.command] if asked.command else [])]
     with ssh.connected(remote) as connection:
-        bring.bring(connection, image, [parcel.dray(), sent], lambda line: print(line, file=sys.stderr))
-        return run(connection, ["submit", *typed], run_in=sent.item)
+        brought = bring.bring(connection, image, lambda line: print(line, file=sys.stderr), parcel.dray(), sent)
+        return run(connection, ["submit", *typed], brought)
 
 
 def _beside(value: object, folder: Path) -> object:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from dray import process
 from dray.contract.findings import DrayError, UnfitError
@@ -23,6 +24,14 @@ _LAST = 6
 # What a Host of the user's may ask for, and what has no sense beside a command of ours.
 _OURS = ("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes")
 _BASH = "exec bash -l -s"  # the same words for every login shell; all else goes to bash's standard input
+
+
+class Brought(NamedTuple):
+    """What a verb there uses, by the names that it has there."""
+
+    dray: str = ""
+    image: str = ""
+    recipe: str = ""
 
 
 class Connection:
