@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dray.config import checkout
-from dray.contract import files
+from dray.contract import dataset, files
 from dray.contract.findings import ConfigError
 
 FILES, BYTES = 2000, 64 << 20
@@ -68,12 +68,9 @@ def texts(value: object) -> Iterator[str]:
 
 
 def _named(beside: Path, value: str) -> Iterator[Path]:
-    """A path that starts beside the recipe, also one with `:SPLIT` behind it; an absolute one is there already."""
-    for text in dict.fromkeys((value, value.partition(":")[0])):
-        if not text or text.startswith(("/", "~")) or "\0" in text or len(text) > 1024 or not text.strip("./"):
-            continue
-        path = beside / text
-        if not path.exists():
+    """A path that starts beside the recipe, also one with BUILDER: or :SPLIT; an absolute one is there already."""
+    for text in dict.fromkeys((value, value.partition(":")[0], dataset.parse(value).files)):
+        if not text or text.startswith(("/", "~")) or not text.strip("./") or not _exists(path := beside / text):
             continue
         if ".." in Path(text).parts:
             raise ConfigError(
@@ -84,6 +81,13 @@ def _named(beside: Path, value: str) -> Iterator[Path]:
             )
         yield path
         return
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a text that no file can have as its name
+        return False
 
 
 def _below(path: Path) -> Iterator[Path]:
