@@ -124,7 +124,7 @@ def test_a_command_s_folder_and_a_site_s_file_go_along(desk: Desk, tmp_path: Pat
     assert item, called
     sent = desk.there / item[1]
     brought = sorted(str(path.relative_to(sent)) for path in sent.rglob("*") if path.is_file())
-    assert brought == [".site/harbour.toml", "SHA256SUMS", "lib/own.py", "mine.toml", "train.py"]
+    assert brought == [".dray-sums", ".site/harbour.toml", "lib/own.py", "mine.toml", "train.py"]
     assert f"--run={desk.there}/runs/own --image={next((desk.there / 'images').glob('*.sif'))} " in called
     assert f"--site={sent}/.site/harbour.toml {sent}/mine.toml\n" in called
 

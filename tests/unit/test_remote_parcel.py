@@ -10,6 +10,7 @@ import pytest
 
 from dray.cli import submit_on
 from dray.cli.chosen import Chosen
+from dray.contract.findings import ConfigError
 from dray.remote import parcel
 from dray.remote.parcel import Parcel
 from dray.runs.write import read_recipe
@@ -59,7 +60,7 @@ def test_accelerate_s_file_goes_along_also_that_of_a_scale(tmp_path: Path) -> No
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text("mixed_precision: 'no'\n")
     (work / "own.toml").write_text(OWN)
-    expected = ["SHA256SUMS", "code/train.py", "launch/own.yaml", "launch/tiny.yaml", "own.toml"]
+    expected = [".dray-sums", "code/train.py", "launch/own.yaml", "launch/tiny.yaml", "own.toml"]
     assert unpacked(along(work / "own.toml"), tmp_path / "there") == expected
     assert read_recipe(tmp_path / "there" / "own.toml", ["scale=tiny"]).accelerate
 
@@ -74,4 +75,10 @@ def test_a_text_that_is_no_file_s_name_brings_nothing(value: str, tmp_path: Path
 @pytest.mark.parametrize("value", ["rows.jsonl", "rows.jsonl:train[:5%]", "json:rows.jsonl", "json:rows.jsonl:train"])
 def test_a_dataset_as_a_recipe_names_it(value: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
-    assert unpacked(parcel.recipe(None, [value], None, tmp_path, None), tmp_path) == ["SHA256SUMS", "rows.jsonl"]
+    assert unpacked(parcel.recipe(None, [value], None, tmp_path, None), tmp_path) == [".dray-sums", "rows.jsonl"]
+
+
+def test_the_one_reserved_name(tmp_path: Path) -> None:
+    (tmp_path / ".dray-sums").write_text("mine")
+    with pytest.raises(ConfigError, match="a file with this name is not brought"):
+        parcel.recipe(None, [".dray-sums"], None, tmp_path, None)

@@ -48,6 +48,7 @@ def recipe(tmp_path: Path) -> Parcel:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "state.txt").write_text("new")
     (tmp_path / "work" / "train.py").write_text("train")
+    (tmp_path / "work" / "SHA256SUMS").write_text("the sums of my data\n")
     return parcel.recipe(None, [], tmp_path / "work", tmp_path / "work", None)
 
 
@@ -81,7 +82,9 @@ def test_a_folder_that_a_job_has_changed_stays_and_the_next_has_another(tmp_path
     assert second == first._replace(recipe=f"{recipe.item}-2")
     assert (folder.stat().st_ino, (folder / "state.txt").read_text()) == (inode, "step 900")
     assert (folder / "checkpoint").read_text() == "weeks of work"
-    assert sorted(path.name for path in (there / second.recipe).glob("*")) == ["SHA256SUMS", "state.txt", "train.py"]
+    names = sorted(path.name for path in (there / second.recipe).iterdir())
+    assert names == [".dray-sums", "SHA256SUMS", "state.txt", "train.py"]
+    assert (there / second.recipe / "SHA256SUMS").read_text() == "the sums of my data\n"
     assert brought(there, image, dray, recipe) == second
     (there / second.recipe / "train.py").unlink()
     assert brought(there, image, dray, recipe).recipe == f"{recipe.item}-3"

@@ -16,7 +16,8 @@ from dray.contract.findings import ConfigError
 
 FILES, BYTES = 2000, 64 << 20
 """Limits of what goes with a recipe."""
-_SUMS = "SHA256SUMS"
+_SUMS = ".dray-sums"
+"""Of each brought file, for sha256sum; a folder may have a SHA256SUMS of its own."""
 # What a job and a login node read of a checkout; the rest is in the image.
 _DRAY = ("slurm", "recipes", "containers/environment", "containers/steps", "src/dray/engines/visible.sh")
 _LEFT = {"__pycache__", "runs", "build", "node_modules"}
@@ -105,7 +106,7 @@ def _packed(kind: str, found: Mapping[str, Path]) -> Parcel:
         raise _too_much(f"{len(found)} files", found)
     total, contents = 0, dict[str, tuple[bytes, bool]]()
     for name, path in sorted(found.items()):
-        if not name.isprintable() or "\\" in name:
+        if not name.isprintable() or "\\" in name or name == _SUMS:
             raise ConfigError("a file with this name is not brought to a remote", found=ascii(name), fix="rename it")
         try:
             mode = path.stat().st_mode

@@ -43,7 +43,7 @@ there::has() { # FOLDER ITEM...: for each a line, `here` or `missing`, and its n
 }
 
 there::whole() { # FOLDER: whether all files are there that were brought, and unchanged
-  (cd -- "$1" && { [[ -f SHA256SUMS && ! -s SHA256SUMS ]] || sha256sum --check --status SHA256SUMS; }) 2>/dev/null
+  (cd -- "$1" && { [[ -f .dray-sums && ! -s .dray-sums ]] || sha256sum --check --status .dray-sums; }) 2>/dev/null
 }
 
 there::image() { # FILE: whether the image is there. Its content is read again when the file is another one than that which arrived.
