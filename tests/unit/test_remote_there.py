@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import shlex
 import subprocess
 from collections.abc import Callable, Iterable
@@ -142,3 +143,18 @@ def test_an_answer_that_is_none(tmp_path: Path, recipe: Parcel, answer: str) -> 
 
     with pytest.raises(UnfitError, match="does not tell what is there"):
         bring.bring(Other(tmp_path), an_image(tmp_path), print, recipe)  # type: ignore[arg-type]
+
+
+def test_an_image_that_cannot_be_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network disk that fails in the middle."""
+
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    image, dray = an_image(tmp_path), scripts(tmp_path)
+    monkeypatch.setattr("dray.images.sif.verify.digest", lambda _: f"sha256:{hashlib.sha256(b'a').hexdigest()}")
+    monkeypatch.setattr(Path, "open", lambda *_: Failing())
+    with pytest.raises(UnfitError, match="the image cannot be read") as refused:
+        brought(tmp_path / "there", image, dray, None)
+    assert str(refused.value).splitlines()[1:] == [f"  where:  {image}", "  found:  Input/output error"]

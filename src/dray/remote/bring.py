@@ -46,10 +46,13 @@ def _name(item: str, answer: str) -> str:
 
 
 def _blocks(file: Path, size: int) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while size > 0 and (block := stream.read(min(size, _BLOCK))):
-            size -= len(block)
-            yield block
+    try:
+        with file.open("rb") as stream:
+            while size > 0 and (block := stream.read(min(size, _BLOCK))):
+                size -= len(block)
+                yield block
+    except OSError as error:
+        raise UnfitError("the image cannot be read", where=file, found=error.strerror or error) from error
     # A file that has become shorter: the other end waits for the rest, and knows the digest.
     while size > 0:
         yield bytes(min(size, _BLOCK))
