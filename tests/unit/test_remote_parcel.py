@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,97 @@ def test_the_one_reserved_name(tmp_path: Path) -> None:
     (tmp_path / ".dray-sums").write_text("mine")
     with pytest.raises(ConfigError, match="a file with this name is not brought"):
         parcel.recipe(None, [".dray-sums"], None, tmp_path, None)
+
+
+def work(tmp_path: Path, **links: str) -> Path:
+    """A command's folder, with links; beside it what nobody has named."""
+    folder = tmp_path / "work"
+    for name in ("work/train.py", "work/sets/v2/a.jsonl", "work/runs/1/log", "secret", "elsewhere/b.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for name, target in links.items():
+        (folder / name).symlink_to(target.format(work=folder))
+    return folder
+
+
+def test_a_link_in_the_folder_goes_along_as_a_link_and_is_not_walked(tmp_path: Path) -> None:
+    folder = work(tmp_path, data="sets/v2", loop=".", absolute="{work}/sets", latest="runs/1", main="train.py")
+    for values in ([], ["data/a.jsonl"], ["loop/loop/data/a.jsonl"]):
+        there = tmp_path / "there" / str(len(str(values)))
+        names = unpacked(parcel.recipe(None, values, folder, folder, None), there)
+        assert names == [
+            ".dray-sums", "absolute", "data", "latest", "loop", "main", "sets/v2/a.jsonl", "train.py",
+        ]  # fmt: skip
+        links = {path.name: str(path.readlink()) for path in there.iterdir() if path.is_symlink()}
+        assert links == {"absolute": "sets", "data": "sets/v2", "latest": "runs/1", "loop": "."}
+        assert (there / "absolute" / "v2" / "a.jsonl").read_text() == "work/sets/v2/a.jsonl"
+        assert (there / "main").read_text() == "work/train.py"
+
+
+def test_a_named_file_under_a_link_has_its_place_and_the_link(tmp_path: Path) -> None:
+    folder = work(tmp_path, data="sets/v2")
+    names = unpacked(parcel.recipe(None, ["data/a.jsonl"], None, folder, None), tmp_path / "there")
+    assert names == [".dray-sums", "data", "sets/v2/a.jsonl"]
+    assert (tmp_path / "there" / "data" / "a.jsonl").read_text() == "work/sets/v2/a.jsonl"
+
+
+@pytest.mark.parametrize(
+    "link", ["../secret", "{work}/../secret", "../elsewhere", "/", "/etc/passwd", "/nowhere", "../.."]
+)
+@pytest.mark.parametrize("values", [None, ["out"], ["out/b.jsonl"], ["out:train"]], ids=str)
+def test_a_link_that_leads_out(tmp_path: Path, link: str, values: list[str] | None) -> None:
+    folder = work(tmp_path, out=link)
+    target = (folder / link.format(work=folder)).resolve()
+    if values is not None and not (folder / values[0].partition(":")[0]).exists():
+        assert unpacked(parcel.recipe(None, values, None, folder, None), tmp_path / "there") == [".dray-sums"]
+        return
+    with pytest.raises(ConfigError) as refused:
+        parcel.recipe(None, values or [], None if values else folder, folder, None)
+    assert str(refused.value).splitlines() == [
+        "a link leads out of what is brought to a remote",
+        f"  where:  {folder}/out",
+        f"  wanted: a link to something in {folder}",
+        f"  found:  {target}",
+        "  fix:    put a copy in its place, or remove it and give an absolute path there",
+    ]
+
+
+def test_a_link_to_what_is_not_brought(tmp_path: Path) -> None:
+    """It is in the recipe's folder, and not in the command's."""
+    folder = work(tmp_path)
+    (folder / "code").mkdir()
+    (folder / "code" / "lib").symlink_to("../sets")
+    with pytest.raises(ConfigError, match=f"a link to something in {folder}/code\n"):
+        parcel.recipe(None, [], folder / "code", folder, None)
+
+
+def test_a_folder_reached_by_a_link(tmp_path: Path) -> None:
+    """As a home that is a link to a disk."""
+    folder = work(tmp_path)
+    (tmp_path / "home").symlink_to("work")
+    own = parcel.recipe(None, ["sets"], folder, folder, None)
+    assert parcel.recipe(None, ["sets"], tmp_path / "home", tmp_path / "home", None) == own
+
+
+def test_too_many_files_end_the_walk_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def endless(path: Path) -> Iterator[Path]:
+        for number in count():
+            seen.append(number)
+            yield path / str(number)
+
+    monkeypatch.setattr(parcel, "_below", endless)
+    with pytest.raises(ConfigError, match="this is too much to go along"):
+        parcel.recipe(None, [], tmp_path, tmp_path, None)
+    assert len(seen) == parcel.FILES + 1
+
+
+def test_a_limit_that_is_met_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcel, "FILES", 3)
+    for number in range(3):
+        (tmp_path / str(number)).touch()
+    parcel.recipe(None, [], tmp_path, tmp_path, None)
+    (tmp_path / "more").touch()
+    with pytest.raises(ConfigError, match="found:  more than 3 files"):
+        parcel.recipe(None, [], tmp_path, tmp_path, None)

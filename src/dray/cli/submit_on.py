@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def along(asked: Chosen, recipe: Recipe, site: Path | None) -> Parcel:
     # As it is written: in what was read, a file of DeepSpeed's or accelerate's has its text in the place of its name.
     written = parse_toml(files.text(asked.path, "the recipe")) if asked.path else {}
     values = [*parcel.texts(written), *(value.partition("=")[2].strip() for value in asked.overrides)]
-    folder = Path(recipe.command.folder) if recipe.command else None
+    folder = Path(os.path.normpath(recipe.command.folder)) if recipe.command else None
     if folder and not folder.is_relative_to(asked.beside):
         raise ConfigError(
             "the command's folder is not beside the recipe, and only that is brought to a remote",
