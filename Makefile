@@ -27,6 +27,7 @@ help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 install: .venv/host ## Install dray into .venv, to submit, build and plan; it needs no torch
+	@echo "$$($(BIN)/dray --version) is installed$(if $(wildcard .venv/installed), with torch): $(CURDIR)/$(BIN)/dray"
 
 demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks, and write a report of it
 	@$(BIN)/dray run recipes/smoke-cpu.toml

@@ -21,7 +21,7 @@ end::finish() { # CODE: result.json and the last words; without the image this s
 }
 
 end::cost() { # what the attempt had, for how long, and the energy of each of the job's steps, where Slurm counts it
-  local now gpus="${SLURM_GPUS_ON_NODE:-0}"
+  local now gpus="${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}" # as probe.sh
   ((${#lost[@]} > 0)) || echo "first_of_job=1" # the wait in the queue was for this attempt
   lib::uptime
   echo "begun_s=$began_at ended_s=$now allocated_nodes=$SLURM_JOB_NUM_NODES allocated_gpus=${gpus##*:}"

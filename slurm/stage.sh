@@ -4,7 +4,7 @@
 # It uses what lib::main has set: image, stopped_by; it stands in the attempt's folder.
 # shellcheck disable=SC2154,SC2034
 
-readonly stage__answer_s=120 stage__sbcast_s=900
+readonly stage__answer_s=120 stage__sbcast_s=900 stage__end_s=30
 
 stage::nodes() { # by sbcast, where the plan says so and every node is free to take the image; sets `staged` if all have it
   [[ -f stage.sh ]] || return 0
@@ -26,11 +26,15 @@ stage::nodes() { # by sbcast, where the plan says so and every node is free to t
   stage::bring || code=$?
   exec {to}>&-
   ((code == 0)) || kill -TERM "$step" 2>/dev/null || true
+  # srun ends after its tasks. One on a disk that hangs ends by no signal; the rendezvous then names its node.
+  code=0
+  while IFS= read -r -t "$stage__end_s" -u "$from" || { code=$?; false; }; do :; done
+  ((code <= 128)) || kill -KILL "$step" 2>/dev/null || true
   wait "$step" 2>/dev/null || true
   exec {from}<&-
 }
 
-stage::bring() { # fails where a task does not answer, and must be ended
+stage::bring() { # fails where a task does not answer, or has to be ended
   local -A answers=()
   local part began=$SECONDS code=0
   if ! stage::ask "$stage__answer_s"; then

@@ -209,7 +209,8 @@ node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one whe
     part="$copy.part"
     if ! found="$(set -o pipefail; tee -- "$part" <"$1" | sha256sum)"; then
       rm --force -- "$part"
-      exec {making}>&- # another job may find room
+      part="" # from here on it may be another job's, which may find room
+      exec {making}>&-
       node::full "$1"
       return 0
     fi
@@ -219,6 +220,7 @@ node::stage() { # IMAGE FOLDER SHA256: sets `image`; it stays the shared one whe
       exit 69
     fi
     mv -- "$part" "$copy"
+    part=""
   fi
   exec {making}>&-
   image="$copy" copied="$copy"
@@ -274,6 +276,7 @@ node::tree() { # IMAGE SHA256: makes `copy`, or leaves it to what comes next; ev
       fi
     fi
     rm --force -- "$part"
+    part=""
   fi
 }
 

@@ -176,6 +176,59 @@ def test_staged_images(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["used.sif", "used.sif.lock", "used.sif.making"]
 
 
+@pytest.mark.hostile("clean")
+def test_what_a_killed_job_had_of_a_copy(tmp_path: Path) -> None:
+    paths = ended(tmp_path / "runs", "mine")
+    paths.plan.write_text(paths.plan.read_text().replace('"stage": ""', f'"stage": "{tmp_path}/disk"'))
+    folder = tmp_path / "disk" / f"dray-images-{os.getuid()}"
+    folder.mkdir(parents=True)
+    for name in ("made.sif.part", "left.sif.part", "alone.sif.part", "made.sif.making", "left.sif.making"):
+        (folder / name).write_bytes(b"x")
+    (folder / "folder.sif.part").mkdir()
+    (folder / "link.sif.part").symlink_to(paths.plan)
+    old(folder, 90)
+    with (folder / "made.sif.making").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = looked(tmp_path / "runs", "staged")
+    assert {name: item.kept for name, item in found.items()} == {
+        "made.sif.part": "a run on this machine makes it", "left.sif.part": "", "alone.sif.part": "",
+    }  # fmt: skip
+    with (folder / "left.sif.making").open("a") as lock:  # a job that has begun since
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert clean.remove(found["left.sif.part"]) == "a run uses it now"
+    assert [clean.remove(found[f"{name}.sif.part"]) for name in ("left", "alone")] == ["", ""]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "folder.sif.part", "left.sif.making", "link.sif.part", "made.sif.making", "made.sif.part",
+    ]  # fmt: skip
+
+
+@pytest.mark.hostile("clean")
+def test_tables_of_tune(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    run = {name: ended(runs / name, "001", model=name == "model") for name in ("done", "model", "broken", "young")}
+    going = begun(runs / "going", "001")
+    going.process.write_text(json.dumps(processes.mark(os.getpid())))
+    for name in (*run, "going", "other"):
+        (runs / name).mkdir(exist_ok=True)
+        told = {"complete": name != "young"} if name != "other" else {}
+        (runs / name / ("tune.json" if name != "other" else "mine.json")).write_text(json.dumps(told))
+    (runs / "broken" / "tune.json").write_text("{")
+    (runs / "link").symlink_to(runs / "done")
+    for name in ("done", "model", "broken"):
+        old(runs / name, 90)
+    found = looked(runs, "tune", days=0)
+    assert {name: (item.parts, item.kept) for name, item in found.items()} == {
+        "done": ((runs / "done",), ""),
+        "model": ((), "has checkpoints or a model (--checkpoints)"),
+        "broken": ((runs / "broken",), ""),
+        "young": ((), "is not complete, and changed today"),
+        "going": ((), "a run of it goes on, or nobody here knows"),
+    }
+    assert looked(runs, "tune", days=0, checkpoints=True)["model"].parts == (runs / "model",)
+    assert clean.remove(found["done"]) == ""
+    assert not (runs / "done").exists()
+
+
 def test_a_killed_runs_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "SCRATCH", str(tmp_path))
     left, held = (tmp_path / f"dray-{os.getuid()}-{name}" for name in ("left", "held"))

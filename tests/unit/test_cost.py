@@ -158,14 +158,15 @@ exit {code}
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_what_the_job_s_script_tells(code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", ["SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"])  # salloc sets the second alone
+def test_what_the_job_s_script_tells(code: int, gpus: str, tmp_path: Path) -> None:
     """Slurm's own answers as they come; one that fails ends nothing."""
     for name, text in (("sacct", SACCT.format(code=code)), ("scontrol", "#!/bin/bash\necho JobId=17 BatchFlag=1\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     script = SCRIPT + 'lost=() stopped_by="" began_at=12.50\nend::job 0\nlost=(n2)\nend::cost'
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DRAY_HOME": str(ROOT), "SLURM_JOB_ID": "17"}
-    env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "a100:4", "HOME": str(tmp_path)}
+    env |= {"SLURM_JOB_NUM_NODES": "2", gpus: "a100:4", "HOME": str(tmp_path)}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     before, first, *rest = done.stdout.splitlines()
     figures = [line for line in rest if line.startswith("begun_s")]

@@ -123,6 +123,9 @@ def test_a_job_that_has_not_begun_is_cancelled(
     slurm.has(18, state, submitted=stamp(time.time() - 60))
     assert stop(run) == f"{said}\nrun folder: {run}"
     assert slurm.calls == calls
+    seen = shown.look(run, Queue())
+    assert (seen.state, seen.why) == ("stopped", "dray stop took job 18 out of the queue; nothing has run")
+    assert stop(run) == f"its job is not in the queue any more; nothing has run\nrun folder: {run}"
 
 
 def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPaths) -> None:

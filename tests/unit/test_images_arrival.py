@@ -227,6 +227,22 @@ class TestBundle:
         assert done.stderr.startswith("dray: the bundle differs from its checksums\n"), done.stderr
         assert not (tmp_path / ".venv").exists()
 
+    @pytest.mark.parametrize("torch", ["", " with torch"])
+    def test_make_tells_what_is_installed_where(self, root: Path, tmp_path: Path, torch: str) -> None:
+        """Also where there is nothing to do, as after `make demo`."""
+        folder = tmp_path / "my dray"
+        (folder / "containers").mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", "containers/venv.lock"):
+            shutil.copy(root / name, folder / name)
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        for name in ("host", *(["installed"] if torch else [])):
+            (folder / ".venv" / name).touch()
+        program = folder / ".venv" / "bin" / "dray"
+        program.write_text("#!/bin/sh\necho dray 1.2.3\n")
+        program.chmod(0o755)
+        done = subprocess.run(["make", "install"], cwd=folder, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.stderr) == (f"dray 1.2.3 is installed{torch}: {program}\n", "")
+
     def test_its_signature_is_no_input_of_the_image(self, bundle: Path, tmp_path: Path) -> None:
         described = Image.model_validate({"variant": "cpu", "base": f"x@sha256:{'0' * 64}", "python": "3.11"})
         before = inputs.Source(image=described, inputs=bundle, base=bundle).digest

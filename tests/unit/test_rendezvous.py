@@ -426,6 +426,14 @@ class TestChannel:
             host.send({"number": number})
         assert guest.receive() == [{"number": 0}, {"number": 1}, {"number": 2}]
 
+    def test_what_is_right_behind_the_awaited_message_stays_readable(self, ends) -> None:
+        host, guest = ends
+        for message in ({"go": True}, {"stop": 15}, {"ask": 1}):
+            host.send(message)
+        assert guest.receive_one(time.monotonic() + 10) == {"go": True}
+        assert select.select([guest.line], [], [], 0)[0]
+        assert guest.receive() == [{"stop": 15}, {"ask": 1}]
+
     @pytest.mark.parametrize("how", ["changed", "replayed", "reflected"])
     def test_a_message_of_anybody_else_ends_the_connection(self, ends, how: str) -> None:
         host, guest = ends

@@ -24,9 +24,12 @@ SHA256 = hashlib.sha256(IMAGE).hexdigest()
 NODES = ("n1", "n2", "n3")
 # A task on each node, whose disk is a folder of its own here; each hears every line, as srun's do.
 SRUN = f"""#!{sys.executable}
-import os, subprocess, sys, threading
+import os, signal, subprocess, sys, threading, time
 disk, text = os.environ["DISK"], open(sys.argv[-1]).read()
 open("srun", "w").write("\\n".join(sys.argv[1:]))
+if os.environ.get("SRUN") == "hangs":  # a task that no signal ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
 if os.environ.get("SRUN") == "fails":
     sys.exit("srun: error: Unable to create step")
 tasks = []
@@ -76,6 +79,7 @@ class Nodes:
         for path in (self.attempt / "logs", self.bin, *(self.of(name) for name in NODES)):
             path.mkdir(parents=True)
         self.image.write_bytes(IMAGE)
+        self.text = (ROOT / "slurm" / "stage.sh").read_text()
         self.tool("srun", SRUN)
         self.tool("sbcast", SBCAST)
         (self.attempt / "stage.sh").write_text(render.stage_script(decided(self.disk, self.image)))
@@ -95,10 +99,10 @@ class Nodes:
         return self.folder(name) / f"{SHA256}.sif"
 
     def begin(self, **env: str) -> subprocess.Popen[str]:
-        script = """set -euo pipefail; shopt -s extglob; source "$1/slurm/stage.sh"; image="$2" stopped_by=""
+        script = """set -euo pipefail; shopt -s extglob; image="$2" stopped_by=""; source /dev/stdin <<<"$3"
             trap 'stopped_by=TERM' TERM; stage::nodes; echo "on${stopped_by:+ $stopped_by}" """
         return subprocess.Popen(
-            ["bash", "-c", script, "job", ROOT, self.image],
+            ["bash", "-c", script, "job", ROOT, self.image, self.text],
             env={"PATH": f"{self.bin}:/usr/bin:/bin", "DISK": str(self.disk), "SLURM_JOB_NUM_NODES": "3", **env},
             cwd=self.attempt, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -291,6 +295,11 @@ def test_without_sbcast_or_a_step(nodes: Nodes) -> None:
     assert nodes.bring() == [f"image: not copied by sbcast: sbcast is not on the PATH of node {where}"]
     (nodes.attempt / "stage.sh").unlink()
     assert nodes.bring() == []
+
+
+def test_a_task_that_nothing_ends_is_not_waited_for(nodes: Nodes) -> None:
+    nodes.text = re.sub(r"(stage__(?:answer|end)_s)=\d+", r"\1=1", nodes.text)
+    assert nodes.bring(SRUN="hangs") == ["image: not copied by sbcast: not all nodes answered; see logs/stage.log"]
 
 
 def test_it_is_done_in_the_attempt_s_folder_before_the_nodes_start(nodes: Nodes) -> None:

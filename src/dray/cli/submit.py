@@ -18,7 +18,6 @@ from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
 from dray.config import checkout
 from dray.images import store
-from dray.runs import login, write
 from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id, next_attempt, run_named
 
@@ -73,31 +72,22 @@ def submit(
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
     recipe = asked.recipe()
-    facts, choice = login.facts(
-        recipe, nodes, gpus_per_node, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
-    )
     folder = folder or (runs or default_runs()).absolute() / new_id(recipe.name)
     attempt = next_attempt(folder)
-    plan = write.decide(recipe, facts, choice, attempt)
-    plan.refuse()  # before the image, which may take long to build
+    words = [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides]
+    wanted = queue.Asked(
+        words, asked.command, nodes, ranks or 0, gpus_per_node, site, gpu_memory, options=sbatch or ()
+    )  # fmt: skip
+    plan, argv = queue.planned(recipe, attempt, wanted)  # before the image, which may take long to build
     variant = plan.recipe.image_name
-    image = store.job_file(checkout.root(), variant, plan.engine)
     if not dry_run:
         store.required(checkout.root(), variant, recipe.image_digest, plan.engine)
         queue.require_free(folder, sbatch or [])
         report(plan)
-    argv = queue.sbatch(
-        plan,
-        options=[*queue.options(recipe, choice.site, facts.gpus_per_node, nodes), *(sbatch or [])],
-        image=image,
-        site=site or queue.site_word(choice.site),
-        gpu_memory=gpu_memory,
-        recipe=[*([str(asked.path.absolute())] if asked.path else []), *asked.overrides],
-        command=asked.command,
-    )
     if dry_run:
         print(f"{shlex.join(argv)}\n")
         show(plan, verbose=verbose, assumed=True)
+        image = store.job_file(checkout.root(), variant, plan.engine)
         if how := store.absent(image, variant, plan.engine):
             print(f"dray: note: {image} does not exist; before you submit: {how}", file=sys.stderr)
         return

@@ -49,7 +49,10 @@ def home() -> Path:
 
 
 def write(folder: Path) -> None:
-    """A new checkout, from which images build with the same bytes as from the one that this package was made from."""
+    """A new checkout, from which images build with the same bytes as from the one that this package was made from.
+
+    An image contains dray's wheel, and that README.md and LICENSE; many a message names `make image-VARIANT`.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError("a checkout needs a folder", where=folder, found="a file", fix="give another name")
     if folder.is_dir() and any(folder.iterdir()):

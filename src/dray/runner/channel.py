@@ -60,9 +60,9 @@ class Channel:
         self._sent += 1
         self.line.sendall(proof.hex().encode() + text + b"\n")
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self, most: int = _LONGEST) -> list[dict[str, Any]]:
         """The messages that have come, once the connection can be read. OSError: it is of no more use."""
-        data = self.line.recv(_LONGEST)
+        data = self.line.recv(most)
         if not data:
             raise BrokenError("the connection was closed")
         *lines, self._data = (self._data + data).split(b"\n")
@@ -71,11 +71,12 @@ class Channel:
         return [self._message(line) for line in lines]
 
     def receive_one(self, deadline: float) -> dict[str, Any]:
-        """The next message, which is the only one on its way."""
+        """The next message. What is right behind it stays in the connection, for whoever waits until it can be read."""
         messages: list[dict[str, Any]] = []
         while not messages:
             _wait(self.line, deadline)
-            messages = self.receive()
+            end = self.line.recv(_LONGEST, socket.MSG_PEEK).find(b"\n") + 1
+            messages = self.receive(end or _LONGEST)
         return messages[0]
 
     def close(self) -> None:

@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from dray import hostlist
 from dray.contract import exit_codes, files
+from dray.contract.findings import DrayError
+from dray.contract.hostnames import compress
 from dray.planning import members
 from dray.planning.schema import Plan
 from dray.runs.paths import RunPaths, attempts
@@ -48,7 +51,7 @@ def attempt(result: Result, number: int) -> Attempt:
         status=result.status,
         exit_code=result.exit_code,
         why=why,
-        hosts=result.hosts,
+        hosts=compress(result.hosts),
         first_step=result.first_step,
         steps=result.steps,
         saved_step=result.saved_step,
@@ -109,6 +112,12 @@ def _lost(result: Result) -> list[str]:
     return [cause.node] if cause and gone and _HOST.fullmatch(cause.node) else []
 
 
+def _names(one: Attempt) -> list[str]:
+    with suppress(DrayError):
+        return hostlist.expand(one.hosts)
+    return []
+
+
 def _unfit(result: Result, earlier: Iterable[Attempt]) -> list[str]:
     """The nodes that were found unfit: not all there are, nor those for whose reason others were before.
 
@@ -128,5 +137,5 @@ def _unfit(result: Result, earlier: Iterable[Attempt]) -> list[str]:
         return []
     why = cause.why.partition("\n")[0].replace(cause.node, "")
     unfit = (one for one in earlier if one.exit_code == exit_codes.UNFIT)
-    seen = ((one.why or "").replace(host, "") for one in unfit for host in one.hosts)
+    seen = ((one.why or "").replace(host, "") for one in unfit for host in _names(one))
     return [] if why in seen else nodes

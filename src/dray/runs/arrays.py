@@ -10,10 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dray import process
-from dray.config import checkout
 from dray.contract import files, run_folder
 from dray.contract.findings import DrayError
-from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import login, source, write
 from dray.runs import submit as queue
@@ -64,22 +62,11 @@ def planned(common: Common, number: int, run: Path, own: Sequence[str], size: Si
     """Plan one of them. ConfigError: it is refused."""
     own = [*own, *([f"ranks_per_node={size.ranks}"] if size.ranks else [])]
     recipe = write.read_recipe(common.recipe, [*common.settings, *own])
-    facts, choice = login.facts(
-        recipe, size.nodes, size.gpus, common.site, ranks=size.ranks or None, options=common.options,
-        gpu_memory=None, known=common.known,
+    asked = queue.Asked(
+        [str(common.recipe), *common.settings, *own], nodes=size.nodes, ranks=size.ranks, gpus=size.gpus,
+        site=common.site, options=common.options,
     )  # fmt: skip
-    plan = write.decide(recipe, facts, choice, RunPaths(run))
-    plan.refuse()
-    argv = queue.sbatch(
-        plan,
-        options=[*queue.options(recipe, choice.site, facts.gpus_per_node, size.nodes), *common.options],
-        image=store.job_file(checkout.root(), plan.recipe.image_name, plan.engine),
-        site=common.site or queue.site_word(choice.site),
-        gpu_memory=None,
-        recipe=[str(common.recipe), *common.settings, *own],
-        command=(),
-    )
-    return Job(number, run, plan, argv, own)
+    return Job(number, run, *queue.planned(recipe, RunPaths(run), asked, common.known), own)
 
 
 def groups(jobs: Sequence[Job], slurm: Mapping[str, str] = MappingProxyType({})) -> list[list[Job]]:

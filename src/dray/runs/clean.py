@@ -12,19 +12,21 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from dray.contract import files, node, run_folder, scratch
-from dray.contract.findings import DrayError
+from dray.contract.findings import DrayError, counted
 from dray.runs import leftovers, live, named, squeue, tokens
 from dray.runs.leftovers import DAY, Item, measured
 from dray.runs.live import State
 from dray.runs.paths import last_attempt
+from dray.runs.reading import table
 from dray.runs.result import result_of
 from dray.runs.write import read
 
-KINDS = ("runs", "tokens", "scratch", "staged", "builds", "layers")
+KINDS = ("runs", "tune", "tokens", "scratch", "staged", "builds", "layers")
 DEFAULT = KINDS[:-1]
 """Layers only if they are named: recipes name them, and to make them again takes a network."""
 _QUIET_DAYS = 1.0  # without a result a run may go on where nobody here sees it, as on a cluster that shares this disk
@@ -46,15 +48,17 @@ class Options(NamedTuple):
 def look(options: Options) -> list[Item]:
     """All there is of these kinds, the largest first."""
     queue = squeue.Queue()
-    own = [run for run in named.every(options.runs) if _own(run)]
-    states = [live.look(run, queue) for run in own]
-    going = [state for state in states if _goes_on(state)]
+    states = _states(options.runs, queue)
+    tried = {folder: _states(folder, queue) for folder in leftovers.tables(options.runs)}
+    every = [*states, *chain.from_iterable(tried.values())]
+    going = [state for state in every if _goes_on(state)]
     waiting = any(state.paths is None for state in going)
     makers: dict[str, Callable[[], Iterator[Item]]] = {
         "runs": lambda: (_run(state, options) for state in states),
+        "tune": lambda: (_table(folder, runs, options) for folder, runs in tried.items()),
         "tokens": _tokens,
         "scratch": _scratch,
-        "staged": lambda: leftovers.staged(_stages(own)),
+        "staged": lambda: leftovers.staged(_stages([state.run for state in every])),
         "builds": lambda: leftovers.builds(options.build),
         "layers": lambda: leftovers.layers(options.build, waiting=waiting),
     }
@@ -69,14 +73,21 @@ def remove(item: Item) -> str:
     if (size, changed) != (item.whole, item.changed):
         return "it has changed since it was listed"
     try:
-        for part in item.parts:
-            if stat.S_ISDIR(part.lstat().st_mode):
-                shutil.rmtree(part)
-            else:
-                part.unlink()
+        with leftovers.taken(item.lock) as free:
+            if not free:
+                return "a run uses it now"
+            for part in item.parts:
+                if stat.S_ISDIR(part.lstat().st_mode):
+                    shutil.rmtree(part)
+                else:
+                    part.unlink()
     except OSError as refused:
         return refused.strerror or str(refused)
     return ""
+
+
+def _states(runs: Path, queue: squeue.Queue) -> list[State]:
+    return [live.look(run, queue) for run in named.every(runs) if _own(run)]
 
 
 def _own(path: Path) -> bool:
@@ -106,6 +117,19 @@ def _run(state: State, options: Options) -> Item:
             return item.stays("has checkpoints or a model (--checkpoints)")
         freed = measured(compiled)[0]
         return item._replace(size=freed, parts=(compiled,), holds="compiled code; checkpoints and model stay")
+    return item
+
+
+def _table(folder: Path, runs: list[State], options: Options) -> Item:
+    """Of `dray tune`: whole, for without its runs it tells of what nobody can look at."""
+    item = leftovers.item("tune", folder, f"a table of dray tune, {counted(len(runs), 'run')}")
+    if any(map(_goes_on, runs)):
+        return item.stays("a run of it goes on, or nobody here knows")
+    complete = (table(folder / run_folder.TUNE, []) or {}).get("complete") is True
+    if not complete and item.age < _QUIET_DAYS:
+        return item.stays("is not complete, and changed today")
+    if not options.checkpoints and any(_models(state.run) for state in runs):
+        return item.stays("has checkpoints or a model (--checkpoints)")
     return item
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dray.contract import run_folder
+from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import live, squeue
 from dray.runs.live import State
@@ -38,6 +38,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
                 say(told := _before(state.paths))
             squeue.cancel(state.job, state.cluster, waiting=True)
             if state.job.id not in {job.id for job in squeue.jobs(state.cluster)}:
+                _note(state)
                 none = "" if state.paths else "; nothing has run"
                 say(f"its job waited in the queue, and was cancelled{none}\nrun folder: {run}")
                 return
@@ -50,6 +51,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         if state.paths:  # between two attempts, which may be in an allocation
             _require_batch(state, state.job)
         squeue.cancel(state.job, state.cluster)
+        _note(state)
         say(f"the job had not begun to train, and was cancelled: {state.where}\nrun folder: {run}")
         return
     if state.paths is None or (state.kind == "unknown" and state.paths.result.exists()):
@@ -65,6 +67,15 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         _end(state)
     if wait:
         say(_last_words(state, say))
+
+
+def _note(state: State) -> None:
+    """A run without an attempt has no result that could tell: job.json does."""
+    queued = None if state.paths else live.Left(state.run, 0, []).submitted
+    if queued:
+        told = queued.model_copy(update={"stopped": time.time()})
+        with suppress(OSError):  # it is cancelled all the same
+            files.write_atomic(state.run / run_folder.JOB, told.model_dump_json(indent=1))
 
 
 def _say_asked(state: State, say: Say, *, now: bool) -> None:

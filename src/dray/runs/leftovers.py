@@ -8,9 +8,11 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from dray.contract import run_folder
 
 DAY = 86400.0
 _TEMPORARY = re.compile(r"\.(dray-[a-z0-9._-]+|debs|lock|pull|wheels)-[a-z0-9_]{8}")
@@ -33,6 +35,8 @@ class Item(NamedTuple):
     """Why it stays."""
     whole: int = 0
     changed: float = 0.0
+    lock: Path | None = None
+    """Who holds it uses the item."""
 
     def stays(self, why: str) -> Item:
         """The same, kept."""
@@ -82,8 +86,17 @@ def own(path: Path, *, folder: bool) -> bool:
     return kind(found.st_mode) and found.st_uid == os.geteuid()
 
 
+def tables(runs: Path) -> list[Path]:
+    """Folders of `dray tune`."""
+    with suppress(OSError):
+        found = [path for path in runs.iterdir() if own(path, folder=True)]
+        return sorted(path for path in found if own(path / run_folder.TUNE, folder=False))
+    return []
+
+
 def staged(folders: list[Path]) -> Iterator[Item]:
-    """Copies of images on this node's disk, which the last run that uses one takes away, unless it was killed."""
+    """Copies of images on this node's disk, which the last run that uses one takes away, unless it was killed; and what
+    one that was killed has of a copy, which it makes under a lock."""
     for folder in (one for one in folders if own(one, folder=True)):
         for image in sorted(folder.glob("*.sif")):
             if not own(image, folder=False):
@@ -91,7 +104,11 @@ def staged(folders: list[Path]) -> Iterator[Item]:
             lock = image.with_name(f"{image.name}.lock")
             beside = [path for path in (image.with_name(f"{image.name}.making"), lock) if own(path, folder=False)]
             found = item("staged", image, "an image's copy", image, *beside, used=image.stat().st_atime)
-            yield found.stays("a run on this machine uses it") if _held(lock) else found
+            yield found.stays("a run on this machine uses it") if _held(lock) else found._replace(lock=lock)
+        for part in sorted(one for one in folder.glob("*.sif.part") if own(one, folder=False)):
+            lock = part.with_suffix(".making")
+            found = item("staged", part, "a copy that was broken off")
+            yield found.stays("a run on this machine makes it") if _held(lock) else found._replace(lock=lock)
 
 
 def builds(build: Path | None) -> Iterator[Item]:
@@ -119,18 +136,23 @@ def layers(build: Path | None, *, waiting: bool) -> Iterator[Item]:
         yield found.stays("a job in the queue may need it") if waiting else found
 
 
-def _held(lock: Path) -> bool:
-    """Whether a process of this machine holds it."""
+@contextmanager
+def taken(lock: Path | None) -> Iterator[bool]:
+    """Hold it, where there is one; False: a process of this machine does."""
     with ExitStack() as stack:
+        free = True
         try:
-            handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if lock:
+                handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                stack.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
-            return False
+            pass
         except OSError:
-            return True
-        stack.callback(os.close, handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+            free = False
+        yield free
+
+
+def _held(lock: Path) -> bool:
+    with taken(lock) as free:
+        return not free

@@ -110,6 +110,11 @@ class Left:
         begun = (id_of(f"{self.run}/{run_folder.attempt(number)}") for number in self.numbers)
         return None if one.id in begun else one
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether `dray stop` took it out of the queue before it began."""
+        return not self.number and self.submitted is not None and self.submitted.stopped is not None
+
     @cached_property
     def owner(self) -> int:
         """The user whose run it is."""
@@ -151,7 +156,7 @@ def decide(left: Left, queue: Queue) -> State:
     cluster = left.submitted.cluster if left.submitted else ""
     cluster = cluster if cluster and left.owner == os.geteuid() else ""
     paths = left.paths if left.number else None
-    why, over = "", here or (left.ended is not None and not left.queued and not left.goes_on)
+    why, over = "", here or left.cancelled or (left.ended is not None and not left.queued and not left.goes_on)
     try:
         if found := queue.of(_named(left), _folders(left), cluster):
             kind, job = _found(left, found, queue, cluster)

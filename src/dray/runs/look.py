@@ -94,8 +94,9 @@ def _queued(left: Left, queue: Queue) -> Table:
     if decided.kind == "queued" and decided.job:
         return fields | {"state": QUEUED, "waiting": _waiting(decided.job)}
     if decided.kind == "ended":
-        why = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
-        return fields | {"state": LOST, "why": why}
+        lost = f"job {job} is gone and began no attempt: its output, job-{job}.log, may tell"
+        why = f"dray stop took job {job} out of the queue; nothing has run" if left.cancelled else lost
+        return fields | {"state": STOPPED if left.cancelled else LOST, "why": why}
     if decided.kind == "unknown" and queue.is_absent:
         return fields | {
             "why": f"whether job {job} waits, runs or has ended is not known here: this machine has no Slurm"

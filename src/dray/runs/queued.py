@@ -19,6 +19,8 @@ class Queued(BaseModel):
     """Of several that one sbatch knows."""
     time: float
     argv: list[str]
+    stopped: float | None = None
+    """When `dray stop` took it out of the queue, before it had begun an attempt."""
 
     @property
     def id(self) -> int | str:

@@ -17,7 +17,7 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, login, write
+from dray.runs import live
 from dray.runs import submit as queue
 from dray.runs.diff import ABSENT, Difference
 from dray.runs.paths import RunPaths, attempts, new_id
@@ -90,30 +90,18 @@ def _kept(options: Sequence[str]) -> Iterator[str]:
 
 
 def job(recipe: Recipe, before: Plan, made: Asked | None, runs: Path, more: Sequence[str]) -> Job:
-    """The whole command: as many nodes and GPUs as before; `more` are options of sbatch that win over the run's."""
+    """The whole command: GPUs as before, nodes by the recipe; options of sbatch in `more` win over the run's."""
     queue.check(more)
-    nodes = len(before.world.nodes)
     gpus = before.world.ranks_per_node if before.variant != "cpu" else 0
-    old = made or Asked()
-    options = (*old.options, *more)
-    facts, choice = login.facts(
-        recipe, nodes, gpus, old.site, ranks=None, options=options, gpu_memory=old.gpu_memory
+    old, folder = made or Asked(), runs / new_id(recipe.name)
+    asked = queue.Asked(
+        [str(folder / f"{_STEM}.toml")], gpus=gpus, site=old.site, gpu_memory=old.gpu_memory, options=more,
+        before=made.options if made else None,
     )  # fmt: skip
-    folder = runs / new_id(recipe.name)
-    plan = write.decide(recipe, facts, choice, RunPaths(folder))
-    plan.refuse()
-    variant = plan.recipe.image_name
-    store.required(checkout.root(), variant, recipe.image_digest, plan.engine)
-    ours = queue.options(recipe, choice.site, gpus, None)
-    if made:
-        sized = [one for one in ours if one.startswith(("--nodes=", "--gpus-per-node=", "--gres=gpu"))]
-        ours = [*made.options, *sized]
-    argv = queue.sbatch(
-        plan, options=[*ours, *more], image=store.job_file(checkout.root(), variant, plan.engine),
-        site=old.site or queue.site_word(choice.site), gpu_memory=old.gpu_memory,
-        recipe=[str(folder / f"{_STEM}.toml")], command=(),
-    )  # fmt: skip
-    return Job(argv, folder, plan, recipe)
+    planned = queue.planned(recipe, RunPaths(folder), asked)
+    plan = planned.plan
+    store.required(checkout.root(), plan.recipe.image_name, recipe.image_digest, plan.engine)
+    return Job(planned.argv, folder, plan, recipe)
 
 
 def start(made: Job) -> str:

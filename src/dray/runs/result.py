@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from dray.contract import files
 from dray.contract.findings import counted
+from dray.contract.hostnames import compress
 from dray.contract.values import printable
 from dray.runs import cost as costs
 from dray.runs import startup as startups
@@ -29,6 +30,11 @@ _SHOWN = 20  # nodes in a line
 def _evidence(lines: Any) -> list[str]:  # noqa: ANN401  any JSON value: a damaged part hides no failure
     texts = lines if isinstance(lines, list) else []
     return [line[:_LONGEST] for line in texts if isinstance(line, str)][:_MOST]
+
+
+def _host_list(hosts: Any) -> Any:  # noqa: ANN401  any JSON value
+    names = hosts if isinstance(hosts, list | tuple) else []
+    return compress(names) if names and all(isinstance(name, str) for name in names) else hosts or ""
 
 
 class Cause(BaseModel):
@@ -71,8 +77,8 @@ class Attempt(BaseModel):
     """Its exit code."""
     why: str | None = None
     """The first line of its cause, or what stopped it."""
-    hosts: list[str] = []
-    """The names of its nodes."""
+    hosts: Annotated[str, BeforeValidator(_host_list)] = ""
+    """The names of its nodes, as Slurm writes a list: n[1-3,7]. Each later result has them."""
     first_step: int | None = None
     """The step from which it went on; 0 from the beginning."""
     steps: int | None = None

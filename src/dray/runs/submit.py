@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from dray import process
 from dray.config import checkout, sites
@@ -16,10 +17,63 @@ from dray.config.site import Site
 from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, error
 from dray.contract.values import control_characters
+from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, named, source
-from dray.runs.paths import make_run_folder
+from dray.runs import live, login, named, source, write
+from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
+
+_SIZE = ("--nodes=", "--gpus-per-node=", "--gres=gpu")
+
+
+class Asked(NamedTuple):
+    """What a job is asked for. What is 0, empty or None, the recipe decides, and the site."""
+
+    words: Sequence[str]
+    """The recipe and its settings, as the job reads them."""
+    command: Sequence[str] = ()
+    nodes: int | None = None
+    ranks: int = 0
+    """Of a node."""
+    gpus: int = 0
+    """Of a node."""
+    site: str = ""
+    gpu_memory: float | None = None
+    options: Sequence[str] = ()
+    """Of sbatch; they win over dray's own."""
+    before: Sequence[str] | None = None
+    """Of an earlier job's sbatch, in place of dray's own but for its size."""
+
+
+class Job(NamedTuple):
+    """A run that can be submitted."""
+
+    plan: Plan
+    argv: list[str]
+    """Of sbatch."""
+
+
+def planned(recipe: Recipe, attempt: RunPaths, asked: Asked, known: login.Known | None = None) -> Job:
+    """The plan of the attempt, and the command that submits it. ConfigError: it is refused."""
+    facts, choice = login.facts(
+        recipe, asked.nodes, asked.gpus, asked.site, ranks=asked.ranks or None,
+        options=(*(asked.before or ()), *asked.options), gpu_memory=asked.gpu_memory, known=known,
+    )  # fmt: skip
+    plan = write.decide(recipe, facts, choice, attempt)
+    plan.refuse()
+    own = options(recipe, choice.site, facts.gpus_per_node, asked.nodes)
+    if asked.before is not None:
+        own = [*asked.before, *(one for one in own if one.startswith(_SIZE))]
+    argv = sbatch(
+        plan,
+        options=[*own, *asked.options],
+        image=store.job_file(checkout.root(), plan.recipe.image_name, plan.engine),
+        site=asked.site or site_word(choice.site),
+        gpu_memory=asked.gpu_memory,
+        recipe=asked.words,
+        command=asked.command,
+    )
+    return Job(plan, argv)
 
 
 def check(options: Sequence[str]) -> None:

@@ -21,5 +21,6 @@ node::tree() { # IMAGE SHA256: makes `copy`, or leaves it to what comes next; ev
       fi
     fi
     rm --force -- "$part"
+    part=""
   fi
 }

@@ -127,7 +127,7 @@ def _try(paths: RunPaths, trace: Trace, known: Attempt, *, queued: float) -> Try
         number=paths.attempt,
         status=known.status,
         why=(known.why or "").partition("\n")[0],
-        hosts=tuple(known.hosts or ([node.name for node in plan.world.nodes] if plan else [])),
+        hosts=tuple((result.hosts if result else []) or ([node.name for node in plan.world.nodes] if plan else [])),
         began=began,
         ended=ended,
         steps=(begin, known.steps if known.steps is not None else whole(latest or {}, "step")),
