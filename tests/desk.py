@@ -96,8 +96,10 @@ def at(folder: Path) -> Iterator[Desk]:
     (folder / "known").write_text(f"[127.0.0.1]:{port} {(folder / 'host.pub').read_text()}")
     common = f"HostName 127.0.0.1\nPort {port}\nIdentityFile {folder}/user\nIdentitiesOnly yes\nBatchMode yes\n"
     common += f"User {getpass.getuser()}\n"
+    known = f"{common}UserKnownHostsFile {folder}/known\n"
     (folder / "config_ssh").write_text(
-        f"Host cluster\n{common}UserKnownHostsFile {folder}/known\n"
+        f"Host cluster\n{known}"
+        f"Host shared\n{known}ControlMaster auto\nControlPersist yes\nControlPath {folder}/c\n"
         f"Host unknown\n{common}UserKnownHostsFile /dev/null\nStrictHostKeyChecking yes\n"
         f"Host closed\nHostName 127.0.0.1\nPort 1\nBatchMode yes\n"
     )

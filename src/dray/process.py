@@ -20,6 +20,7 @@ from dray.contract.findings import DrayError, UnfitError
 from dray.interrupts import Interrupts, held_back
 
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+_REST = 2.0  # seconds for the last lines of a command that has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,17 @@ def converse(
     on_out: Callable[[bytes], None],
     on_err: Callable[[bytes], None],
 ) -> int:
-    """Run to the end, and return the exit code. Its input is what `feed` yields, and stays open as long as it runs."""
+    """Run to the end, and return the exit code. Its input is what `feed` yields, and stays open as long as it runs;
+    what `feed` raises ends it."""
+    failed: list[Exception] = []
+
+    def write(stream: IO[bytes]) -> None:
+        try:
+            _write_all(stream, feed)
+        except Exception as error:  # the other thread raises it
+            failed.append(error)
+            running.terminate()
+
     with (
         held_back() as begun,
         subprocess.Popen(  # noqa: S603  a list, never a shell
@@ -148,15 +159,18 @@ def converse(
         assert running.stdout
         assert running.stderr
         threads = [
-            Thread(target=_write_all, args=(running.stdin, feed), daemon=True),
-            Thread(target=_read_all, args=(running.stderr, on_err)),
+            Thread(target=write, args=(running.stdin,), daemon=True),
+            Thread(target=_read_all, args=(running.stderr, on_err), daemon=True),
         ]
         for thread in threads:
             thread.start()
         try:
             _read_all(running.stdout, on_out)
             code = running.wait()
-            threads[1].join()
+            # All that it wrote is read in a moment; what it left in the background may keep the stream open for hours.
+            threads[1].join(_REST)
+            if failed:
+                raise failed[0]
         except BaseException:
             running.terminate()
             raise
@@ -176,15 +190,17 @@ def in_terminal(argv: Sequence[str], *, errors: IO[bytes]) -> int:
 
 
 def _write_all(stream: IO[bytes], feed: Iterable[bytes]) -> None:
-    with suppress(BrokenPipeError, ValueError):  # it has ended before it read all
-        for block in feed:
-            rest = memoryview(block)
-            while rest:
+    for block in feed:
+        rest = memoryview(block)
+        while rest:
+            try:
                 rest = rest[stream.write(rest) :]
+            except (BrokenPipeError, ValueError):  # it has ended before it read all
+                return
 
 
 def _read_all(stream: IO[bytes], on_block: Callable[[bytes], None]) -> None:
-    while block := stream.read(1 << 16):
+    while not stream.closed and (block := stream.read(1 << 16)):
         on_block(block)
 
 

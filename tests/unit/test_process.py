@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,3 +28,34 @@ def test_a_command_whose_start_is_interrupted_is_ended(run, monkeypatch) -> None
     with interrupts.stoppable(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         run(["sleep", "60"])
     assert started[0].returncode in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_a_stream_that_something_in_the_background_keeps_open_ends_with_the_command() -> None:
+    """As a connection of OpenSSH before 8.5 does it, which stays for the next command."""
+    out, err = bytearray(), bytearray()
+    script = "echo told >&2; sleep 1000 >/dev/null </dev/null & echo $!; exit 7"
+    try:
+        code = process.converse(["sh", "-c", script], feed=[], on_out=out.extend, on_err=err.extend)
+        os.kill(int(out), 0)  # it still runs
+    finally:
+        os.kill(int(out), signal.SIGKILL)
+    assert (code, bytes(err)) == (7, b"told\n")
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(60)
+    assert threading.active_count() == 1
+
+
+def test_a_read_error_of_what_is_sent_ends_the_command_and_is_raised() -> None:
+    def feed() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(5, "Input/output error")
+
+    got = bytearray()
+    with pytest.raises(OSError, match="Input/output error"):
+        process.converse(["cat"], feed=feed(), on_out=got.extend, on_err=got.extend)
+
+
+def test_a_command_that_reads_nothing_ends_as_it_ends() -> None:
+    code = process.converse(["sh", "-c", "exit 3"], feed=[bytes(1 << 20)] * 4, on_out=print, on_err=print)
+    assert code == 3

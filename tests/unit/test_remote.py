@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,17 @@ import pytest
 
 from desk import Desk, at
 from dray.contract.findings import ConfigError
+from dray.facts import Facts
 from dray.remote import names, parcel
 from dray.remote.names import Remote
+from dray.runs.write import read_recipe, write
 from helpers import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
+
+
+OF_THE_DESK = {"DRAY_RUNS": "/of/the/desk", "DRAY_SITE": "lumi"}
+"""What a user exports here, and the remote has no part in."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
 def test_a_run_is_submitted_and_seen_from_here(desk: Desk) -> None:
     shown, _ = desk.dray("remote", "check", "mine")
     assert shown.splitlines()[-1] == f"mine can run jobs: cluster:{desk.there}"
-    out, err = desk.dray("submit", "--on", "mine", "recipes/smoke-cpu.toml", "--run=first", "train.steps=50")
+    submit = ("submit", "--on", "mine", "recipes/smoke-cpu.toml")
+    out, err = desk.dray(*submit, "--run=first", "train.steps=50", env=OF_THE_DESK)
     assert out == f"job 4711 is in the queue\nrun folder: {desk.there}/runs/first\n", err
     digest = next((desk.there / "images").glob("*.sif"))
     home, sent = next((desk.there / "dray").iterdir()), next((desk.there / "recipes").iterdir())
@@ -45,6 +53,20 @@ def test_a_run_is_submitted_and_seen_from_here(desk: Desk) -> None:
     assert [line.split()[0] for line in listed.splitlines()[1:]] == ["second", "first"], listed
     assert not (ROOT / "pwned").exists()
     assert not list(desk.there.rglob(".arriving-*"))
+
+
+def test_a_file_is_brought_back(desk: Desk, tmp_path: Path) -> None:
+    desk.dray("remote", "check", "mine", "--image", str(desk.image))
+    facts = Facts(
+        scheduler="slurm", job=17, nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", home="/home/me"
+    )
+    write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), facts, runs=desk.there / "runs", run="seen")
+    for argv, name in ((("report",), "dray-report-seen.html"), (("why", "--bundle"), "dray-why-seen.tar.gz")):
+        out, _ = desk.dray(*argv, "--on", "mine", "seen", cwd=tmp_path, env=OF_THE_DESK)
+        assert out == f"{argv[0]}: {tmp_path / name}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dray-report-seen.html", "dray-why-seen.tar.gz"]
+    assert "seen" in (tmp_path / "dray-report-seen.html").read_text()
+    assert tarfile.is_tarfile(tmp_path / "dray-why-seen.tar.gz")
 
 
 def test_exit_codes_and_refusals_pass_through(desk: Desk) -> None:

@@ -94,6 +94,31 @@ def test_a_connection_that_is_lost(desk: Desk) -> None:
     until(lambda: not processes(desk))
 
 
+def test_a_connection_of_the_user_s_is_shared_and_none_is_left(desk: Desk) -> None:
+    """The configuration has every ssh leave its connection in the background."""
+    user = ["/usr/bin/ssh", "-F", str(desk.folder / "config_ssh")]
+    desk.dray("remote", "add", "shared", f"shared:{desk.there}")
+    try:
+        assert asked(desk, "shared") == [True] * 2, "a login of dray's own, and its end"
+        assert not (desk.folder / "c").exists()
+        assert subprocess.run([*user, "-O", "check", "shared"], capture_output=True, check=False).returncode != 0
+        subprocess.run([*user, "-N", "-f", "shared"], check=True, stderr=subprocess.DEVNULL)
+        try:
+            assert asked(desk, "shared") == []
+        finally:
+            subprocess.run([*user, "-O", "exit", "shared"], check=True, capture_output=True)
+    finally:
+        desk.dray("remote", "remove", "shared")
+
+
+def asked(desk: Desk, name: str) -> list[bool]:
+    """Of a check, how often ssh was asked to begin or end a connection: whether it is one of dray's own."""
+    (desk.folder / "asked").unlink(missing_ok=True)
+    desk.dray("remote", "check", name)
+    lines = (desk.folder / "asked").read_text().splitlines()
+    return ["ControlPath=/tmp/dray-ssh-" in line for line in lines if " -M " in line or " -O exit " in line]
+
+
 def test_no_secret_leaves_the_desk(desk: Desk) -> None:
     """Not by an argument, a variable or a file: each program here and there is looked at."""
     (desk.folder / "asked").unlink(missing_ok=True)
@@ -124,7 +149,7 @@ def test_a_command_s_folder_and_a_site_s_file_go_along(desk: Desk, tmp_path: Pat
     assert item, called
     sent = desk.there / item[1]
     brought = sorted(str(path.relative_to(sent)) for path in sent.rglob("*") if path.is_file())
-    assert brought == [".site/harbour.toml", "SHA256SUMS", "lib/own.py", "mine.toml", "train.py"]
+    assert brought == [".dray-sums", ".site/harbour.toml", "lib/own.py", "mine.toml", "train.py"]
     assert f"--run={desk.there}/runs/own --image={next((desk.there / 'images').glob('*.sif'))} " in called
     assert f"--site={sent}/.site/harbour.toml {sent}/mine.toml\n" in called
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import string
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import IO, Annotated, TextIO
 
 import typer
 
@@ -15,7 +16,7 @@ from dray.cli.streams import shown
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.remote import names, ssh
-from dray.remote.ssh import Connection
+from dray.remote.ssh import Brought, Connection
 
 On = Annotated[
     str,
@@ -23,7 +24,12 @@ On = Annotated[
         "--on", metavar="REMOTE", help="At a cluster that dray remote add has named.", autocompletion=candidates.remotes
     ),
 ]
-_PLAIN = {*string.ascii_letters, *string.digits, *"._-"}
+_LAST = Brought()
+"""What was brought last."""
+_NAMES = {"report": r"dray-report-[A-Za-z0-9._-]+\.html", "why": r"dray-why-[A-Za-z0-9._-]+\.tar\.gz"}
+"""Of the file that a verb writes."""
+_LINE, _MOST = 256, 1 << 30
+"""Bytes of such a name, and of a file."""
 
 
 def hand_over(name: str) -> None:
@@ -55,14 +61,14 @@ def typed() -> list[str]:
     return kept
 
 
-def run(connection: Connection, argv: Sequence[str], *, run_in: str = "") -> int:
-    """A verb there, whose output is passed on as it comes; `run_in` is an item that was brought."""
+def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -> int:
+    """A verb there, whose output is passed on as it comes; by what was `brought`."""
     logs = argv[0] == "logs"
     out = _Lines(sys.stdout, shown if logs else ssh.shown, raw=logs and not sys.stdout.isatty())
     err = _Lines(sys.stderr, ssh.shown)
     path = connection.remote.path
     try:
-        return connection.run("verb", path, run_in, "", *argv, on_out=out, on_err=err)
+        return connection.run("verb", path, *brought, "", *argv, on_out=out, on_err=err)
     except KeyboardInterrupt:
         follows = argv[0] in ("logs", "stop")
         print("\nthe run goes on" if follows else "\nended there too", file=sys.stderr)
@@ -74,21 +80,53 @@ def run(connection: Connection, argv: Sequence[str], *, run_in: str = "") -> int
 
 def fetch(connection: Connection, argv: Sequence[str], target: Path | None) -> Path:
     """The file that a verb writes there, under its own name or as `target`."""
-    found, err = bytearray(), _Lines(sys.stderr, ssh.shown)
-    code = connection.run("verb", connection.remote.path, "", "1", *argv, on_out=found.extend, on_err=err)
-    err.end()
-    if code:
-        raise typer.Exit(code)
-    name, _, content = bytes(found).partition(b"\n")
-    own = name.decode("utf-8", "replace")
-    if target is None and (not own or own.startswith(".") or not set(own) <= _PLAIN):
-        raise ConfigError("the file there has a name that is not one of dray's", found=ascii(own), fix="name it here")
-    target = target or Path(own)
+    err = _Lines(sys.stderr, ssh.shown)
     try:
-        files.write_atomic(target, content)
+        with ExitStack() as stack:
+            file = _File(stack, _NAMES[argv[0]], target)
+            code = connection.run("verb", connection.remote.path, *_LAST, "1", *argv, on_out=file, on_err=err)
+            err.end()
+            if code:
+                raise typer.Exit(code)
+            return file.path()
     except OSError as error:
-        raise ConfigError("the file cannot be written", where=target, found=error.strerror or error) from error
-    return target
+        raise ConfigError("the file cannot be written", where=error.filename, found=error.strerror or error) from error
+
+
+class _File:
+    """A line with a name, and a file's content: another machine's, so the name is one that the verb gives.
+
+    It is written as it comes, and has its name when `stack` ends.
+    """
+
+    def __init__(self, stack: ExitStack, names: str, target: Path | None) -> None:
+        self._stack, self._names, self._target = stack, names, target
+        self._head, self._size = b"", 0
+        self._stream: IO[bytes] | None = None
+
+    def __call__(self, block: bytes) -> None:
+        if not self._stream:
+            self._head += block
+            if b"\n" not in self._head and len(self._head) < _LINE:
+                return
+            block = self._head.partition(b"\n")[2]
+            self._stream = self._stack.enter_context(files.replacing(self.path()))
+        self._size += len(block)
+        if self._size > _MOST:
+            raise ConfigError(
+                "the file there is too large", wanted=f"at most {_MOST >> 20:,} MiB", fix="copy it by scp or rsync"
+            )
+        self._stream.write(block)
+
+    def path(self) -> Path:
+        """Where it is written."""
+        name, line, _ = self._head.partition(b"\n")
+        own = name.decode("utf-8", "replace")
+        if not line or (self._target is None and not re.fullmatch(self._names, own)):
+            raise ConfigError(
+                "the file there has a name that is not one of dray's", found=ascii(own), fix="name it here"
+            )
+        return self._target or Path(own)
 
 
 class _Lines:

@@ -38,6 +38,12 @@ def again(*options: str, command: Sequence[str] = ()) -> list[str]:
     return [*program(), *typed, *options, *(["--", *command] if command else [])]
 
 
+def typed(context: typer.Context, name: str) -> bool:
+    """Whether the user has typed this option: a variable such as DRAY_RUNS is of this machine, and not of a remote."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def program() -> list[str]:
     """How the user has called dray."""
     path = sys.argv[0]

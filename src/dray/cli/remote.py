@@ -61,7 +61,7 @@ def check(
     with ssh.connected(remote) as connection:
         print(ssh.shown(connection.ask("check", remote.path).encode()), end="")
         if file:
-            bring.bring(connection, file, [parcel.dray()], print)
+            bring.bring(connection, file, print, parcel.dray())
     print(f"{name} can run jobs: {remote.place}")
 
 

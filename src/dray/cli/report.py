@@ -10,7 +10,7 @@ import typer
 
 from dray import __version__
 from dray.cli.on import On, bring_back, hand_over
-from dray.cli.options import Runs
+from dray.cli.options import Runs, typed
 from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.runs.named import find
@@ -23,6 +23,7 @@ _MOST = 24  # colours and dashes that can be told apart
 
 
 def report(
+    context: typer.Context,
     named: Annotated[
         list[str] | None,
         typer.Argument(
@@ -45,7 +46,7 @@ def report(
     markdown = markdown or bool(out and out.suffix == ".md")
     if on and (out or not markdown):
         written = ["--markdown", "--out=report.md"] if markdown else []
-        bring_back(on, ["report", *(named or []), *written], out, runs)
+        bring_back(on, ["report", *(named or []), *written], out, runs if typed(context, "runs") else None)
         return
     hand_over(on)
     folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))

@@ -13,7 +13,7 @@ import typer
 from dray.cli import submit_on
 from dray.cli.chosen import Arguments, Launcher, chosen, report
 from dray.cli.on import On
-from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site
+from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, Sbatch, Site, typed
 from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
 from dray.config import checkout
@@ -59,12 +59,13 @@ def submit(
             "--nodes": nodes,
             "--gpus-per-node": gpus_per_node or None,
             "--gpu-memory": gpu_memory,
-            "--runs": runs,
+            "--runs": runs if typed(context, "runs") else None,
         }
         options["--run"] = run or None
         argv = [f"{name}={value}" for name, value in options.items() if value is not None]
         argv += [f"--sbatch={option}" for option in sbatch or []]
         argv += [name for name, given in (("--dry-run", dry_run), ("--json", as_json), ("--verbose", verbose)) if given]
+        site = site if typed(context, "site") else ""
         raise typer.Exit(submit_on.submit(on, asked, argv, site=site, follow=follow))
     folder = run_named((runs or default_runs()).absolute(), run)
     # The job has another working directory.

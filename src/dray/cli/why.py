@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dray.cli.on import On, bring_back, hand_over
-from dray.cli.options import Run, Runs
+from dray.cli.options import Run, Runs, typed
 from dray.contract.findings import ConfigError
 from dray.runs import bundle as bundles
 from dray.runs import why as reasons
@@ -17,6 +17,7 @@ from dray.runs.paths import last_attempt
 
 
 def why(
+    context: typer.Context,
     run: Run = "",
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="With --bundle: the archive; else dray-why-RUN.tar.gz.")
@@ -36,7 +37,7 @@ def why(
     if file and not bundle:
         raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
     if on and bundle:
-        bring_back(on, ["why", run, "--bundle"], file, runs)
+        bring_back(on, ["why", run, "--bundle"], file, runs if typed(context, "runs") else None)
         return
     hand_over(on)
     paths = last_attempt(find(run, runs))

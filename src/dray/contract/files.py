@@ -8,8 +8,9 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable
-from io import BufferedReader
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader, BufferedWriter
 from typing import Any
 
 from dray.contract.findings import ConfigError
@@ -149,13 +150,19 @@ def too_deep(value: object) -> bool:
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666) -> None:
     """Write to a file beside it, bring it to the disk, then rename: a reader sees the old content or the new one."""
+    with replacing(path, mode=mode) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[BufferedWriter]:
+    """The same, of content that comes bit by bit; where it does not come to its end, nothing is replaced."""
     target = os.fspath(path)
     part = f"{target}.part-{os.getpid()}"
-    data = content.encode() if isinstance(content, str) else content
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
     try:
         with open(file, "wb") as stream:
-            stream.write(data)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, target)

@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, UnfitError
 from dray.images.sif import verify
 from dray.remote.parcel import Parcel
-from dray.remote.ssh import Connection
+from dray.remote.ssh import Brought, Connection
 
 _BLOCK = 1 << 20
 
 
-def bring(connection: Connection, image: Path, parcels: list[Parcel], say: Callable[[str], None]) -> None:
-    """All that is missing there. `parcels` begin with dray's own; later verbs use it and the image."""
+def bring(
+    connection: Connection, image: Path, say: Callable[[str], None], dray: Parcel, recipe: Parcel | None = None
+) -> Brought:
+    """Bring what is missing there. Later verbs use this image and these scripts."""
     digest = verify.digest(image).removeprefix("sha256:")
-    item, path = f"images/{digest}.sif", connection.remote.path
-    missing = connection.ask("has", path, item, *(one.item for one in parcels)).splitlines()
+    path, item = connection.remote.path, f"images/{digest}.sif"
+    parcels = [dray, recipe] if recipe else [dray]
+    items = [*(one.item for one in parcels), item]
+    found = dict(zip(items, connection.ask("has", path, *items).splitlines(), strict=False))
+    names = {one: _name(one, found.get(one, "")) for one in items}
     for one in parcels:
-        if one.item in missing:
-            name = one.item.partition("/")[2]
-            connection.ask("receive", path, one.item, str(len(one.data)), name, feed=[one.data])
-    if item in missing:
+        if found[one.item].startswith("missing"):
+            sha256 = one.item.partition("/")[2]
+            connection.ask("receive", path, names[one.item], str(len(one.data)), sha256, feed=[one.data])
+    if found[item].startswith("missing"):
         size = image.stat().st_size
         say(f"bringing {image.name}, {size / 1e6:,.1f} MB, to {connection.remote.place}")
         connection.ask("receive", path, item, str(size), digest, feed=_blocks(image, size))
-    connection.ask("keep", path, parcels[0].item, item)
+    connection.ask("keep", path, names[dray.item], item)
+    return Brought(names[dray.item], item, names[recipe.item] if recipe else "")
+
+
+def _name(item: str, answer: str) -> str:
+    """The item, or the item with a number: a job may have changed the copy that was brought first."""
+    if not re.fullmatch(rf"(here|missing) {re.escape(item)}(-[0-9]+)?", answer):
+        raise UnfitError(
+            "the remote does not tell what is there", wanted=f"here or missing, and {item}", found=ascii(answer)
+        )
+    return answer.partition(" ")[2]
 
 
 def _blocks(file: Path, size: int) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while size > 0 and (block := stream.read(min(size, _BLOCK))):
-            size -= len(block)
-            yield block
+    try:
+        with file.open("rb") as stream:
+            while size > 0 and (block := stream.read(min(size, _BLOCK))):
+                size -= len(block)
+                yield block
+    except OSError as error:
+        raise UnfitError("the image cannot be read", where=file, found=error.strerror or error) from error
     # A file that has become shorter: the other end waits for the rest, and knows the digest.
     while size > 0:
         yield bytes(min(size, _BLOCK))

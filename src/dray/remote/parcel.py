@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dray.config import checkout
-from dray.contract import files
+from dray.contract import dataset, files
 from dray.contract.findings import ConfigError
 
 FILES, BYTES = 2000, 64 << 20
 """Limits of what goes with a recipe."""
-_SUMS = "SHA256SUMS"
+_SUMS = ".dray-sums"
+"""Of each brought file, for sha256sum; a folder may have a SHA256SUMS of its own."""
 # What a job and a login node read of a checkout; the rest is in the image.
 _DRAY = ("slurm", "recipes", "containers/environment", "containers/steps", "src/dray/engines/visible.sh")
 _LEFT = {"__pycache__", "runs", "build", "node_modules"}
@@ -47,9 +49,9 @@ def recipe(path: Path | None, values: Iterable[str], folder: Path | None, beside
         found[path.name] = path.absolute()
     for value in values:
         for one in _named(beside, value):
-            found |= {str(file.relative_to(beside)): file for file in _below(one)}
+            _add(found, one, beside)
     if folder:
-        found |= {str(file.relative_to(beside)): file for file in _below(folder)}
+        _add(found, folder, beside)
     if site:
         found[f".site/{site.name}"] = site.absolute()
     return _packed("recipes", found)
@@ -68,12 +70,9 @@ def texts(value: object) -> Iterator[str]:
 
 
 def _named(beside: Path, value: str) -> Iterator[Path]:
-    """A path that starts beside the recipe, also one with `:SPLIT` behind it; an absolute one is there already."""
-    for text in dict.fromkeys((value, value.partition(":")[0])):
-        if not text or text.startswith(("/", "~")) or "\0" in text or len(text) > 1024 or not text.strip("./"):
-            continue
-        path = beside / text
-        if not path.exists():
+    """A path that starts beside the recipe, also one with BUILDER: or :SPLIT; an absolute one is there already."""
+    for text in dict.fromkeys((value, value.partition(":")[0], dataset.parse(value).files)):
+        if not text or text.startswith(("/", "~")) or not text.strip("./") or not _exists(path := beside / text):
             continue
         if ".." in Path(text).parts:
             raise ConfigError(
@@ -86,23 +85,73 @@ def _named(beside: Path, value: str) -> Iterator[Path]:
         return
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a text that no file can have as its name
+        return False
+
+
+def _add(found: dict[str, Path], path: Path, beside: Path) -> None:
+    """What is in `path`, by its place without links. Links to folders on the way and in there go along as links."""
+    root = place = Path(os.path.realpath(beside))
+    for part in path.relative_to(beside).parts:
+        place /= part
+        if place.is_symlink() and place.is_dir():
+            found[str(place.relative_to(root))] = place
+            place = _target(place, root)
+    for file in _below(place):
+        if file.is_symlink():
+            _target(file, place if file.is_dir() else root)
+        found[str(file.relative_to(root))] = file
+        if len(found) > FILES:
+            raise _too_much(f"more than {FILES} files", found)
+
+
+def _target(link: Path, folder: Path) -> Path:
+    """Where a link leads, which is in this folder."""
+    target = Path(os.path.realpath(link))
+    if not target.is_relative_to(folder):
+        raise ConfigError(
+            "a link leads out of what is brought to a remote",
+            where=link,
+            wanted=f"a link to something in {folder}",
+            found=target,
+            fix="put a copy in its place, or remove it and give an absolute path there",
+        )
+    return target
+
+
 def _below(path: Path) -> Iterator[Path]:
-    """A file, or those of a folder; without hidden ones, and what programs and runs leave."""
+    """A file, or the files and the links of a folder; without hidden ones, and what programs and runs leave."""
     if not path.is_dir():
         yield path
         return
-    for one in sorted(path.iterdir()):
-        if not one.name.startswith(".") and one.name not in _LEFT:
-            yield from _below(one)
+    waiting = [path]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = os.scandir(folder)
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        with entries:
+            for one in entries:
+                if one.name.startswith(".") or one.name in _LEFT:
+                    continue
+                if one.is_dir(follow_symlinks=False):
+                    waiting.append(Path(one.path))
+                else:
+                    yield Path(one.path)
 
 
 def _packed(kind: str, found: Mapping[str, Path]) -> Parcel:
-    if len(found) > FILES:
-        raise _too_much(f"{len(found)} files", found)
-    total, contents = 0, dict[str, tuple[bytes, bool]]()
+    total, contents, links = 0, dict[str, tuple[bytes, bool]](), dict[str, str]()
     for name, path in sorted(found.items()):
-        if not name.isprintable() or "\\" in name:
+        if not name.isprintable() or "\\" in name or name == _SUMS:
             raise ConfigError("a file with this name is not brought to a remote", found=ascii(name), fix="rename it")
+        if path.is_dir():
+            links[name] = os.path.relpath(os.path.realpath(path), path.parent)
+            continue
         try:
             mode = path.stat().st_mode
             total += path.stat().st_size
@@ -110,7 +159,7 @@ def _packed(kind: str, found: Mapping[str, Path]) -> Parcel:
                 raise _too_much(f"more than {BYTES >> 20} MiB", found)
             contents[name] = (files.read(path, limit=BYTES), bool(mode & stat.S_IXUSR))
         except OSError as error:
-            raise ConfigError("a file cannot be read", where=path, found=error.strerror or error) from error
+            raise _unreadable(path, error) from error
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, (data, _) in contents.items())
     contents[_SUMS] = (sums.encode(), False)
     stream = io.BytesIO()
@@ -119,8 +168,16 @@ def _packed(kind: str, found: Mapping[str, Path]) -> Parcel:
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(data), 0o755 if runs else 0o644
             tar.addfile(member, io.BytesIO(data))
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            tar.addfile(member)
     made = stream.getvalue()
     return Parcel(f"{kind}/{hashlib.sha256(made).hexdigest()}", made)
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError("a file cannot be read", where=path, found=error.strerror or error)
 
 
 def _too_much(what: str, found: Mapping[str, Path]) -> ConfigError:

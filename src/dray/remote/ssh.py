@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from dray import process
 from dray.contract.findings import DrayError, UnfitError
@@ -22,7 +23,17 @@ _LOST = 255
 _LAST = 6
 # What a Host of the user's may ask for, and what has no sense beside a command of ours.
 _OURS = ("-T", "-o", "RemoteCommand=none", "-o", "ClearAllForwardings=yes")
+# A configuration may have each command leave its connection in the background; before 8.5 that keeps our streams open.
+_NO_MORE = ("-o", "ControlMaster=no")
 _BASH = "exec bash -l -s"  # the same words for every login shell; all else goes to bash's standard input
+
+
+class Brought(NamedTuple):
+    """What a verb there uses, by the names that it has there."""
+
+    dray: str = ""
+    image: str = ""
+    recipe: str = ""
 
 
 class Connection:
@@ -99,22 +110,29 @@ def connected(remote: Remote) -> Iterator[Connection]:
     """A connection that is closed at the end: one login, in which ssh may ask for a password or a second factor."""
     given = _settings(remote)
     alive = ["-o", "ServerAliveInterval=15"] if given.get("serveraliveinterval", "0") == "0" else []
-    if given.get("controlpath", "none") != "none":  # the user has a way of sharing connections
-        yield Connection(remote, [*_OURS, *alive])
+    if given.get("controlpath", "none") != "none" and _is_open(remote):
+        yield Connection(remote, [*_OURS, *alive, *_NO_MORE])
         return
     # A path of a socket has at most 108 characters, and TMPDIR may be long. mkdtemp lets nobody else in.
     with tempfile.TemporaryDirectory(prefix="dray-ssh-", dir="/tmp") as folder:
         options = [*_OURS, *alive, "-o", f"ControlPath={folder}/s"]
         log = Path(folder) / "log"
         # Its standard error is a file: some versions of ssh keep it open in the background.
-        code = _begin(["ssh", *options, "-M", "-N", "-f", "--", remote.host], log)
+        code = _begin(["ssh", *options, "-M", "-o", "ControlPersist=no", "-N", "-f", "--", remote.host], log)
         if code:
             raise _not_reached(remote, log.read_bytes())
         try:
-            yield Connection(remote, options)
+            yield Connection(remote, [*options, *_NO_MORE])
         finally:
             with suppress(DrayError):
                 process.run(["ssh", *options, "-O", "exit", "--", remote.host], check=False, seconds=10)
+
+
+def _is_open(remote: Remote) -> bool:
+    """Whether the user has a connection that can be shared."""
+    with suppress(DrayError):
+        return process.run(["ssh", "-O", "check", "--", remote.host], check=False, seconds=10).code == 0
+    return False
 
 
 def lost(remote: Remote, told: str) -> UnfitError:

@@ -24,16 +24,26 @@ there::folder() { # FOLDER: it is this user's, and nobody else writes into it
   [[ -w "$1" && -x "$1" ]] || there::die 78 "the remote's folder cannot be written" "where:  $1 on $HOSTNAME" "found:  mode $mode"
 }
 
-there::has() { # FOLDER ITEM...: the items that are not there, or not whole, a line each
-  local item
+there::has() { # FOLDER ITEM...: for each a line, `here` or `missing`, and its name there
+  local item name number state
   there::folder "$1"
   for item in "${@:2}"; do
+    state=here name="$item" number=1
     if [[ "$item" == *.sif ]]; then
-      there::image "$1/$item" || echo "$item"
+      there::image "$1/$item" || state=missing
     else
-      (cd -- "$1/$item" && sha256sum --check --status SHA256SUMS) 2>/dev/null || echo "$item"
+      # A command may change the files it was started with, and may still run: that folder is left as it is.
+      until there::whole "$1/$name"; do
+        [[ -e "$1/$name" || -L "$1/$name" ]] || { state=missing; break; }
+        name="$item-$((++number))"
+      done
     fi
+    echo "$state $name"
   done
+}
+
+there::whole() { # FOLDER: whether all files are there that were brought, and unchanged
+  (cd -- "$1" && { [[ -f .dray-sums && ! -s .dray-sums ]] || sha256sum --check --status .dray-sums; }) 2>/dev/null
 }
 
 there::image() { # FILE: whether the image is there. Its content is read again when the file is another one than that which arrived.
@@ -55,7 +65,7 @@ there::arrived() { # FILE
 
 there::receive() { # FOLDER ITEM SIZE SHA256: from standard input; under its name only when it is whole, checked and on the disk
   local -r target="$1/$2" size="$3" digest="$4"
-  local free found
+  local free found why
   umask 077
   there::folder "$1"
   mkdir -p -- "${target%/*}"
@@ -78,24 +88,26 @@ there::receive() { # FOLDER ITEM SIZE SHA256: from standard input; under its nam
     # With the time of now: sites remove files from scratch that look old.
     tar --extract --touch --no-same-owner --directory="$arriving/tree" --file="$arriving/part"
     sync -f -- "$arriving/tree"
-    [[ ! -e "$target" ]] || mv --no-target-directory -- "$target" "$arriving/before" # a part of it was removed
-    mv --no-target-directory -- "$arriving/tree" "$target"
+    why="$(mv --no-target-directory -- "$arriving/tree" "$target" 2>&1)" || there::whole "$target" || # another one was quicker
+      there::die 69 "what was brought does not get its name" "where:  $target on $HOSTNAME" "found:  ${why##*: }" "fix:    try again"
   fi
 }
 
 there::keep() { # FOLDER DRAY IMAGE: what verbs that bring nothing use from now on
-  printf '%s\n' "$2" "$3" >"$1/.current-$$"
-  mv --no-target-directory -- "$1/.current-$$" "$1/current"
+  local part
+  part="$(mktemp -- "$1/.current-XXXXXX")"
+  printf '%s\n' "$2" "$3" >"$part"
+  mv --no-target-directory -- "$part" "$1/current"
 }
 
-there::verb() { # FOLDER RUN_IN BRING VERB [WORD...]: by the script that was brought; RUN_IN is an item or empty
-  local -a current=()
+there::verb() { # FOLDER DRAY IMAGE RUN_IN BRING VERB [WORD...]: by the script that was brought; three items, or empty
+  local -a current=("$2" "$3")
   there::folder "$1"
-  [[ ! -f "$1/current" ]] || mapfile -t current <"$1/current"
-  [[ "${current[*]}" =~ ^dray/[0-9a-f]{64}\ images/[0-9a-f]{64}\.sif$ && -f "$1/${current[1]}" && -f "$1/${current[0]}/slurm/login.sh" ]] ||
+  [[ -n "$2" || ! -f "$1/current" ]] || mapfile -t current <"$1/current"
+  [[ "${current[*]}" =~ ^dray/[0-9a-f]{64}(-[0-9]+)?\ images/[0-9a-f]{64}\.sif$ && -f "$1/${current[1]}" && -f "$1/${current[0]}/slurm/login.sh" ]] ||
     there::die 78 "dray and its image are not there yet" "where:  $1 on $HOSTNAME" \
       "fix:    dray submit --on brings them, and dray remote check NAME --image cpu"
-  bash -- "$1/${current[0]}/slurm/login.sh" "$1" "$1/${current[1]}" "$1${2:+/$2}" "${@:3}"
+  bash -- "$1/${current[0]}/slurm/login.sh" "$1" "$1/${current[1]}" "$1${4:+/$4}" "${@:5}"
 }
 
 there::check() { # FOLDER: what a run needs here

@@ -1,0 +1,122 @@
+"""The file that a verb at a remote sends, where the login node may send anything."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import typer
+
+from dray.cli import on
+from dray.contract.findings import ConfigError
+from dray.remote.names import Remote
+
+REPORT, WHY = ["report"], ["why", "--bundle"]
+
+
+class Sends:
+    """A connection on which these blocks come."""
+
+    remote = Remote("mine", "cluster", "/there")
+
+    def __init__(self, blocks: Iterable[bytes], code: int = 0) -> None:
+        self._blocks, self._code = blocks, code
+
+    def run(self, function: str, *argv: str, on_out: Callable[[bytes], None], on_err: Callable[[bytes], None]) -> int:
+        assert (function, argv[:5]) == ("verb", ("/there", "", "", "", "1"))
+        for block in self._blocks:
+            on_out(block)
+        return self._code
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fetch(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> Path:
+    return on.fetch(Sends(blocks, code), argv, target)  # type: ignore[arg-type]
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "argv", "target", "name"),
+    [
+        ([b"dray-report-first.html\npage"], REPORT, None, "dray-report-first.html"),
+        ([b"dray-rep", b"ort-a.b_c-1.html", b"\n", b"pa", b"ge"], REPORT, None, "dray-report-a.b_c-1.html"),
+        ([b"dray-why-first.tar.gz\n", b"page"], WHY, None, "dray-why-first.tar.gz"),
+        ([b"report.md\npage"], REPORT, Path("mine.md"), "mine.md"),
+        ([b"report.md\npage"], REPORT, Path("train.py"), "train.py"),  # the user has typed it
+    ],
+)
+def test_a_file_comes(here: Path, blocks: list[bytes], argv: list[str], target: Path | None, name: str) -> None:
+    assert fetch(blocks, argv, target) == Path(name)
+    assert files_of(here) == {"train.py": "mine"} | {name: "page"}
+
+
+@pytest.mark.parametrize("argv", [REPORT, WHY], ids=["report", "why"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"train.py\nx", b"Makefile\nx", b"sitecustomize.py\nx", b"../x\nx", b"/etc/x\nx", b".bashrc\nx", b"\nx", b"",
+        b"x", b"dray-report-x.html", b"dray-report-../../x.html\nx", b"dray-report-.html.py\nx",
+        b"dray-report-a\x1b[m.html\nx", b"dray-why-x.tar.gz.sh\nx", b"dray-why-\xff.tar.gz\nx", b"x" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_name_that_the_verb_does_not_give(here: Path, sent: bytes, argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a name that is not one of dray's"):
+        fetch([sent], argv)
+    assert files_of(here) == {"train.py": "mine"}
+
+
+def test_the_other_verb_s_name(here: Path) -> None:
+    with pytest.raises(ConfigError, match="a name that is not one of dray's"):
+        fetch([b"dray-why-first.tar.gz\npage"], REPORT)
+
+
+def test_what_has_no_end_is_stopped_and_never_held_in_memory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on, "_MOST", 64 << 20)
+    block, sent = bytes(1 << 20), []
+
+    def endless() -> Iterable[bytes]:
+        yield b"dray-report-x.html\n"
+        while True:
+            sent.append(1)
+            yield block
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="the file there is too large"):
+            fetch(endless(), REPORT)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert (len(sent), files_of(here)) == (65, {"train.py": "mine"})
+
+
+def test_a_verb_that_fails_leaves_nothing(here: Path) -> None:
+    with pytest.raises(typer.Exit):
+        fetch([b"dray-report-x.html\nhalf"], REPORT, code=69)
+    with pytest.raises(typer.Exit):
+        fetch([], REPORT, code=78)
+    assert files_of(here) == {"train.py": "mine"}
+
+
+def test_a_place_that_cannot_be_written(here: Path) -> None:
+    for target in (Path("none/x.html"), here):
+        with pytest.raises(ConfigError, match=r"the file cannot be written\n  where:  .*\n  found:  .*"):
+            fetch([b"dray-report-x.html\npage"], REPORT, target)
+    assert files_of(here) == {"train.py": "mine"}
+
+
+def test_a_link_under_the_name_is_replaced_and_not_followed(here: Path) -> None:
+    (here / "dray-report-x.html").symlink_to("train.py")
+    fetch([b"dray-report-x.html\npage"], REPORT)
+    assert files_of(here) == {"train.py": "mine", "dray-report-x.html": "page"}
