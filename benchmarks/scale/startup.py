@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from dray.runner.startup import Startup
 SIZES, RANKS = (64, 1024, 10_000), 8
 _MEASURED = (64, 256, 1024)  # nodes by which the growth is known; the largest of SIZES is predicted
 _MESHES = (8, 16, 32, 64)  # ranks in one process
-_SIMULATED_RANKS = 128
+_SIMULATED_RANKS = 256
 _IMAGE_GB = 2.6
 _PARTS = dict.fromkeys((startup.STAGE, *startup.RANK, startup.CONTAINER, startup.PREFLIGHT), 12.345)
 
@@ -98,26 +99,32 @@ def _child(code: str) -> float:
 
 
 def _groups() -> list[Row]:
-    """gloo connects each rank with each other: real connections of ranks that are threads of this process."""
-    points = [(float(count), _mesh(count) / count) for count in _MESHES]
-    print(f"process groups: CPU seconds of a rank = {fit(points)} (N ranks)", flush=True)
+    """gloo connects a rank with 2 log2 N others: real connections of ranks that are threads of this process."""
+    points = [(log2(count), _mesh(count) / count) for count in _MESHES]
+    print(f"process groups: CPU seconds of a rank = {fit(points)} (log2 of the ranks)", flush=True)
     found = [Row("process groups, of each rank", _MESHES[-1] // RANKS, points[-1][1], "s")]
-    predicted = _at(points, _SIMULATED_RANKS)
+    predicted = _at(points, log2(_SIMULATED_RANKS))
     found.append(Row(f"  predicted for {_SIMULATED_RANKS} ranks", _SIMULATED_RANKS // RANKS, predicted, "s"))
     took = _mesh(_SIMULATED_RANKS) / _SIMULATED_RANKS
     found.append(Row(f"  simulated for {_SIMULATED_RANKS} ranks", _SIMULATED_RANKS // RANKS, took, "s"))
-    return [*found, *(Row("  predicted for 8 ranks a node", count, _at(points, count * RANKS), "s") for count in SIZES)]
+    whole = _mesh(_MESHES[-1], lazy="0") / _MESHES[-1]
+    found.append(Row("  and each with each", _MESHES[-1] // RANKS, whole, "s"))
+    predictions = (
+        Row("  predicted for 8 ranks a node", count, _at(points, log2(count * RANKS)), "s") for count in SIZES
+    )
+    return [*found, *predictions]
 
 
-def _mesh(count: int) -> float:
-    """CPU seconds of all ranks."""
+def _mesh(count: int, lazy: str = "1") -> float:
+    """CPU seconds of all ranks, with their first barrier."""
     import torch.distributed as dist  # noqa: PLC0415  seconds, which no other simulation needs
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": lazy}
     store, limit, groups = dist.HashStore(), datetime.timedelta(minutes=5), dict[int, Any]()
 
     def join(rank: int) -> None:
         groups[rank] = dist.ProcessGroupGloo(store, rank, count, limit)
+        groups[rank].barrier().wait()
 
     began, ranks = time.process_time(), [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
     for rank in ranks:
