@@ -39,6 +39,8 @@ export APPTAINERENV_TOKENIZERS_PARALLELISM=false
 export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 # dray: compile caches race on a shared disk
 export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
+# dray: a rank connects to 2 log2 N others as it needs them, not to all N
+export APPTAINERENV_TORCH_GLOO_LAZY_INIT=1
 # dray: tuning is kept with the compiled kernels for the next attempt
 export APPTAINERENV_TRITON_CACHE_AUTOTUNING=1
 # dray: compile caches race on a shared disk

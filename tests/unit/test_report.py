@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -331,7 +332,7 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
     assert b"# mine" in ended.stdout
     assert {"dray-report-mine.html", "compared.html", "run.md"} <= {path.name for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match="too many runs"):
-        report([str(tmp_path / f"run-{number}") for number in range(25)], None, False, None)
+        report(Mock(), [str(tmp_path / f"run-{number}") for number in range(25)])
 
 
 @pytest.mark.chromium
