@@ -26,9 +26,9 @@ _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # of a host that the r
 
 
 def terminal(typed: str, shown: RenderableType, picture: Path) -> None:
-    """A terminal of 110 columns as SVG, light and dark."""
+    """A terminal of 120 columns as SVG, light and dark."""
     for scheme, theme in (("light", DEFAULT_TERMINAL_THEME), ("dark", DIMMED_MONOKAI)):
-        console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True, highlight=False)
+        console = Console(record=True, width=120, file=io.StringIO(), force_terminal=True, highlight=False)
         console.print(Text(f"$ {typed}", style="bold"))
         console.print(shown)
         drawn = console.export_svg(title=typed, theme=theme, unique_id=picture.stem)

@@ -603,6 +603,26 @@ def test_a_rank_has_its_colour(
         assert capsys.readouterr().out == f"{shown[0]}a\ufffd[2J\n{shown[1]}b\n"
 
 
+@pytest.mark.parametrize(
+    ("columns", "heads"),
+    [
+        ("120", "RUN STATE RECIPE NODES STEP LOSS STARTED ATTEMPTS COST"), ("80", "RUN STATE RECIPE STEP LOSS STARTED"),
+        ("60", "RUN STATE STEP LOSS"), ("9", "RUN STATE STEP LOSS"),
+    ],
+)  # fmt: skip
+def test_a_list_fits_a_narrow_terminal(
+    columns: str, heads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = {"run": "20261125-203215-gpt2-40", "state": "done", "recipe": "gpt2", "nodes": ["n1"], "step": 6, "steps": 6}
+    shown = State(folder="/runs/one", loss=3.0, started="2026-11-25T20:32:00Z", attempts=1, **one)
+    for terminal in (True, False):  # a pipe gets all
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setenv("COLUMNS", columns)
+        runs.table([shown])
+        first, _ = capsys.readouterr().out.splitlines()
+        assert first.split() == (heads.split() if terminal else [*runs._HEADS])
+
+
 def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError) as refused:

@@ -12,7 +12,7 @@ import typer
 from dray import process
 from dray.cli import candidates
 
-Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes, in place of the recipe's.")]
+Nodes = Annotated[int | None, typer.Option("--nodes", "-N", min=1, max=65_536, help="Nodes, in place of the recipe's.")]
 Ranks = Annotated[
     int | None,
     typer.Option("--ranks", min=1, help="Ranks on a node, as torchrun's --nproc-per-node; on GPUs, a GPU for each."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -25,6 +26,8 @@ from dray.runs.squeue import Queue
 from dray.runs.state import State
 
 _HEADS = ("RUN", "STATE", "RECIPE", "NODES", "STEP", "LOSS", "STARTED", "ATTEMPTS", "COST")
+_LESS = ("COST", "ATTEMPTS", "NODES", "RECIPE", "STARTED")
+"""The first ones to go where a terminal is too narrow; `dray status` has all."""
 _LAST = 30
 _RIGHT = {"NODES", "STEP", "LOSS", "ATTEMPTS", "COST"}
 _COLOURS = {"running": "green", "queued": "cyan", "failed": "red", "lost": "red", "stopped": "yellow"}
@@ -81,14 +84,19 @@ def _fitting(found: Iterator[State], states: Sequence[str], recipe: str, since: 
 
 
 def table(shown: Sequence[State]) -> None:
-    """In columns that no line is broken for: a reader may be awk."""
+    """In columns. No line is broken for a reader as awk; on a terminal that is too narrow some columns are left out."""
     rows = [_row(one) for one in shown]
-    widths = [max(len(row[place]) for row in (_HEADS, *rows)) for place in range(len(_HEADS))]
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    widths = {head: max(map(len, (head, *(row[place] for row in rows)))) for place, head in enumerate(_HEADS)}
+    if terminal := sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        for head in _LESS:
+            if sum(widths.values()) + 2 * (len(widths) - 1) > columns:
+                del widths[head]
+    colours = terminal and not os.environ.get("NO_COLOR")
     for row in (_HEADS, *rows):
+        found = dict(zip(_HEADS, row, strict=True))
         cells = [
-            cell.rjust(width) if head in _RIGHT else cell.ljust(width)
-            for cell, width, head in zip(row, widths, _HEADS, strict=True)
+            found[head].rjust(width) if head in _RIGHT else found[head].ljust(width) for head, width in widths.items()
         ]
         if colours and row[1] in _COLOURS:
             cells[1] = typer.style(cells[1], fg=_COLOURS[row[1]])
