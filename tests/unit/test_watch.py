@@ -606,14 +606,16 @@ def test_a_rank_has_its_colour(
 @pytest.mark.parametrize(
     ("columns", "heads"),
     [
-        ("120", "RUN STATE RECIPE NODES STEP LOSS STARTED ATTEMPTS COST"), ("80", "RUN STATE RECIPE STEP LOSS STARTED"),
+        ("120", "RUN STATE RECIPE NODES STEP LOSS STARTED ATTEMPTS COST"),
+        ("90", "RUN STATE RECIPE NODES STEP LOSS STARTED"),
+        ("80", "RUN STATE STEP LOSS STARTED"),
         ("60", "RUN STATE STEP LOSS"), ("9", "RUN STATE STEP LOSS"),
     ],
 )  # fmt: skip
 def test_a_list_fits_a_narrow_terminal(
     columns: str, heads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = {"run": "20261125-203215-gpt2-40", "state": "done", "recipe": "gpt2", "nodes": ["n1"], "step": 6, "steps": 6}
+    one = {"run": "20261125-203215-gpt2-40", "state": "done", "recipe": "gpt2-wikitext-zero2", "nodes": ["n1"]}
     shown = State(folder="/runs/one", loss=3.0, started="2026-11-25T20:32:00Z", attempts=1, **one)
     for terminal in (True, False):  # a pipe gets all
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
