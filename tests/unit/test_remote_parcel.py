@@ -68,7 +68,23 @@ def test_accelerate_s_file_goes_along_also_that_of_a_scale(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "value", ["{" + "x" * 300 + "}", "a" * 5000, "a\0b", "\udc80", "a/" * 3000, "gpt2", "", ".", "./", "~", "s3://b/x"]
+    "value",
+    [
+        "{" + "x" * 300 + "}",
+        "a" * 5000,
+        "a\0b",
+        "\udc80",
+        "a/" * 3000,
+        "gpt2",
+        "",
+        ".",
+        "./",
+        "~",
+        "s3://b/x",
+        "[",
+        "no/*.x",
+        "***",
+    ],
 )
 def test_a_text_that_is_no_file_s_name_brings_nothing(value: str, tmp_path: Path) -> None:
     assert parcel.recipe(None, [value], None, tmp_path, None) == parcel.recipe(None, [], None, tmp_path, None)
@@ -78,6 +94,15 @@ def test_a_text_that_is_no_file_s_name_brings_nothing(value: str, tmp_path: Path
 def test_a_dataset_as_a_recipe_names_it(value: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     assert unpacked(parcel.recipe(None, [value], None, tmp_path, None), tmp_path) == [".dray-sums", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("value", ["code/*.jsonl", "**/*.jsonl", "json:code/?.jsonl", "code/[ab].jsonl:train"])
+def test_a_pattern_as_a_recipe_names_it(value: str, tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "other.txt"):
+        (tmp_path / "code" / name).write_text("{}")
+    found = unpacked(parcel.recipe(None, [value], None, tmp_path, None), tmp_path)
+    assert found == [".dray-sums", "code/a.jsonl", "code/b.jsonl"]
 
 
 def test_the_one_reserved_name(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,9 +71,9 @@ def texts(value: object) -> Iterator[str]:
 
 
 def _named(beside: Path, value: str) -> Iterator[Path]:
-    """A path that starts beside the recipe, also one with BUILDER: or :SPLIT; an absolute one is there already."""
+    """A path or pattern that begins beside the recipe, also with BUILDER: or :SPLIT; an absolute one is there."""
     for text in dict.fromkeys((value, value.partition(":")[0], dataset.parse(value).files)):
-        if not text or text.startswith(("/", "~")) or not text.strip("./") or not _exists(path := beside / text):
+        if not text or text.startswith(("/", "~")) or not text.strip("./") or not (found := _matching(beside, text)):
             continue
         if ".." in Path(text).parts:
             raise ConfigError(
@@ -81,15 +82,17 @@ def _named(beside: Path, value: str) -> Iterator[Path]:
                 found=text,
                 fix="put it beside the recipe, or give its absolute path there",
             )
-        yield path
+        yield from found
         return
 
 
-def _exists(path: Path) -> bool:
+def _matching(beside: Path, text: str) -> list[Path]:
     try:
-        return path.exists()
-    except (OSError, ValueError):  # a text that no file can have as its name
-        return False
+        path = beside / text
+        found = [path] if path.exists() else beside.glob(text) if set("*?[") & {*text} else []
+        return sorted(islice(found, FILES + 1))
+    except (OSError, ValueError, NotImplementedError):  # a text that is no file's name and no pattern
+        return []
 
 
 def _add(found: dict[str, Path], path: Path, beside: Path) -> None:
