@@ -17,6 +17,7 @@ import pytest
 from dray.contract.findings import ConfigError
 from dray.train import lease
 from dray.train.lease import NAME, Lease
+from helpers import until
 from leases import Other, about
 
 pytestmark = pytest.mark.hostile("checkpoints")
@@ -212,16 +213,62 @@ def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
     assert not target.exists()
 
 
-def test_one_that_comes_late_puts_back_what_it_took(tmp_path: Path) -> None:
+def test_one_that_comes_late_leaves_what_it_finds(tmp_path: Path) -> None:
     """It has seen the dead one too, and another has taken that one's place meanwhile."""
     (tmp_path / NAME).write_text("{}")
     quick, late = holding(tmp_path), holding(tmp_path)
     seen = late._look()
     assert seen == quick._look()
     assert seen
-    assert quick._removed(seen)
-    assert quick._created()
-    assert not late._removed(seen)
+    assert quick._took_over(seen)
+    file = (tmp_path / NAME).stat().st_ino
+    assert not late._took_over(seen)
     quick.require()
     assert not late._created()
+    assert (tmp_path / NAME).stat().st_ino == file
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_while_it_is_taken_over_there_is_a_file_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third run that comes just then finds it."""
+    (tmp_path / NAME).write_text("{}")
+    rename, third = Path.rename, holding(tmp_path)
+
+    def renamed(path: Path, target: Path) -> Path:
+        assert not third._created()
+        moved = rename(path, target)
+        assert not third._created()
+        return moved
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    one = holding(tmp_path)
+    one.acquire()
+    one.require()
+    one.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_turn_of_one_that_was_killed_in_it_is_waited_for_and_then_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / NAME).write_text("{}")
+    killed, next_ = holding(tmp_path), holding(tmp_path)
+    look = killed._look
+
+    def dies() -> None:
+        raise KeyboardInterrupt
+
+    seen = look()
+    assert seen
+    killed._look = dies  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        killed._took_over(seen)
+    monkeypatch.undo()
+    monkeypatch.setattr(lease, "_KILLED_S", 0.3)
+    assert len(list(tmp_path.iterdir())) == 2
+    tried = [next_._took_over(seen) for _ in range(3)]
+    assert tried == [False] * 3
+    until(lambda: next_._took_over(seen))
+    next_.require()
     assert [path.name for path in tmp_path.iterdir()] == [NAME]

@@ -25,7 +25,15 @@ from dray.runs.result import summary
 from helpers import ROOT
 from nodes import ended, plan, start  # noqa: F401  fixtures
 
-FAILS = 'echo "rank $RANK begins"; [ $RANK = 3 ] || exec sleep 600; seq 30; echo "why it fails" >&2; exit 42'
+FAILS = """
+echo "rank $RANK begins"
+[ $RANK = 3 ] || exec sleep 600
+for rank in 0 1; do until grep -qs "rank $rank begins" "$DRAY_RUN/attempt-1/logs/node-0.log"; do sleep 0.1; done; done
+until grep -qs "rank 2 begins" "$DRAY_RUN/attempt-1/logs/node-1.log"; do sleep 0.1; done
+seq 30
+echo "why it fails" >&2
+exit 42
+"""
 RUN = [sys.executable, "-m", "dray", "run", "launcher=python", "name=talk", "nodes=2", "ranks_per_node=2"]
 RUN += ["preflight.when=never", "runs.logs_by_node_above=3", "--run=mine"]
 

@@ -6,6 +6,7 @@ is watched is nobody's any more. A run that was only paused finds another's in i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pwd
@@ -26,6 +27,7 @@ NAME = "lease.json"
 BEAT_S = 10.0
 WATCH_S = 120.0  # longer than NFS keeps what it knows of a file, which is a minute
 _LIMIT = 1 << 14  # bytes
+_TURN_S, _KILLED_S = 0.05, 120.0  # to wait for another's turn to take over; one that lasts longer is of a killed run
 
 
 class Holder(NamedTuple):
@@ -62,6 +64,7 @@ class Lease:
         token, node = secrets.token_hex(16), os.environ.get(config.host_variable, "")
         self.own = Holder(token, _user(), node, config.job, config.run_folder, config.attempt, since, process)
         self._released, self._lock = Event(), Lock()
+        self._turns: dict[str, float] = {}
         self._told = Path(config.folder, run_folder.ENDED)
 
     def acquire(self) -> None:
@@ -71,8 +74,9 @@ class Lease:
             if seen is None:
                 continue
             why = self._ended(seen.holder) or self._watched(seen)
-            if why and self._removed(seen):
+            if why and self._took_over(seen):
                 say(f"{self.path.parent}: taken over from {seen.holder or 'a run that left no name'}: {why}")
+                break
         Thread(target=self._beat, name="lease", daemon=True).start()
 
     def require(self) -> None:
@@ -108,9 +112,10 @@ class Lease:
                 elif seen.holder and seen.holder.token == self.own.token:
                     os.utime(self.path, follow_symlinks=False)  # of the file's own server, where it has one
 
-    def _created(self) -> bool:
+    def _created(self, path: Path | None = None) -> bool:
+        path = path or self.path
         try:
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except FileExistsError:
             return False
         try:
@@ -119,7 +124,7 @@ class Lease:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
-            self.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
         return True
 
@@ -170,19 +175,26 @@ class Lease:
             fix=f"checkpoint.folder=ANOTHER; or let that one end ({ends}), and the same command goes on from there",
         )
 
-    def _removed(self, seen: _Seen) -> bool:
-        """Whether this process, and no other that has seen the same, has taken the file away."""
-        aside = self.path.with_name(f"{NAME}.{self.own.token}")
+    def _took_over(self, seen: _Seen) -> bool:
+        """Whether this process, and no other that has seen the same, has its own file in that one's place now. There is
+        a file in that place all the time: else a third run could make one."""
+        name = hashlib.sha256(repr(seen.changed).encode()).hexdigest()[:32]
+        turn = self.path.with_name(f"{NAME}.{name}")
+        if not self._created(turn):  # another takes it over; one that was killed in between does not go on
+            time.sleep(_TURN_S)
+            if time.monotonic() > self._turns.setdefault(name, time.monotonic()) + _KILLED_S:
+                turn.unlink(missing_ok=True)
+            return False
         try:
-            self.path.rename(aside)
-        except FileNotFoundError:
-            return False
-        found = _read(aside)
-        if found and found.changed != seen.changed:  # another was faster, and it is that one's now
-            aside.rename(self.path)
-            return False
-        aside.unlink(missing_ok=True)
-        return True
+            found = self._look()
+            if found is None or found.changed != seen.changed:  # another was faster
+                return False
+            own = self.path.with_name(f"{NAME}.{self.own.token}")
+            self._created(own)
+            own.rename(self.path)
+            return True
+        finally:
+            turn.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> _Seen | None:
