@@ -32,7 +32,7 @@ def test_a_command_whose_start_is_interrupted_is_ended(run, monkeypatch) -> None
 
 def test_a_stream_that_something_in_the_background_keeps_open_ends_with_the_command() -> None:
     """As a connection of OpenSSH before 8.5 does it, which stays for the next command."""
-    out, err = bytearray(), bytearray()
+    out, err, before = bytearray(), bytearray(), {*threading.enumerate()}
     script = "echo told >&2; sleep 1000 >/dev/null </dev/null & echo $!; exit 7"
     try:
         code = process.converse(["sh", "-c", script], feed=[], on_out=out.extend, on_err=err.extend)
@@ -40,10 +40,9 @@ def test_a_stream_that_something_in_the_background_keeps_open_ends_with_the_comm
     finally:
         os.kill(int(out), signal.SIGKILL)
     assert (code, bytes(err)) == (7, b"told\n")
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread():
-            thread.join(60)
-    assert threading.active_count() == 1
+    for thread in {*threading.enumerate()} - before:
+        thread.join(60)
+    assert not {*threading.enumerate()} - before
 
 
 def test_a_read_error_of_what_is_sent_ends_the_command_and_is_raised() -> None:
