@@ -75,11 +75,12 @@ def test_nccl_knows_its_device_from_the_start(monkeypatch: pytest.MonkeyPatch) -
     dist = SimpleNamespace(
         init_process_group=lambda backend, timeout, device_id: calls.append((backend, device_id)),
         new_group=lambda **_: "control",
+        barrier=lambda group: calls.append(("barrier", group)),
     )
     monkeypatch.setattr(collectives, "dist", dist)
     monkeypatch.setattr(collectives, "_set_pg_timeout", lambda *_: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
     device = collectives.init_distributed("cuda")
-    assert calls == [("set_device", device), ("nccl", torch.device("cuda", 3))]
+    assert calls == [("set_device", device), ("nccl", torch.device("cuda", 3)), ("barrier", "control")]
     collectives.init_distributed("cpu")
-    assert calls[2:] == [("gloo", None)]
+    assert calls[3:] == [("gloo", None), ("barrier", "control")]
