@@ -91,7 +91,7 @@ def _matching(beside: Path, text: str) -> list[Path]:
         path = beside / text
         found = [path] if path.exists() else beside.glob(text) if set("*?[") & {*text} else []
         return sorted(islice(found, FILES + 1))
-    except (OSError, ValueError, NotImplementedError):  # a text that is no file's name and no pattern
+    except (OSError, ValueError):  # a text that is no file's name and no pattern
         return []
 
 
