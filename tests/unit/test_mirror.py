@@ -368,6 +368,28 @@ def test_a_copy_of_many_nodes_that_fails_is_tried_again(begun: BEGUN, store: sto
     assert content(tmp_path / "new/step-4") == content(path)
 
 
+def test_a_node_that_shows_no_sign_is_told_and_not_waited_for(
+    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it goes on, so does the copy."""
+    monkeypatch.setattr(nodes, "SILENT_S", 0.3)
+    help_ = Mirror.help
+    monkeypatch.setattr(Mirror, "help", lambda _: None)
+    made, _ = begun(str(tmp_path / "far"), str(tmp_path / "far"))
+    made.put(path := of_ranks(tmp_path / "own", 4, 4))
+    made.settle()
+    assert made.trouble.endswith(": another node has copied nothing for 0 s")
+    assert not (tmp_path / "far/step-4" / manifest.NAME).exists()
+    other = Mirror(str(tmp_path / "far"), Events(), keep=2, nodes=Nodes(made.nodes.store, 1, 2))
+    other._target.node = 1  # type: ignore[attr-defined]
+    help_(other)
+    other._target.node = 1  # type: ignore[attr-defined]
+    monkeypatch.setattr(nodes, "SILENT_S", 60.0)
+    made.settle()
+    assert made.trouble == ""
+    assert content(tmp_path / "far/step-4") == content(path)
+
+
 def fetch(place: str, tmp_path: Path, count: int, elsewhere: str = "") -> list[Any]:
     part = tmp_path / "new/step-4.part-x"
     part.mkdir(mode=0o755, parents=True)

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 POLL_S = 1.0
+SILENT_S = 600.0
 _BEAT_S = 5.0
 
 
@@ -35,12 +36,15 @@ class Nodes:
             self.store.set(self._key(), path)
 
     def wait(self, moved: Callable[[int], None]) -> bool:
-        """On rank 0: until all have tried; whether all have sent theirs. `moved` is told when one of them goes on."""
-        beats = 0
+        """On rank 0: until all have tried; whether all have sent theirs. `moved` is told when one of them goes on.
+        TimeoutError: none of them does, and the copy is tried again later."""
+        beats, since = 0, time.monotonic()
         while self.store and self.store.add(self._key("done"), 0) < self.count - 1:
             if (seen := self.store.add(self._key("beats"), 0)) != beats:
-                beats = seen
+                beats, since = seen, time.monotonic()
                 moved(1)
+            if time.monotonic() > since + SILENT_S:
+                raise TimeoutError(f"another node has copied nothing for {SILENT_S:.0f} s")
             time.sleep(POLL_S)
         return not self.store or not self.store.add(self._key("failed"), 0)
 
