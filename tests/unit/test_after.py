@@ -159,7 +159,8 @@ def test_a_checkpoint_that_is_not_whole_is_not_exported(runs, tmp_path: Path, fo
     checkpoint, plan = run.folder / "checkpoints" / "step-10", json.loads(run.paths.plan.read_text())
     file = next(checkpoint.glob("*.safetensors"))
     kept = file.read_bytes()
-    for damage, said in ((kept[:-1] + b"x", "is not what was written"), (None, "No such file or directory")):
+    changed = kept[:-1] + bytes([kept[-1] ^ 1])
+    for damage, said in ((changed, "is not what was written"), (None, "No such file or directory")):
         file.unlink()
         if damage:
             file.write_bytes(damage)

@@ -423,7 +423,7 @@ def test_rank_0_fetches_what_others_do_not_see(tmp_path: Path, elsewhere: str) -
 def test_what_one_rank_cannot_fetch_no_rank_takes(store: stores.Store, tmp_path: Path, lost: int) -> None:
     copied("s3://b/x", of_ranks(tmp_path / "own", 4, 7))
     name = f"b/x/step-4/rank-{lost}.safetensors"
-    store.objects[name] = store.objects[name][:-1] + b"x"
+    store.objects[name] = store.objects[name][:-1] + bytes([store.objects[name][-1] ^ 1])
     found = fetch("s3://b/x", tmp_path, 3)
     assert found == [f"rank-{lost}.safetensors is not what was written"] * 3
     assert not (tmp_path / "new/step-4").exists()
