@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -145,6 +146,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             by_id[name].add_marker("slow")
         elif name.partition("::")[0] in files and not any("::" in word for word in config.args):
             raise pytest.UsageError(f"tests/slow.txt names no test: {name}")
+
+
+def pytest_collection_finish() -> None:
+    """Each process of a test has one thread, as a rank has: threads that wait for a busy core keep another busy."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -122,7 +122,7 @@ def test_a_connection_that_is_cut_in_the_middle(store: stores.Store, tmp_path: P
     store.cuts = cuts
     made = copied("s3://b/x", path := checkpoint(tmp_path / "own", 4))
     if cuts > 1:
-        assert made.trouble.startswith("the copy of step 4 failed: the mirror of the checkpoints cannot be fetched: ")
+        assert made.trouble.startswith("the copy of step 4 failed: the mirror of the checkpoints cannot be written: ")
         assert "b/x/step-4/manifest.json" not in store.objects
         store.cuts = 0
         made.settle()

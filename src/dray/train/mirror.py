@@ -178,11 +178,11 @@ class Mirror:
 
     def _copied(self, path: Path) -> str:
         """Why it is not there; empty where it is."""
-        return self._tried_to(lambda: self._copy(path))
+        return self._written(lambda: self._copy(path))
 
-    def _tried_to(self, do: Callable[[], None]) -> str:
+    def _written(self, do: Callable[[], None]) -> str:
         try:
-            with remote.reading(self.place, _WHAT):
+            with remote.reading(self.place, _WHAT, "written"):
                 do()
         except Exception as error:  # whatever a store answers: the run goes on
             finding = error.finding if isinstance(error, DrayError) else None
@@ -212,7 +212,7 @@ class Mirror:
             files = _files(path)
             self._target.send(path, files, self.nodes.share([*files]))
 
-        return self._tried_to(send)
+        return self._written(send)
 
 
 def _files(path: Path) -> Files:

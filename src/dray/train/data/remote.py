@@ -92,8 +92,8 @@ def opened(url: str, *, buffered: bool = True) -> BinaryIO:
 
 
 @contextmanager
-def reading(url: str, what: str = "the dataset") -> Iterator[None]:
-    """What may go wrong with files that are elsewhere, as errors with their fix; `what` is there."""
+def reading(url: str, what: str = "the dataset", done: str = "read") -> Iterator[None]:
+    """What may go wrong with files that are elsewhere, as errors with their fix; `what` is there, read or written."""
     protocol = urlsplit(url).scheme
     try:
         if protocol == "hf":
@@ -109,13 +109,13 @@ def reading(url: str, what: str = "the dataset") -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         _no(url, f"{what} does not exist", str(error), "check the name of the bucket and of the file")
     except PermissionError as error:
-        _denied(url, protocol, str(error), what)
+        _denied(url, protocol, str(error), f"{what} may not be {done}")
     except gzip.BadGzipFile:  # an OSError too, and what reads the file says it
         raise
     except (OSError, http.client.HTTPException) as error:
         if "data stream" in str(error) or "decompress" in str(error):  # bz2's and zstd's
             raise
-        _as_arrow_says(url, protocol, error, what)
+        _as_arrow_says(url, protocol, error, what, done)
     except ValueError as error:
         if "rotocol" not in str(error):
             raise
@@ -127,14 +127,14 @@ def reading(url: str, what: str = "the dataset") -> Iterator[None]:
         )
 
 
-def _as_arrow_says(url: str, protocol: str, error: Exception, what: str) -> NoReturn:
+def _as_arrow_says(url: str, protocol: str, error: Exception, what: str, done: str) -> NoReturn:
     text = " ".join(str(error).split())
     if any(word in text for word in _MISSING):
         _no(url, f"{what} does not exist", text, "check the name of the bucket and of the file")
     if any(word in text for word in _DENIED):
-        _denied(url, protocol, text, what)
+        _denied(url, protocol, text, f"{what} may not be {done}")
     raise DrayError(
-        f"{what} cannot be fetched",
+        f"{what} cannot be {done}",
         where=url,
         found=text[:300],
         fix="look at the network; the same command tries again",
@@ -142,10 +142,10 @@ def _as_arrow_says(url: str, protocol: str, error: Exception, what: str) -> NoRe
     ) from error
 
 
-def _denied(url: str, protocol: str, found: str, what: str) -> NoReturn:
+def _denied(url: str, protocol: str, found: str, problem: str) -> NoReturn:
     secret = _SECRETS.get(protocol, "")
     fix = f"export {secret} where you submit, and name them in pass_env" if secret else "name a file that all may read"
-    _no(url, f"{what} may not be read", found, fix)
+    _no(url, problem, found, fix)
 
 
 def _no(url: str, problem: str, found: str, fix: str) -> NoReturn:
