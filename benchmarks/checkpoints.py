@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from dray.train import shards
 from dray.train.checkpoint import Checkpoints
 from dray.train.collectives import control_group, init_distributed
+from dray.train.replicas import Replicas
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 WAYS = ("dcp", "dcp with checksums", "dray")
@@ -49,10 +49,13 @@ class Held:
         self.tensors = {kind: {f"layer.{n}": torch.randn(rows, 1024) for n in range(20)} for kind in KINDS}
 
     def state(self) -> shards.Shards:
-        return shards.divided(self._all(), dist.get_rank(), dist.get_world_size())
+        return self._replicas().part(self._all())
 
-    def load(self, fill: Callable[[shards.Shards], None], _: int) -> None:
-        fill(self._all())
+    def load(self, reader: shards.Reader, _: int) -> None:
+        self._replicas().fill(self._all(), reader)
+
+    def _replicas(self) -> Replicas:
+        return Replicas(dist.get_rank(), dist.get_world_size())
 
     def _all(self) -> shards.Shards:
         return {name: one for kind, named in self.tensors.items() for name, one in shards.whole(kind, named).items()}

@@ -5,6 +5,7 @@ python collectives.py PLAN.json, and a line of JSON for each case on stdin; the 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -12,13 +13,14 @@ import tempfile
 import traceback
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dray.train import strategies
+from dray.train import saved, shards, strategies
 from dray.train.config import read
 from dray.train.objectives.base import Batch
 
@@ -45,7 +47,26 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def case(config, words: dict) -> dict:
+def restored(strategy, folder: Path) -> bool:
+    """Whether what the ranks write between them is on all of them again, where there was something else."""
+    number = dist.get_rank()
+    folder.mkdir(exist_ok=True)
+    own = saved.written(folder, shards.Staging(torch.device("cpu")).fill(strategy.state(), number), number)
+    everything: list = [None] * RANKS
+    dist.all_gather_object(everything, own["tensors"])
+    before = {name: values.clone() for name, values in whole(strategy).items()}
+    for values in whole(strategy).values():
+        values.zero_()
+    strategy.load(shards.Reader(folder, functools.reduce(shards.joined, everything)), STEPS)
+    return all(torch.equal(values, before[name]) for name, values in whole(strategy).items())
+
+
+def whole(strategy) -> dict[str, torch.Tensor]:
+    """All that this rank has, which others may have too."""
+    return {name: shard.values for some, _ in strategy._held() for name, shard in some.items()}
+
+
+def case(config, words: dict, folder: Path) -> dict:
     os.environ["LOCAL_WORLD_SIZE"] = str(words.pop("local", 2))
     config = replace(config, gradient_accumulation_steps=MICRO, train=replace(config.train, **words))
     torch.manual_seed(1)
@@ -73,7 +94,16 @@ def case(config, words: dict) -> dict:
     everything: list = [None] * RANKS
     dist.all_gather_object(everything, kept)
     weights = {name: weight.double().sum().item() for name, weight in strategy.weights().items()}
-    return {"found": counted.found, "losses": losses, "norm": norm.item(), "kept": everything, "weights": weights}
+    whole = [False] * RANKS
+    dist.all_gather_object(whole, restored(strategy, folder))
+    return {
+        "restored": whole,
+        "found": counted.found,
+        "losses": losses,
+        "norm": norm.item(),
+        "kept": everything,
+        "weights": weights,
+    }
 
 
 def rank(number: int, store: str, cases: list[dict]) -> None:
@@ -82,8 +112,8 @@ def rank(number: int, store: str, cases: list[dict]) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=number, world_size=RANKS)
     config = read(sys.argv[1])
     sys.stdout = sys.stderr
-    for words in cases:
-        found = case(config, words)
+    for place, words in enumerate(cases):
+        found = case(config, words, Path(store).with_name(f"checkpoint-{place}"))
         if number == 0:
             os.write(1, json.dumps(found).encode() + b"\n")
     dist.barrier()

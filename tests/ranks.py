@@ -60,6 +60,8 @@ class World:
             "isend": self._send,
             "irecv": self._receive,
             "broadcast": self._broadcast,
+            "barrier": lambda group: None,
+            "get_global_rank": lambda group, rank: group[rank],
         }
         with ExitStack() as stack:
             stack.enter_context(mock.patch.multiple(dist, **calls))
@@ -88,7 +90,7 @@ class World:
         if self._own.rank != source:
             self._hear(tensor, source)
             return
-        for other in range(self.count):
+        for other in group if isinstance(group, range) else range(self.count):
             if other != source:
                 self._send(tensor, other, group)
 
@@ -124,10 +126,10 @@ class Sharded:
     def state(self) -> shards.Shards:
         return self.own
 
-    def load(self, fill: Callable[[shards.Shards], None], updates: int) -> None:
+    def load(self, reader: shards.Reader, updates: int) -> None:
         del updates
         self.read = {name: one._replace(values=torch.zeros_like(one.values)) for name, one in self.own.items()}
-        fill(self.read)
+        reader.fill(self.read)
 
     def is_read(self) -> bool:
         """Whether what was loaded is what was saved."""

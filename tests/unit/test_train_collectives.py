@@ -86,6 +86,11 @@ def test_the_ranks_write_each_number_of_a_checkpoint_once(seen: dict[str, dict],
     assert all(any(rank[name][1] for name in rank) for rank in ranks)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_on_all_ranks_again(seen: dict[str, dict], case: str) -> None:
+    assert seen[case]["restored"] == [True] * 4
+
+
 def test_ddp_sends_gradients_alone(seen: dict[str, dict]) -> None:
     """Llama has buffers, the frequencies of its positions, and no pass writes them."""
     assert {name for name in seen["ddp"]["found"] if name != "cast"} == {"allreduce_"}

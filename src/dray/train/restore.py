@@ -34,7 +34,7 @@ def load(strategy: Strategy, path: Path, found: dict[str, Any]) -> Mapping[int, 
     if strategy.scaler and scale:
         strategy.scaler.load(scale)
     try:
-        strategy.load(Reader(path, found["tensors"]).fill, found["updates"])
+        strategy.load(Reader(path, found["tensors"]), found["updates"])
     except MismatchError as error:
         raise ConfigError(
             "the checkpoint is of another model",

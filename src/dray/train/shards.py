@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,16 @@ def divided(shards: Shards, rank: int, count: int) -> Shards:
             found[name] = Shard(shard.shape, shard.begin + low, shard.values.reshape(-1)[low:high])
         at += shard.values.numel()
     return found
+
+
+@contextmanager
+def flat(shards: Shards) -> Iterator[Shards]:
+    """The same numbers in rows: what is written there is in the tensors afterwards."""
+    rows = {name: shard._replace(values=shard.values.detach().flatten()) for name, shard in shards.items()}
+    yield rows
+    for name, shard in shards.items():
+        if not shard.values.is_contiguous():  # else the row is the tensor's own memory
+            shard.values.detach().copy_(rows[name].values.view(shard.values.shape))
 
 
 class Staged(NamedTuple):
@@ -231,29 +241,30 @@ class Reader:
 
     def fill(self, shards: Shards) -> None:
         """Each rank plans for itself what it reads from where."""
-        for name, shard in shards.items():
-            if not shard.values.numel():
-                continue
-            saved = self.tensors.get(name)
-            if saved is None:
-                raise MismatchError(f"{name} is missing")
-            if tuple(saved["shape"]) != shard.shape:
-                raise MismatchError(f"{name} has the shape {saved['shape']}, and not {list(shard.shape)}")
-            values = shard.values.detach()
-            flat = values.view(-1) if values.is_contiguous() else values.flatten()
-            self._copy(name, saved["shards"], shard.begin, flat)
-            if not values.is_contiguous():
-                values.copy_(flat.view(values.shape))
+        self.require(shards)
+        with flat(shards) as rows:
+            for name, shard in rows.items():
+                self._copy(name, shard.begin, shard.values)
 
-    def _copy(self, name: str, rows: list[Any], begin: int, flat: torch.Tensor) -> None:
-        end = begin + flat.numel()
+    def require(self, shards: Shards) -> None:
+        """Fail where the checkpoint is not of these."""
+        for name, shard in shards.items():
+            saved = self.tensors.get(name)
+            if saved is None and shard.values.numel():
+                raise MismatchError(f"{name} is missing")
+            if saved is not None and tuple(saved["shape"]) != shard.shape:
+                raise MismatchError(f"{name} has the shape {saved['shape']}, and not {list(shard.shape)}")
+
+    def _copy(self, name: str, begin: int, values: torch.Tensor) -> None:
+        end = begin + values.numel()
+        rows = self.tensors[name]["shards"] if end > begin else []
         for file, start, length, count in ((*row, 1)[:4] for row in rows):
             for place in range(max((begin - start) // length, 0), min(-(-(end - start) // length), count)):
                 first = start + place * length
                 low, high = max(begin, first), min(end, first + length)
                 named = file if isinstance(file, str) else file_of(file + place)
                 part = self._file(named).get_tensor(name).flatten()[low - first : high - first]
-                flat[low - begin : high - begin].copy_(part)
+                values[low - begin : high - begin].copy_(part)
 
     def _file(self, name: str) -> Any:  # noqa: ANN401  safetensors has no types
         if name not in self._files:

@@ -5,7 +5,7 @@ Whatever the strategy, a checkpoint holds the same tensors by the same names, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from dray.train.collectives import all_gather_json, broadcast_json
 from dray.train.config import Config
 from dray.train.objectives.base import Batch
 from dray.train.scaler import Scaler
-from dray.train.shards import Shards
+from dray.train.shards import Reader, Shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weights", *MOMENTS)
@@ -44,8 +44,8 @@ class Strategy(Protocol):
     def state(self) -> Shards:
         """What this rank writes of a checkpoint. Between them the ranks have each number once; nothing is copied."""
 
-    def load(self, fill: Callable[[Shards], None], updates: int) -> None:
-        """The same back, on any number of ranks: `fill` reads into the shards that it is given."""
+    def load(self, reader: Reader, updates: int) -> None:
+        """The same back, on any number of ranks, all together."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """All weights, on rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,9 @@ from dray.train.config import Config
 from dray.train.masters import Masters
 from dray.train.model import lora
 from dray.train.objectives.base import Batch, LossModule
+from dray.train.replicas import Replicas
 from dray.train.scaler import Scaler
-from dray.train.shards import Shards, divided, whole
+from dray.train.shards import Reader, Shards, whole
 from dray.train.strategies.base import MOMENTS, adamw, buffers
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,10 +106,20 @@ class Ddp:
         return norm
 
     def state(self) -> Shards:
-        return divided(self._shards(), dist.get_rank(), dist.get_world_size())
+        return {name: shard for own, replicas in self._held() for name, shard in replicas.part(own).items()}
+
+    def load(self, reader: Reader, updates: int) -> None:
+        self._prime(updates)
+        for own, replicas in self._held():
+            replicas.fill(own, reader)
+        if self._masters:
+            self._masters.hand_out()
+
+    def _held(self) -> Iterator[tuple[Shards, Replicas]]:
+        """What this rank has, and which ranks have the same."""
+        yield self._shards(), Replicas(dist.get_rank(), dist.get_world_size())
 
     def _shards(self) -> Shards:
-        """What this rank has."""
         return {name: shard for kind, named in self._tensors().items() for name, shard in whole(kind, named).items()}
 
     def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -126,12 +137,6 @@ class Ddp:
         """The weights that the optimizer moves, and frozen ones."""
         masters = self._masters.of if self._masters else {}
         return ((name, masters.get(weight, weight)) for name, weight in self.network.named_parameters())
-
-    def load(self, fill: Callable[[Shards], None], updates: int) -> None:
-        self._prime(updates)
-        fill(self._shards())
-        if self._masters:
-            self._masters.hand_out()
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return weight.detach().float()

@@ -19,7 +19,8 @@ from dray.contract import sharding
 from dray.train.config import Config
 from dray.train.errors import say
 from dray.train.objectives.base import LossModule
-from dray.train.shards import Shard, Shards, divided
+from dray.train.replicas import Replicas
+from dray.train.shards import Shard, Shards
 from dray.train.strategies.ddp import HALF, Ddp
 
 
@@ -42,6 +43,7 @@ class Fsdp(Ddp):
         names, shape = ("replicate", "shard"), (world // layout.shard, layout.shard)
         whole = layout.shard == world  # nobody has a copy
         mesh = init_device_mesh(self.device.type, shape[whole:], mesh_dim_names=names[whole:])
+        self._copies = None if whole else mesh.get_group("replicate")
         policy = MixedPrecisionPolicy(param_dtype=HALF.get(self.config.train.precision), reduce_dtype=torch.float32)
         layers = _layers(self.network)
         for part in (*layers, self.network):
@@ -66,13 +68,13 @@ class Fsdp(Ddp):
             root.set_reshard_after_backward(sync)
         yield
 
-    def state(self) -> Shards:
-        """Its shards, divided over the nodes that have the same, and a part of the buffers, which every rank has."""
+    def _held(self) -> Iterator[tuple[Shards, Replicas]]:
+        """Its shards, which other nodes may have too, and the buffers, which every rank has."""
         found, rank, world = self._shards(), dist.get_rank(), dist.get_world_size()
         others = {name: found.pop(name) for name in list(found) if name.startswith("others.")}
         shard = self._layout.shard
-        found = divided(found, rank // shard, world // shard)  # over the groups that have the same
-        return {**found, **divided(others, rank, world)}
+        yield found, Replicas(rank // shard, world // shard, self._copies)
+        yield others, Replicas(rank, world)
 
     def _shards(self) -> Shards:
         found = self._tensors()

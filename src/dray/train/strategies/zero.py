@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
@@ -23,12 +22,14 @@ from deepspeed.utils import (
 from dray.contract.findings import ConfigError
 from dray.train.config import Config
 from dray.train.objectives.base import Batch, LossModule
+from dray.train.replicas import Replicas
 from dray.train.scaler import Scaler, refuse
-from dray.train.shards import Shard, Shards, divided, whole
+from dray.train.shards import Reader, Shard, Shards, divided, whole
 from dray.train.strategies.base import KINDS, MOMENTS, adamw, buffers
 
-_REDUCED = 1 << 24  # numbers in a bucket that is reduced over ranks
-_READ = 1 << 26  # weights in a bucket that is read from a checkpoint, each with its two averages
+_GATHERED = 1 << 24  # numbers that are made whole at once
+Named = list[tuple[str, Any]]
+"""Weights, which have DeepSpeed's attributes."""
 
 
 class Zero:
@@ -106,21 +107,17 @@ class Zero:
                 found[f"{kind}.{name}"] = Shard(tuple(shape), begin, values[: max(shape.numel() - begin, 0)])
         return found
 
-    def _gathered(self) -> dict[str, torch.Tensor]:
-        """The whole trained weights on rank 0, reduced a bucket at a time."""
-        found: dict[str, torch.Tensor] = {}
-        for bucket in _bucketize(self._named, _REDUCED):
+    def _gathered(self, named: Named) -> Iterator[tuple[str, Any, torch.Tensor]]:
+        """Each of these trained weights, and the whole of it on all ranks, a bucket at a time."""
+        for bucket in _bucketize(named, _GATHERED):
             sizes = [_shape(weight).numel() for _, weight in bucket]
             flat = torch.zeros(sum(sizes), device=self.device)
             slots = torch.split(flat, sizes)
             for (_, weight), slot in zip(bucket, slots, strict=True):
                 start, shard = self._shard(weight, "weights")
                 slot[start : start + shard.numel()].copy_(shard[: max(slot.numel() - start, 0)])
-            dist.reduce(flat, 0)
-            if dist.get_rank() == 0:
-                for (name, weight), slot in zip(bucket, slots, strict=True):
-                    found[name] = slot.view(_shape(weight)).to("cpu", copy=True)
-        return found
+            dist.all_reduce(flat.view(torch.int32))  # the sum of a number's bits and zeros is that number
+            yield from ((*one, slot.view(_shape(one[1]))) for one, slot in zip(bucket, slots, strict=True))
 
     def _shard(self, weight: Any, kind: str) -> tuple[int, torch.Tensor]:  # noqa: ANN401  DeepSpeed's attributes
         """Where this rank's shard begins in the flattened tensor, and the shard; the last may go beyond the end."""
@@ -133,27 +130,33 @@ class Zero:
         shard: torch.Tensor = found.detach().flatten()
         return dist.get_rank() * shard.numel(), shard
 
-    def load(self, fill: Callable[[Shards], None], updates: int) -> None:
-        fill(whole("others", buffers(self.network)))
-        for bucket in _bucketize(self._named, _READ):
-            state = {kind: {name: torch.empty(_shape(weight)) for name, weight in bucket} for kind in KINDS}
-            for kind, tensors in state.items():
-                fill(whole(kind, tensors))
-            for name, weight in bucket:
-                self._set(weight, {kind: tensors[name] for kind, tensors in state.items()})
+    def load(self, reader: Reader, updates: int) -> None:
+        Replicas(dist.get_rank(), dist.get_world_size()).fill(whole("others", buffers(self.network)), reader)
+        for name, weight in self._named:
+            shape = _shape(weight)
+            for kind in KINDS:
+                begin, values = self._shard(weight, kind)
+                own = values[: max(shape.numel() - begin, 0)]
+                reader.fill({f"{kind}.{name}": Shard(tuple(shape), begin, own)})
+                values[own.numel() :].zero_()  # beyond the tensor's end
+                self._put(weight, kind, values)
+        for _, weight, value in self._gathered([one for one in self._named if _is_whole(one[1])]):
+            weight.data.copy_(value)
         if self.scaler:
             self._engine.optimizer.cur_scale = self.scaler.scale
             self._engine.skipped_steps = self.scaler.skipped
         for state in self._engine.optimizer.optimizer.state.values():
             state["step"].fill_(float(updates))
 
-    def _set(self, weight: Any, values: dict[str, torch.Tensor]) -> None:  # noqa: ANN401  DeepSpeed's attributes
-        self.write(weight, values["weights"])
-        for moment in MOMENTS:
-            if self._stage < 3:
-                safe_set_full_optimizer_state(weight, values[moment], moment)
-            else:
-                safe_set_local_optimizer_state(weight, _own_shard(values[moment], weight.ds_tensor.numel()), moment)
+    def _put(self, weight: Any, kind: str, values: torch.Tensor) -> None:  # noqa: ANN401  DeepSpeed's attributes
+        """This rank's shard back; in stages 1 and 2 `_shard` gives the shard itself."""
+        if self._stage < 3:
+            return
+        if kind == "weights":
+            safe_set_local_fp32_param(weight, values)
+            weight.ds_tensor.data.copy_(values)
+        else:
+            safe_set_local_optimizer_state(weight, values, kind)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
         full: torch.Tensor = safe_get_full_fp32_param(weight) if self._stage == 3 else weight
@@ -166,10 +169,8 @@ class Zero:
             limit = limit[:, None].expand(_shape(weight)).flatten()[start : start + end]
             end = limit.numel()
         shard[:end].clamp_(-limit, limit)
-        if self._stage == 3:
-            safe_set_local_fp32_param(weight, shard)
-            weight.ds_tensor.data.copy_(shard)
-        if weight.data.numel() == _shape(weight).numel():  # else it is whole on no rank now
+        self._put(weight, "weights", shard)
+        if _is_whole(weight):
             weight.data.clamp_(-bound, bound)
 
     def write(self, weight: Any, value: torch.Tensor) -> None:  # noqa: ANN401  DeepSpeed's attributes
@@ -182,12 +183,14 @@ class Zero:
         if weight.requires_grad:
             safe_set_local_fp32_param(weight, shard)
         weight.ds_tensor.data.copy_(shard)
-        if weight.data.numel() == weight.ds_numel:  # a small one, which is whole on every rank all the time
+        if _is_whole(weight):
             weight.data.copy_(value.view_as(weight.data))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        found = self._gathered()
-        keeps = dist.get_rank() == 0
+        keeps, found = dist.get_rank() == 0, {}
+        for name, _, value in self._gathered(self._named):
+            if keeps:
+                found[name] = value.to("cpu", copy=True)
         for name, weight in self.network.named_parameters():
             frozen = None if weight.requires_grad else self._frozen(weight)
             if keeps and frozen is not None:
@@ -208,11 +211,16 @@ def _shape(weight: Any) -> torch.Size:  # noqa: ANN401  DeepSpeed's attributes
     return shape
 
 
-def _bucketize(tensors: list[Any], limit: int) -> Iterator[list[Any]]:
-    """Tuples that end with a weight, in buckets of at most so many numbers, or of one tuple."""
-    bucket: list[Any] = []
+def _is_whole(weight: Any) -> bool:  # noqa: ANN401  DeepSpeed's attributes
+    """On every rank, all the time: all in stages 1 and 2, and in stage 3 small ones."""
+    return bool(weight.data.numel() == _shape(weight).numel())
+
+
+def _bucketize(named: Named, limit: int) -> Iterator[Named]:
+    """In buckets of at most so many numbers, or of one weight."""
+    bucket: Named = []
     size = 0
-    for one in tensors:
+    for one in named:
         if bucket and size + _shape(one[-1]).numel() > limit:
             yield bucket
             bucket, size = [], 0
