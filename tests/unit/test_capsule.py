@@ -165,7 +165,7 @@ def code(tmp_path: Path) -> Path:
     trap.chmod(0o755)
     for key in ("core.fsmonitor", "diff.external", "diff.odd.command", "diff.odd.textconv", "filter.odd.clean"):
         git(folder, "config", key, str(trap))
-    (folder / "train.py").write_text(f"lr = 2\ntoken = '{TOKEN}'\n")
+    (folder / "train.py").write_text(f"lr = 2\ntoken = '{TOKEN}'\npassword = 'horse'\n")
     (folder / "notes.txt").write_text("mine")
     return folder
 
@@ -178,7 +178,7 @@ def test_code_that_git_knows(code: Path, tmp_path: Path) -> None:
         str(code), "main", True, False, ("notes.txt",),
     )  # fmt: skip
     diff = paths.source_diff.read_text()
-    assert diff.endswith("-lr = 1\n+lr = 2\n+token = '[secret]'\n")
+    assert diff.endswith("-lr = 1\n+lr = 2\n+token = '[secret]'\n+password = '[secret]'\n")
     assert not (tmp_path / "ran").exists()
     assert "source.diff" in [one.path for one in capsule.read(paths).files]
 

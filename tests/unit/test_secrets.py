@@ -210,12 +210,50 @@ def test_the_longer_of_two_values_goes_first() -> None:
     assert secrets.redacted("12345678-9", secrets.passed(["A", "B"], {"A": "12345678", "B": "12345678-9"})) == "[B]"
 
 
+KEY = "9f8e7d6c5b4a39281706f5e4d3c2b1a0"
+
+
 @pytest.mark.parametrize(
-    "part", ["a.", "sk-", "eyJaaaaaaaaaaaa-", "://", "?", "https://", "a:b@", "Bearer ", "authorization: ", "gho_-"]
+    ("line", "shown"),
+    [
+        (f'WANDB_API_KEY = "{KEY}"', 'WANDB_API_KEY = "[secret]"'),
+        (f"os.environ['AWS_SECRET_ACCESS_KEY'] = '{KEY}'", "os.environ['AWS_SECRET_ACCESS_KEY'] = '[secret]'"),
+        ('db_password = "correct horse"', 'db_password = "[secret]"'),
+        (f'login(token="{KEY}", add=1)', 'login(token="[secret]", add=1)'),
+        (f'{{"api_key": "{KEY}"}}', '{"api_key": "[secret]"}'),
+        (f'password = f"{KEY}"', 'password = f"[secret]"'),
+        ("export MY_PASSWORD=hunter22", "export MY_PASSWORD=[secret]"),
+        (f"password: {KEY}", "password: [secret]"),
+        (
+            "k = '''-----BEGIN RSA PRIVATE KEY-----\n+MIIE\n+x/y=\n+-----END RSA PRIVATE KEY-----'''\n+x = 1",
+            "k = '''[secret]'''\n+x = 1",
+        ),
+    ],
 )
+def test_code_without_its_secrets(line: str, shown: str) -> None:
+    assert secrets.redacted_code(f"-x = 1\n+{line}\n") == f"-x = 1\n+{shown}\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'pad_token = "<|endoftext|>"', "password = getpass.getpass()", 'key = "text"', 'key="a/path/to/it"',
+        "def login(password: str, token=self.config.providers2.some_token):", "PASSWORD=$MINE", "PASSWORD=",
+        'secret = os.environ["HF_TOKEN"]', "login(api_key=args.api_key)", 'if password == "":', "password=name",
+        'tokens = "0123456789abcdef0123456789abcdef"', 'TOKEN_FILE = "0123456789abcdef0123456789abcdef"',
+    ],
+)  # fmt: skip
+def test_code_that_gives_none(line: str) -> None:
+    assert secrets.redacted_code(f"+{line}\n") == f"+{line}\n"
+
+
+@pytest.mark.parametrize(
+    "part", ["a.", "sk-", "eyJaaaaaaaaaaaa-", "://", "?", "https://", "a:b@", "Bearer ", "authorization: ", "gho_-", "a", "a ",
+             "key =", "-----BEGIN PRIVATE KEY-----"]
+)  # fmt: skip
 def test_a_long_text_takes_no_time(part: str) -> None:
     began = time.process_time()
-    secrets.redacted(part * (200_000 // len(part)))
+    secrets.redacted_code(part * (200_000 // len(part)))
     secrets.in_command(["x", "--key=" + part * 20_000])
     assert time.process_time() - began < 10
 

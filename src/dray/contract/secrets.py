@@ -22,8 +22,14 @@ _SHAPES = re.compile(
     r"|\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@'\"]*:[^\s/@$'\"][^\s/@'\"]*@"  # a URL with a password
     r"|[?&](?:[\w-]*token|api_?key|key|sig|signature|password|X-Amz-Signature)=[^\s&$'\"]{8,}"
     r"|https://(?:hooks\.slack\.com/\w+|(?:\w+\.)?discord(?:app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com)/[^\s'\"]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]{0,8192}?-----END [A-Z ]*PRIVATE KEY-----)?"
 )
+# What code, a shell script or a table gives a name: NAME = "value", ["NAME"] = "value", name="value", NAME=value.
+_GIVEN = re.compile(
+    r"""(?<![\w-])(?P<name>[A-Za-z_][\w-]{0,60})["']?\]?\s*[:=]\s*(?:[bfru]{0,2}(?P<quote>["'])(?P<text>[^"'\\\n]+)(?P=quote)"""
+    r"|(?P<bare>[\w.+=~:/-]+))"
+)
+_ATTRIBUTE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _BEGINNINGS = ("hf_", "sk-", "ghp_", "github_pat_")
 _OPTION = re.compile(r"-{0,2}[A-Za-z][\w.-]{0,60}")
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+=~:-]{20,}")
@@ -84,6 +90,21 @@ def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     shown = {name for name, value in values.items() if _PLAIN.match(value) and not is_variable(name, value)}
     lines = {line: name for name, value in values.items() if name not in shown for line in (value, *value.splitlines())}
     return {line: lines[line] for line in sorted(lines, key=len, reverse=True) if len(line) >= _SHORTEST}
+
+
+def redacted_code(text: str) -> str:
+    """Code with `[secret]` in the place of what it gives a name that holds secrets."""
+
+    def replaced(given: re.Match[str]) -> str:
+        kind, name = ("text" if given["quote"] else "bare"), given["name"]
+        value = given[kind]
+        # What is not in quotes is an expression, mostly; a shell's variable has a name in capitals and no space.
+        written = kind == "text" or f"{name}={value}" in given[0] and name.isupper() or _RANDOM.fullmatch(value)
+        if not written or _ATTRIBUTE.fullmatch(value) or not _is_option(name, value):
+            return given[0]
+        return given[0].replace(value, "[secret]")
+
+    return _GIVEN.sub(replaced, redacted(text))
 
 
 def redacted(text: str, values: Mapping[str, str] | None = None) -> str:

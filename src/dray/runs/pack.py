@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from dray import __version__
-from dray.contract import run_folder
+from dray.contract import run_folder, secrets
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.runs import bundle, capsule
@@ -31,8 +31,9 @@ The capsule of the run {run}: what is needed to repeat it. Made by dray {dray}.
 
 dray capsule show FILE, dray replay FILE and dray diff FILE RUN take it as it is.
 Replaced: values of pass_env and of variables whose names hold secrets, as they are in the environment of who made this,
-by [NAME]; what has the shape of a secret, by [secret]. Not replaced: names of nodes, users and projects, paths, the
-command, your code's diff, and what else programs printed. Read it before you send it.
+by [NAME]; what has the shape of a secret, and in your code's diff what is given to a name that holds secrets, by [secret].
+Not replaced: names of nodes, users and projects, paths, the command, all else in the diff, and what else programs
+printed. Read it before you send it.
 Not in it: checkpoints, models, datasets, secrets, files that git does not know. Of logs the ends.
 
 {names}
@@ -85,7 +86,7 @@ def _attempt(paths: RunPaths, left_out: list[str]) -> dict[str, str]:
         except OSError as error:
             left_out.append(printable(f"{path}: {error.strerror}"))
             return None
-        content[path] = text
+        content[path] = text = secrets.redacted_code(text) if name == run_folder.SOURCE_DIFF else text
         return text.encode("utf-8", "replace")
 
     for file in made.files:
