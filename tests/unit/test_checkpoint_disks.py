@@ -215,7 +215,7 @@ def test_two_runs_on_one_folder(run: BEGUN, tmp_path: Path, monkeypatch: pytest.
         until(lambda: fourth.paths.metrics.exists() and len(fourth.events("step")) > 1, fourth)
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
-    assert set(fourth.codes) == {75}
+    assert set(fourth.codes) - {-9} == {75}  # the first that ends ends the others, as a launcher
     assert fourth.events("start")[0]["first_step"] >= 1
     assert ": its process has ended\n" in fourth.said()
     assert not (kept / lease.NAME).exists()

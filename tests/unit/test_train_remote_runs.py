@@ -118,6 +118,6 @@ def test_data_inspect_shows_what_is_elsewhere(store: stores.Store, tmp_path: Pat
 
 def test_what_is_missing_fails_on_all_ranks_alike(run: BEGUN, store: stores.Store) -> None:
     failed = run(2, "data.train=s3://b/none.jsonl").end(78, AWS_ENDPOINT_URL=store.address)
-    assert failed.codes == [78, 78]
+    assert set(failed.codes) - {-9} == {78}  # the first that ends ends the others, as a launcher
     assert "the dataset does not exist" in failed.said()
     assert "where:  s3://b/none.jsonl" in failed.said()
