@@ -24,7 +24,7 @@ RECIPE = ROOT / "recipes" / "smoke-cpu.toml"
 FACTS = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable)
 
 
-def ran(runs: Path, name: str, losses: list[float], speed: float = 100.0, *words: str) -> None:
+def ran(runs: Path, name: str, losses: list[float | None], speed: float = 100.0, *words: str) -> None:
     """A run that has trained and ended."""
     _, paths = write(read_recipe(RECIPE, ["nodes=1", *words]), FACTS, runs=runs, run=name)
     events: list[dict[str, Any]] = [
@@ -86,6 +86,23 @@ again: dray scale --table {folder}
         found = json.loads(out)
         assert (code, found["kind"], [run["ranks"] for run in found["runs"]]) == (1, "strong", [1, 2])
         assert found["parity"]["broken"] == ["step 2: 4 on 1, 4.001 on 2, 2.5e-04 apart"]
+
+    def test_a_loss_that_is_not_finite_on_one_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 1, 2)
+        ran(tmp_path, "r1", [5.0, 4.0, 3.0])
+        ran(tmp_path, "r2", [5.0, None, None])
+        code, out = shown(folder, capsys)
+        assert (code, "step 2: 4 on 1, nan on 2, inf apart\n" in out) == (1, True)
+        ran(tmp_path / "both", "r1", [5.0, None])
+        ran(tmp_path / "both", "r2", [5.0, None])
+        code, out = shown(made(tmp_path / "both", "strong", 1, 2), capsys)
+        assert (code, "losses: 0.0e+00 apart at most, step by step; they agree\n" in out) == (0, True)
+
+    def test_nothing_is_compared_yet(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path, "strong", 1, 2)
+        ran(tmp_path, "r1", [5.0, 4.0, 3.0])
+        code, out = shown(folder, capsys)
+        assert (code, "losses: not compared yet; no two runs have logged the same step\n" in out) == (0, True)
 
     @pytest.mark.parametrize(
         ("kind", "words", "line"),

@@ -274,6 +274,8 @@ def _parity(study: Study, parity: Parity) -> list[str]:
     if parity.broken:
         wanted = f"wanted: at most {studies.PARITY:.0e}, the recipe is fp32 and the global batch is the same"
         return ["", "LOSS PARITY IS BROKEN", *(f"  {line}" for line in parity.broken), f"  {wanted}"]
+    if not parity.steps:
+        return ["", "losses: not compared yet; no two runs have logged the same step"]
     note = "they agree" if parity.checked else "not checked: not fp32"
     return ["", f"losses: {parity.largest:.1e} apart at most, step by step; {note}"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -88,6 +89,8 @@ class Parity(BaseModel):
 
     checked: bool
     """Only fp32 has to agree."""
+    steps: int = 0
+    """Of a run, that were compared with the run with the fewest ranks; of all runs together."""
     largest: float = 0.0
     broken: list[str] = []
 
@@ -168,8 +171,9 @@ def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]
         with suppress(OSError):
             for event in Metrics(paths.metrics):
                 kind = event.get("event")
-                if kind == "step" and (step := whole(event, "step")) and (loss := number(event, "loss")) is not None:
-                    losses[step] = row.loss = loss
+                if kind == "step" and (step := whole(event, "step")) and "loss" in event:
+                    row.loss = number(event, "loss")
+                    losses[step] = math.nan if row.loss is None else row.loss  # null is what is not finite
                     lines.append(event)
                 elif kind == "eval":
                     row.eval_loss = number(event, "loss")
@@ -202,14 +206,22 @@ def _parity(rows: list[Row], losses: dict[str, dict[int, float]], *, checked: bo
     with_losses = [row for row in rows if losses[row.run]]
     for first, row in ((with_losses[0], other) for other in with_losses[1:]):
         common = sorted(losses[first.run].keys() & losses[row.run].keys())
-        apart = [(step, abs(losses[row.run][step] / (losses[first.run][step] or 1e-30) - 1)) for step in common]
-        found.largest = max([found.largest, *(difference for _, difference in apart)])
+        apart = [(step, _apart(losses[first.run][step], losses[row.run][step])) for step in common]
+        found.steps += len(apart)
+        found.largest = max([found.largest, *(difference for _, difference in apart if math.isfinite(difference))])
         wrong = next(((step, difference) for step, difference in apart if difference > PARITY), None)
         if wrong and checked:
             step, difference = wrong
             pair = f"{losses[first.run][step]:.6g} on {first.ranks}, {losses[row.run][step]:.6g} on {row.ranks}"
             found.broken.append(f"step {step}: {pair}, {difference:.1e} apart")
     return found
+
+
+def _apart(one: float, other: float) -> float:
+    """Their relative difference, without end where one alone is finite."""
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(other / (one or 1e-30) - 1)
+    return math.inf if math.isfinite(one) or math.isfinite(other) else 0.0
 
 
 def _fp32(run: Path) -> bool:
