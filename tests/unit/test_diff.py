@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,11 +135,19 @@ the first that differs is step 3: 2.301 and 2.302
 largest relative difference 4.3e-04, at step 3
 at step 4, the last of both: 2.1 and 2.1001
 1 more step of B is not in A
-step, median: 0.53 -> 1.03 s (+94%)
+step, median: 0.53 -> 1.035 s (+95%)
 step, p95:    0.54 -> 1.05 s (+94%)
 speed:        200 -> 100 tokens/s (-50%)
 start-up:     9 -> 9 s (+0%)
 """
+
+
+def test_a_copy_tells_no_start_up_and_medians_are_those_of_all_verbs(base: RunPaths) -> None:
+    log(base, {1: 2.5, 2: 2.4, 3: 2.3, 4: 2.1, 5: 2.0})
+    found = effect.curve([base])
+    assert (found.start_s, found.median_s) == (pytest.approx(9), pytest.approx(0.535))
+    os.utime(base.plan, (base.plan.stat().st_mtime + 3600,) * 2)
+    assert effect.curve([base]).start_s is None
 
 
 def test_the_whole_page(base: RunPaths) -> None:

@@ -248,8 +248,8 @@ def test_code_that_gives_none(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["a.", "sk-", "eyJaaaaaaaaaaaa-", "://", "?", "https://", "a:b@", "Bearer ", "authorization: ", "gho_-", "a", "a ",
-             "key =", "-----BEGIN PRIVATE KEY-----"]
+    "part", ["a.", "sk-", "eyJaaaaaaaaaaaa-", "://", "?", "https://", "a:b@", "Bearer ", "authorization: ", "gho_-",
+             "a", "a ", "key =", "-----BEGIN PRIVATE KEY-----"]
 )  # fmt: skip
 def test_a_long_text_takes_no_time(part: str) -> None:
     began = time.process_time()

@@ -99,7 +99,7 @@ def redacted_code(text: str) -> str:
         kind, name = ("text" if given["quote"] else "bare"), given["name"]
         value = given[kind]
         # What is not in quotes is an expression, mostly; a shell's variable has a name in capitals and no space.
-        written = kind == "text" or f"{name}={value}" in given[0] and name.isupper() or _RANDOM.fullmatch(value)
+        written = kind == "text" or (f"{name}={value}" in given[0] and name.isupper()) or _RANDOM.fullmatch(value)
         if not written or _ATTRIBUTE.fullmatch(value) or not _is_option(name, value):
             return given[0]
         return given[0].replace(value, "[secret]")

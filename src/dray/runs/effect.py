@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from math import ceil
 
@@ -24,7 +25,7 @@ class Curve(BaseModel):
     tokens_per_s: float | None = None
     """The median of the lines."""
     start_s: float | None = None
-    """From the plan to the first logged step of the first attempt."""
+    """From the plan to the first logged step of the first attempt; None of a copy, whose files are younger."""
     warnings: list[str] = []
 
 
@@ -81,7 +82,7 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
                 losses[step] = number(event, "loss")
                 time = number(event, "time")
                 if start is None and time is not None and (planned := written(paths.plan)):
-                    start = time - planned
+                    start = time - planned  # negative in a copy, whose files are younger
                 if not first:  # the first line has the compiler's time in it
                     seconds += [value] if (value := number(event, "step_s")) is not None else []
                     speeds += [value] if (value := number(event, "tokens_per_s")) is not None else []
@@ -90,8 +91,9 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
             warnings.append(f"{paths.metrics} cannot be read: {reason(error)}")
         warnings += metrics.warnings()
     return Curve(
-        losses=losses, median_s=_share(seconds, 0.5), p95_s=_share(seconds, 0.95), tokens_per_s=_share(speeds, 0.5),
-        start_s=round(max(0.0, start), 3) if start is not None else None, warnings=warnings,
+        losses=losses, median_s=statistics.median(seconds) if seconds else None, p95_s=_share(seconds, 0.95),
+        tokens_per_s=statistics.median(speeds) if speeds else None,
+        start_s=round(start, 3) if start is not None and start >= 0 else None, warnings=warnings,
     )  # fmt: skip
 
 

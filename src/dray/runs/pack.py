@@ -31,9 +31,9 @@ The capsule of the run {run}: what is needed to repeat it. Made by dray {dray}.
 
 dray capsule show FILE, dray replay FILE and dray diff FILE RUN take it as it is.
 Replaced: values of pass_env and of variables whose names hold secrets, as they are in the environment of who made this,
-by [NAME]; what has the shape of a secret, and in your code's diff what is given to a name that holds secrets, by [secret].
-Not replaced: names of nodes, users and projects, paths, the command, all else in the diff, and what else programs
-printed. Read it before you send it.
+by [NAME]; what has the shape of a secret, and in the diff of code what is given to a name that holds secrets, by
+[secret]. Not replaced: names of nodes, users and projects, paths, the command, all else in the diff, and what else
+programs printed. Read it before you send it.
 Not in it: checkpoints, models, datasets, secrets, files that git does not know. Of logs the ends.
 
 {names}
