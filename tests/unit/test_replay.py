@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +147,27 @@ def test_code_of_somebody_else_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert replay.is_own(paths.run)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert not replay.is_own(paths.run)
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"flops_profiler": {"enabled": True, "output_file": "x"}}, ["flops_profiler"]),
+        ({"csv_monitor": {"output_path": "/x"}, "fp16": {"loss_scale": 0}}, ["csv_monitor"]),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"nvme_path": "/x"}}}, ["zero_optimization"]),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5}, "gradient_predivide_factor": 2.0}, []),
+    ],
+)
+def test_files_that_deepspeed_would_write_are_agreed_to(section: dict[str, Any], named: list[str]) -> None:
+    recipe = read_recipe(ROOT / "recipes/smoke-cpu.toml", [])
+    assert recipe.train
+    train = recipe.train.model_copy(update={"deepspeed": json.dumps(section)})
+    try:
+        replay.require_trust(recipe.model_copy(update={"train": train}), "x.tar.gz")
+        found = ""
+    except ConfigError as refused:
+        found = refused.details["found"]
+    assert [line.split()[1] for line in found.splitlines()] == named
 
 
 def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def replay(
             return
         engine = replays.require_here(plan, engine)
         _one_of({"a run of this machine": True}, queues)
-        local.require(settings, lambda *more: shlex.join(["dray", "replay", run, *more]))
+        local.require(settings, lambda *more: shlex.join(["dray", "replay", run, *more]), fixed=True)
         gpus = plan.world.ranks_per_node if plan.variant != "cpu" else 0
         facts = local.facts(
             settings, engine=engine, image=local.image_of(engine, settings), nodes=len(plan.world.nodes),

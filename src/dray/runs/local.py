@@ -57,8 +57,11 @@ def image_of(engine: Engine, recipe: Recipe) -> str:
     return store.bare_python() if kind == "python" else store.in_engine(engine, recipe.image)
 
 
-def require(recipe: Recipe, again: Callable[..., str]) -> None:
-    """Refuse what this Python has no package for. `again` is the command line of the user, with more options."""
+def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -> None:
+    """Refuse what this Python has no package for. `again` is the command line of the user, with more options.
+
+    The settings of a `fixed` one, as a replay is, stay as they are.
+    """
     missing = [one for one in packages.of(recipe) if find_spec(one.module) is None]
     build = f"dray image build {recipe.image} --format docker"
     if missing:
@@ -71,7 +74,7 @@ def require(recipe: Recipe, again: Callable[..., str]) -> None:
             found="not installed here; an image has all that a recipe needs",
             fix="\n".join(
                 [
-                    *(other if all(one.without for one in missing) else []),
+                    *(other if not fixed and all(one.without for one in missing) else []),
                     f"{again('--engine', 'docker')}  # in the image, after {build}",
                 ]
             ),
@@ -83,7 +86,12 @@ def require(recipe: Recipe, again: Callable[..., str]) -> None:
             where=torch.origin,
             wanted="a path without a space: Inductor gives it to the C++ compiler as it is",
             found="train.compile = true",
-            fix=f"{again('train.compile=false')}\n{again('--engine', 'docker')}  # in the image, after {build}",
+            fix="\n".join(
+                [
+                    *([] if fixed else [again("train.compile=false")]),
+                    f"{again('--engine', 'docker')}  # in the image, after {build}",
+                ]
+            ),
         )
 
 

@@ -35,6 +35,8 @@ _NUMERIC = {
     "torch", "transformers", "triton",
 }  # fmt: skip
 _HARMLESS = re.compile("(?:[A-Z]+_NUM_THREADS|HF_[A-Z]+_OFFLINE|TOKENIZERS_PARALLELISM)")
+_OF_TRAINING = {"zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing"}
+"""Sections of DeepSpeed's configuration that hold nothing but numbers and switches."""
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -77,6 +79,7 @@ def require_trust(recipe: Recipe, where: str) -> None:
     found += [f"{key}: {text.partition(chr(10))[0]}" for key, text in recipe.maps().items()]
     found += ["model.trust_remote_code = true"] if recipe.model.trust_remote_code else []
     found += [f"env.{name} = {value}" for name, value in recipe.env.items() if not _HARMLESS.fullmatch(name)]
+    found += _of_deepspeed(recipe.train.deepspeed) if recipe.train and recipe.train.deepspeed else []
     if found:
         raise ConfigError(
             "this run was not recorded here by you, and a replay runs code that it names",
@@ -85,6 +88,14 @@ def require_trust(recipe: Recipe, where: str) -> None:
             found="\n".join(found),
             fix="the same with --trust-run",
         )
+
+
+def _of_deepspeed(text: str) -> list[str]:
+    """What of its configuration may name files and programs: profilers and monitors write where they are told."""
+    file = json.loads(text)
+    told = {key: value for key, value in file.items() if isinstance(value, dict | list) and key not in _OF_TRAINING}
+    told |= {key: value for key, value in file.items() if "/" in json.dumps(value)}
+    return [f"train.deepspeed: {key} = {json.dumps(value)[:200]}" for key, value in told.items()]
 
 
 def is_own(run: Path) -> bool:
