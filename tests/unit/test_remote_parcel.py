@@ -56,6 +56,21 @@ def test_each_of_our_recipes_has_its_files_there(recipe: Path, tmp_path: Path) -
         assert there.replace(str(tmp_path), "") == here.replace(str(recipe.parent), "")
 
 
+def test_a_folder_that_has_the_name_of_something_else_stays(tmp_path: Path) -> None:
+    for name in ("gpt2", "kept", "tiny-kept", "tokens", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "data.jsonl").write_text("{}")
+    (tmp_path / "r.toml").write_text(
+        'name = "gpt2"\n[model]\ntype = "gpt2"\ntokenizer = "mine"\n[data]\ntrain = "data.jsonl"\n'
+        'cache_dir = "tokens"\n[train]\nsteps = 5\nlr = 1e-3\n[batch]\nglobal_size = 8\nper_device = 8\n'
+        '[checkpoint]\nfolder = "kept"\n'
+        '[tiny.checkpoint]\nfolder = "tiny-kept"\n'
+    )
+    expected = [".dray-sums", "data.jsonl", "mine/file", "r.toml"]
+    assert unpacked(along(tmp_path / "r.toml", "checkpoint.folder=kept"), tmp_path / "to") == expected
+
+
 def test_accelerate_s_file_goes_along_also_that_of_a_scale(tmp_path: Path) -> None:
     work = tmp_path / "work"
     for name in ("launch/own.yaml", "launch/tiny.yaml", "launch/other.yaml", "code/train.py"):

@@ -233,6 +233,7 @@ class TestStart:
         [
             ({}, "what to compare is not clear"),
             ({"gpus": "1", "ranks": "1"}, "what to compare is not clear"),
+            ({"ranks": "1,2", "as_json": True}, "--json is for --table"),
             ({"ranks": "1,x"}, "--ranks has a wrong value"),
             ({"ranks": "0,1"}, "--ranks has a wrong value"),
             ({"ranks": "1,3"}, "global batch 16 is not divisible by 3 ranks"),

@@ -44,8 +44,7 @@ def scale(
     dray scale recipes/gpt2-wikitext-ddp.toml --gpus 1,2,4,8,16 --weak
     dray scale --table 20261120-124439-scale-smoke-cpu-cea81f
     """
-    if table:
-        studies.show(studies.folder_of(table, runs), as_json=as_json)
+    studies.show_asked(table, runs, as_json=as_json)
     if recipe is None or bool(gpus) == bool(ranks):
         raise ConfigError(
             "what to compare is not clear", wanted="a recipe, and --gpus or --ranks with several numbers",

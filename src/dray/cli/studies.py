@@ -207,6 +207,14 @@ def _apart(recipe: Recipe, member: Member) -> list[str]:
     return [f"checkpoint.{key}={place.rstrip('/')}/{member.run}" for key, place in named.items() if place]
 
 
+def show_asked(table: str, runs: Path | None, *, as_json: bool) -> None:
+    """With --table; runs that are started print as they go, and their table is no JSON."""
+    if table:
+        show(folder_of(table, runs), as_json=as_json)
+    if as_json:
+        raise ConfigError("--json is for --table", fix="leave it out; then --table STUDY --json shows the runs")
+
+
 def show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
     """The table; 1 where a run has failed, or losses differ that should not."""
     study = studies.load(folder)

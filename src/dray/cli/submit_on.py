@@ -46,7 +46,9 @@ def along(asked: Chosen, recipe: Recipe, site: Path | None) -> Parcel:
     """The recipe's file, and the files that go along with it."""
     # As it is written: in what was read, a file of DeepSpeed's or accelerate's has its text in the place of its name.
     written = parse_toml(files.text(asked.path, "the recipe")) if asked.path else {}
-    values = [*parcel.texts(written), *(value.partition("=")[2].strip() for value in asked.overrides)]
+    values = [*parcel.texts(written)]
+    for key, _, value in (one.partition("=") for one in asked.overrides):
+        values += parcel.texts(value.strip(), key.strip())
     folder = Path(os.path.normpath(recipe.command.folder)) if recipe.command else None
     if folder and not folder.is_relative_to(asked.beside):
         raise ConfigError(

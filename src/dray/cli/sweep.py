@@ -36,8 +36,7 @@ def sweep(
     dray sweep recipes/gpt2-wikitext-ddp.toml train.lr=1e-4,3e-4,1e-3 --at-most 2
     dray sweep --table 20261120-124439-sweep-smoke-cpu-cea81f --json
     """
-    if table:
-        studies.show(studies.folder_of(table, runs), as_json=as_json)
+    studies.show_asked(table, runs, as_json=as_json)
     several = [setting for setting in overrides or [] if len(_values(setting)) > 1]
     if recipe is None or not several:
         raise ConfigError(

@@ -10,9 +10,10 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from dray.config import checkout
+from dray.config.recipe import Recipe
 from dray.contract import dataset, files
 from dray.contract.findings import ConfigError
 
@@ -22,6 +23,12 @@ _SUMS = ".dray-sums"
 """Of each brought file, for sha256sum; a folder may have a SHA256SUMS of its own."""
 # What a job and a login node read of a checkout; the rest is in the image.
 _DRAY = ("slurm", "recipes", "containers/environment", "containers/steps", "src/dray/engines/visible.sh")
+# These name nothing that is read, or what is written, or a folder that is brought whole.
+_ELSEWHERE = {
+    "name", "about", "image", "layer", "launcher", "scale", "env", "pass_env", "model.type", "data.cache_dir",
+    "checkpoint.folder", "checkpoint.mirror", "command.folder", "train.strategy",
+}  # fmt: skip
+_SCALES = get_args(Recipe.model_fields["scale"].annotation)
 _LEFT = {"__pycache__", "runs", "build", "node_modules"}
 
 
@@ -58,16 +65,18 @@ def recipe(path: Path | None, values: Iterable[str], folder: Path | None, beside
     return _packed("recipes", found)
 
 
-def texts(value: object) -> Iterator[str]:
-    """All texts in a recipe's tables."""
+def texts(value: object, key: str = "") -> Iterator[str]:
+    """The texts in a recipe's tables that may name a file beside it."""
+    if key in _ELSEWHERE:
+        return
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from texts(one)
+        for name, one in value.items():
+            yield from texts(one, f"{key}.{name}" if key and key not in _SCALES else name)
     elif isinstance(value, Sequence):
         for one in value:
-            yield from texts(one)
+            yield from texts(one, key)
 
 
 def _named(beside: Path, value: str) -> Iterator[Path]:
