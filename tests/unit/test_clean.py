@@ -15,10 +15,11 @@ import pytest
 
 from dray.contract import node, processes, scratch
 from dray.facts import Facts
-from dray.runs import clean
+from dray.runs import clean, squeue, study
 from dray.runs.finish import finish
 from dray.runs.leftovers import Item
 from dray.runs.paths import RunPaths
+from dray.runs.study import Member, Study
 from dray.runs.write import read_recipe, write
 from helpers import ROOT
 from slurms import Slurm
@@ -227,6 +228,27 @@ def test_tables_of_tune(tmp_path: Path) -> None:
     assert looked(runs, "tune", days=0, checkpoints=True)["model"].parts == (runs / "model",)
     assert clean.remove(found["done"]) == ""
     assert not (runs / "done").exists()
+
+
+def test_a_study_goes_after_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    ended(runs, "kept-1")
+    for name, job in (("kept", None), ("gone", None), ("queued", 12), ("over", 13)):
+        study.save(runs / name, Study(kind="sweep", recipe="r", members=[Member(run=f"{name}-1", job=job, task=3)]))
+    (runs / "broken").mkdir()
+    (runs / "broken" / "study.json").write_text("{")
+    waits = squeue.Job(99, "12_3", "PENDING", 0.0, "", None, "")
+    monkeypatch.setattr(squeue, "jobs", lambda cluster="": [waits])
+    found = looked(runs, "studies", days=0)
+    assert {name: (item.parts, item.kept) for name, item in found.items()} == {
+        "kept": ((), "its runs are here"),
+        "gone": ((runs / "gone",), ""),
+        "queued": ((), "a job of it is in the queue"),
+        "over": ((runs / "over",), ""),
+        "broken": ((), "the study is not valid JSON"),
+    }
+    assert clean.remove(found["gone"]) == ""
+    assert not (runs / "gone").exists()
 
 
 def test_a_killed_runs_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def clean(
     as_json: Annotated[bool, typer.Option("--json", help="A list of all; without --yes nothing is removed.")] = False,
     runs: Runs = None,
 ) -> None:
-    """Show old runs, tables of dray tune, caches, staged images and what builds left; remove them once you agree.
+    """Show old runs, tables of tune, scale and sweep, caches, images and what builds left; remove what you agree to.
 
     A run with checkpoints or a model keeps all but compiled code; layers go only if you name them.
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dray.contract import files, node, run_folder, scratch
 from dray.contract.findings import DrayError, counted
-from dray.runs import leftovers, live, named, squeue, tokens
+from dray.runs import leftovers, live, named, squeue, study, tokens
 from dray.runs.leftovers import DAY, Item, measured
 from dray.runs.live import State
 from dray.runs.paths import last_attempt
@@ -26,7 +26,7 @@ from dray.runs.reading import table
 from dray.runs.result import result_of
 from dray.runs.write import read
 
-KINDS = ("runs", "tune", "tokens", "scratch", "staged", "builds", "layers")
+KINDS = ("runs", "tune", "studies", "tokens", "scratch", "staged", "builds", "layers")
 DEFAULT = KINDS[:-1]
 """Layers only if they are named: recipes name them, and to make them again takes a network."""
 _QUIET_DAYS = 1.0  # without a result a run may go on where nobody here sees it, as on a cluster that shares this disk
@@ -56,6 +56,7 @@ def look(options: Options) -> list[Item]:
     makers: dict[str, Callable[[], Iterator[Item]]] = {
         "runs": lambda: (_run(state, options) for state in states),
         "tune": lambda: (_table(folder, runs, options) for folder, runs in tried.items()),
+        "studies": lambda: (_study(folder, queue) for folder in leftovers.tables(options.runs, run_folder.STUDY)),
         "tokens": _tokens,
         "scratch": _scratch,
         "staged": lambda: leftovers.staged(_stages([state.run for state in every])),
@@ -130,6 +131,21 @@ def _table(folder: Path, runs: list[State], options: Options) -> Item:
         return item.stays("is not complete, and changed today")
     if not options.checkpoints and any(_models(state.run) for state in runs):
         return item.stays("has checkpoints or a model (--checkpoints)")
+    return item
+
+
+def _study(folder: Path, queue: squeue.Queue) -> Item:
+    """Of `dray scale` and `dray sweep`: it goes after its runs, whose figures its table shows."""
+    item = leftovers.item("studies", folder, "the table of a study")
+    try:
+        members = study.load(folder).members
+        if any(os.path.lexists(folder.parent / member.run) for member in members):
+            return item.stays("its runs are here")
+        jobs = {str(member.job) for member in members if member.job}
+        if jobs and not jobs.isdisjoint(job.id.partition("_")[0] for job in queue.jobs()):
+            return item.stays("a job of it is in the queue")
+    except DrayError as failed:
+        return item.stays(failed.problem)
     return item
 
 

@@ -86,11 +86,11 @@ def own(path: Path, *, folder: bool) -> bool:
     return kind(found.st_mode) and found.st_uid == os.geteuid()
 
 
-def tables(runs: Path) -> list[Path]:
-    """Folders of `dray tune`."""
+def tables(runs: Path, file: str = run_folder.TUNE) -> list[Path]:
+    """Folders of `dray tune`, or of what else makes such a file in one of its own."""
     with suppress(OSError):
         found = [path for path in runs.iterdir() if own(path, folder=True)]
-        return sorted(path for path in found if own(path / run_folder.TUNE, folder=False))
+        return sorted(path for path in found if own(path / file, folder=False))
     return []
 
 
