@@ -46,10 +46,7 @@ class Metrics:
         say(shown)
         if self._file is None:
             return
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None  # for which JSON has no number
-        line = {"event": event, "time": round(time.time(), 3), **fields}
+        line = {"event": event, "time": round(time.time(), 3), **_finite(fields)}
         self._left += json.dumps(line, allow_nan=False).encode() + b"\n"
         with suppress(OSError):  # a full disk does not end the run: it is there once there is room
             while self._left:
@@ -68,6 +65,15 @@ class Metrics:
         """Let the trackers finish."""
         if self._trackers:
             self._trackers.close()
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """The same with null for what is not finite, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Speed:
