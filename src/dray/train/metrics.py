@@ -83,14 +83,13 @@ class Speed:
         self.config, self.device = config, strategy.device
         self._flops = flops_per_token(strategy.network, config)
         self._peak = _peak(strategy.device, config.train.precision)
-        self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
-        self._first_step = self._since = 0
-        self._began = self._last = 0.0
+        self.begin(0)
 
     def begin(self, first: int) -> None:
-        """The first step is about to be taken."""
+        """The first step is about to be taken, or taken again; what was spent before is of no line any more."""
         self._first_step = self._since = first
         self._began = self._last = time.monotonic()
+        self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
 
     @contextmanager
     def spent(self, on: str) -> Iterator[None]:
