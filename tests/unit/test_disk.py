@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dray.contract import unexpected
 from dray.contract.findings import UnfitError
 from dray.train import disk
 
@@ -20,15 +21,26 @@ from dray.train import disk
         (OSError(errno.ENOSPC, "No space left on device"), 69, "No space left on device"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), 69, "Disk quota exceeded"),
         (OSError(errno.EIO, "rank-0.safetensors is not there"), 69, "[Errno 5] rank-0.safetensors is not there"),
+        (OSError(errno.ESTALE, "Stale file handle", "/x"), 69, "Stale file handle"),
+        (OSError(errno.ESHUTDOWN, "Cannot send after transport endpoint shutdown", "/x"), 69,
+         "Cannot send after transport endpoint shutdown"),
         (OSError(errno.EFBIG, "File too large"), 1, "[Errno 27] File too large"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "[Errno 13] Permission denied: '/x'"),
         (RuntimeError(), 1, "RuntimeError"),
     ],
-)
+)  # fmt: skip
 def test_what_somebody_mends_is_told_from_what_stays(raised: Exception, code: int, found: str) -> None:
     failed = disk.failed(raised, Path("/kept"), "there is no checkpoint yet")
     assert (failed.finding.code, failed.finding.found) == (code, found)
     assert failed.problem == "the checkpoint cannot be written"
+
+
+@pytest.mark.hostile("disks")
+@pytest.mark.parametrize("name", ["ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "ECONNRESET", "EROFS", "ENOMEM", "EMFILE"])
+def test_what_a_save_survives_is_nobody_s_configuration(name: str) -> None:
+    raised = OSError(number := getattr(errno, name), os.strerror(number), "/kept/x")
+    assert disk.failed(raised, Path("/kept"), "").finding.code == 69
+    assert unexpected.error(raised, log=True).finding.code == 69
 
 
 @pytest.mark.parametrize(("blocks", "free", "fits"), [(9000, 2000, True), (9000, 1000, False), (0, 0, True)])

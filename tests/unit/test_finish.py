@@ -370,23 +370,18 @@ def test_slurm_has_signalled_the_nodes_alone(
     assert (result["status"], result["reason"]) == ended
 
 
-@pytest.mark.parametrize(("ranks", "asked", "code"), [(4, True, 75), (3, True, 138), (4, False, 138)])
+@pytest.mark.parametrize("by_node", [False, True])
+@pytest.mark.parametrize(("saved", "code"), [(True, 75), (False, 138)])
 def test_all_ranks_have_saved_though_srun_killed_a_node_that_was_ending(
-    root: Path, tmp_path: Path, ranks: int, asked: bool, code: int
+    root: Path, tmp_path: Path, saved: bool, code: int, by_node: bool
 ) -> None:
     """As seen: the first node ended with 75 some milliseconds before the second one's container."""
-    paths = begun(root, tmp_path)
-    assert json.loads(paths.plan.read_text())["world"]["size"] == 4
-    for rank in range(ranks):
-        record = {
-            "time": 10.0,
-            "node": "n1",
-            "rank": rank,
-            "code": 75,
-            "why": "it was asked to save and end",
-            "log": "l",
-        }
+    paths = begun(root, tmp_path, *(["runs.logs_by_node_above=0"] if by_node else []))
+    for rank in (0, 2) if by_node else range(4):  # in a run of many ranks the first of a node has a record
+        record = {"time": 10.0, "node": "n1", "rank": rank, "code": 75, "why": "it was asked to save and end"}
         (paths.failures / f"rank-{rank}.json").write_text(json.dumps({**record, "log": "l", "last_lines": []}))
-    (paths.folder / "stop").write_text("USR1\n" if asked else "")
+    paths.stop.write_text("USR1\n")
+    if saved:
+        paths.saved.touch()
     result = finish(paths, code=138, stopped=Stop("SIGUSR1", "2026-11-24T23:39:39Z"))
     assert (result.status, result.exit_code) == ("stopped", code)

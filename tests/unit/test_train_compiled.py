@@ -139,6 +139,16 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.rmtree(made.config.scratch, ignore_errors=True)
 
 
+def test_a_umask_that_lets_a_group_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o002)
+    try:
+        caches = Caches(tmp_path, monkeypatch)
+        assert caches.loaded()
+    finally:
+        os.umask(before)
+    shutil.rmtree(caches.config.scratch)
+
+
 def write_in_place(folder: Path) -> None:
     path = folder / "caches.tar"
     path.write_bytes(path.read_bytes().replace(b"print()", b"raise()"))

@@ -123,6 +123,7 @@ def test_a_defect_is_one_finding_and_a_file(tmp_path: Path, monkeypatch, capsys)
     ("raised", "code", "problem", "where"),
     [
         (OSError(28, "x", "/runs/a"), 69, "No space left on device", "/runs/a"),
+        (OSError(108, "x", "/scratch/a"), 69, "Cannot send after transport endpoint shutdown", "/scratch/a"),
         (PermissionError(13, "x", "/runs"), 78, "Permission denied", "/runs"),
         (RuntimeError("Error while serializing: I/O error: x (os error 28)"), 69, "No space left on device", ""),
         (ConfigError("mine", where="here"), 78, "mine", "here"),

@@ -14,7 +14,14 @@ TRACEBACK = "DRAY_TRACEBACK"
 """Set to 1, the traceback is printed and not put into a file."""
 DEFECT = "this is a defect of dray"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_MACHINE = {*_FULL, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE}
+_SERVER = {
+    errno.ESHUTDOWN,  # Lustre's, of a client that it has evicted
+    errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ENOTCONN, errno.ECONNRESET, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT,
+}  # fmt: skip
+MENDED = frozenset({*_FULL, *_SERVER, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS})
+"""What a machine or a disk's server refuses until somebody mends it, or until it is there again."""
+_MACHINE = MENDED | {errno.EFBIG}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers, which are Rust, name it
 _SHOWN = 300
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

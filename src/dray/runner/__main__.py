@@ -72,9 +72,7 @@ def main(path: str) -> int:
             links = control.Control(world, me, supervised, channels, start, stop, hang, parts, gathered(plan, me))
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
-                for other, (since, found) in links.lost.items():
-                    teller = "any" if me and node.own(plan) else me
-                    _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
+                _leave(plan, me, links)
                 return code
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
@@ -149,6 +147,15 @@ def launch(
         between.finish()
     _last_words(plan, me, links)
     return code
+
+
+def _leave(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
+    """What is known once all nodes have ended: which were lost; on the first node, whether all ranks have saved."""
+    for other, (since, found) in links.lost.items():
+        teller = "any" if me and node.own(plan) else me
+        _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
+    if not me and links.saved and not links.stopped and not links.lost:
+        record.saved(plan["folder"])
 
 
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:

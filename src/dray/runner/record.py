@@ -113,6 +113,11 @@ def copy(source: str, target: str) -> None:
         _write(target, file.read())
 
 
+def saved(folder: str) -> None:
+    """All ranks have saved and ended, as they were asked to."""
+    _write(f"{folder}/{run_folder.SAVED}", "")
+
+
 def failing_nodes(folder: str, names: Iterable[str]) -> None:
     """Those that are unfit by their own check, as sbatch --exclude takes them."""
     target = f"{folder}/{run_folder.FAILING_NODES}"

@@ -43,7 +43,8 @@ def finish(
     """
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
-    if plan and code not in (exit_codes.DONE, exit_codes.RETRY) and left.saved(plan):
+    # srun may tell of a node that it killed as that was ending.
+    if code not in (exit_codes.DONE, exit_codes.RETRY) and left.tried(paths.saved, paths.saved.is_file):
         left.code = code = exit_codes.RETRY
     failures = left.tried(paths.failures, left.restarts) or []
     first = failures[0][1] if failures else None
@@ -161,14 +162,6 @@ class _Left:
             asked = self.paths.stop.stat()
             return asked.st_mtime if asked.st_size else None
         return None
-
-    def saved(self, plan: Plan) -> bool:
-        """Whether all ranks were asked to save, and have. srun may tell of a node that it killed as that was ending."""
-        if self._asked_at() is None:
-            return False
-        found = self.tried(self.paths.failures, lambda: self._records(self.paths.failures)) or []
-        ranks = {one.cause.rank for one in found if one.cause.code == exit_codes.RETRY and one.cause.rank is not None}
-        return len(found) == len(ranks) == plan.world.size
 
     def recoveries(self, within: list[tuple[float, Cause | None]]) -> list[dict[str, Any]]:
         """From the end of the attempt before this one, and from each restart."""

@@ -36,6 +36,7 @@ class RunPaths:
     srun_options = _In(names.SRUN_OPTIONS)
     stage_script = _In(names.STAGE_SCRIPT)
     stop = _In(names.STOP)
+    saved = _In(names.SAVED)
     process = _In(names.PROCESS)
     enter_script = _In(names.ENTER_SCRIPT)
     facts = _In(names.FACTS)

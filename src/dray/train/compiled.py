@@ -111,7 +111,8 @@ class Compiled:
         part = self.folder.with_name(f"{self.folder.name}.part")
         try:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(mode=0o755, parents=True)
+            part.parent.mkdir(mode=0o755, exist_ok=True)  # by itself: parents=True gives it the umask's mode
+            part.mkdir(mode=0o755)
             with (part / _ARCHIVE).open("xb") as file:
                 os.fchmod(file.fileno(), 0o644)  # no group may write it, whatever the umask
                 with tarfile.open(fileobj=file, mode="w:") as archive:

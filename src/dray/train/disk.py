@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from dray.contract.findings import DrayError, UnfitError
+from dray.contract.unexpected import MENDED
 
-_MENDED = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 _MORE = 1 << 20  # bytes beside the tensors: the manifest
 
 
 def failed(error: BaseException, folder: Path, newest: str) -> DrayError:
     """The checkpoint's failure; UnfitError (69) where the run may go on until the disk is mended."""
-    mended = isinstance(error, OSError) and error.errno in _MENDED
+    mended = isinstance(error, OSError) and error.errno in MENDED
     found = " ".join(str(error).split())[-300:] or type(error).__name__
     if mended and isinstance(error, OSError) and error.errno != errno.EIO:
         found = error.strerror or found

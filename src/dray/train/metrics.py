@@ -46,10 +46,7 @@ class Metrics:
         say(shown)
         if self._file is None:
             return
-        for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                fields[name] = None  # for which JSON has no number
-        line = {"event": event, "time": round(time.time(), 3), **fields}
+        line = {"event": event, "time": round(time.time(), 3), **_finite(fields)}
         self._left += json.dumps(line, allow_nan=False).encode() + b"\n"
         with suppress(OSError):  # a full disk does not end the run: it is there once there is room
             while self._left:
@@ -70,6 +67,15 @@ class Metrics:
             self._trackers.close()
 
 
+def _finite(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """The same with null for what is not finite, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Speed:
     """How fast it goes, and what it waits for. Measured where a line is written; no other step waits for it."""
 
@@ -77,14 +83,13 @@ class Speed:
         self.config, self.device = config, strategy.device
         self._flops = flops_per_token(strategy.network, config)
         self._peak = _peak(strategy.device, config.train.precision)
-        self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
-        self._first_step = self._since = 0
-        self._began = self._last = 0.0
+        self.begin(0)
 
     def begin(self, first: int) -> None:
-        """The first step is about to be taken."""
+        """The first step is about to be taken, or taken again; what was spent before is of no line any more."""
         self._first_step = self._since = first
         self._began = self._last = time.monotonic()
+        self._spent = {"data_s": 0.0, "checkpoint_s": 0.0, "evaluation": 0.0}
 
     @contextmanager
     def spent(self, on: str) -> Iterator[None]:
