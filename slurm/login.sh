@@ -42,8 +42,9 @@ login::answer() { # FOLDER
     [[ "$name" != "${argv[0]}" ]] || break
     name=""
   done
-  cd -- "${argv[1]}"
-  SLURM_TIME_FORMAT=standard "${name:-false}" "${argv[@]:2}" >"$1/out" 2>"$1/err" </dev/null || code=$?
+  { # whatever fails, the door waits for the code
+    cd -- "${argv[1]}" && SLURM_TIME_FORMAT=standard "${name:-false}" "${argv[@]:2}"
+  } >"$1/out" 2>"$1/err" </dev/null || code=$?
   printf '%s\n' "$code" >"$1/code"
 }
 

@@ -320,7 +320,8 @@ def test_a_folder_that_another_node_does_not_see_is_filled_by_rank_0(begun: BEGU
     made.put(path)
     made.settle()
     assert made.trouble == ""
-    assert sent[0] == ranks(0, 1, 2, 3, 4, 5) if stale else ranks(0, 1, 2, 3, 4, 5, 6, 7, 8)
+    assert sent[0] == ranks(0, 1, 2, 3, 4, 5)
+    assert sent[2] == ranks(6, 7, 8)
     assert content(tmp_path / "far/step-4") == content(path)
 
 
@@ -368,26 +369,61 @@ def test_a_copy_of_many_nodes_that_fails_is_tried_again(begun: BEGUN, store: sto
     assert content(tmp_path / "new/step-4") == content(path)
 
 
-def test_a_node_that_shows_no_sign_is_told_and_not_waited_for(
+def test_rank_0_sends_no_more_than_the_share_of_the_node_that_failed(
     begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once it goes on, so does the copy."""
+    written, failed = Place._sent, []
+
+    def sent_once(own: Place, system: Any, source: Path, target: str) -> dict[str, Any]:
+        if own.node == 2 and not failed:
+            failed.append(source)
+            raise OSError("SlowDown: please reduce your request rate")
+        return written(own, system, source, target)
+
+    monkeypatch.setattr(Place, "_sent", sent_once)
+    made, sent = begun(*[str(tmp_path / "far")] * 4)
+    made.put(path := of_ranks(tmp_path / "own", 4, 8))
+    made.settle()
+    assert made.trouble == ""
+    assert sent == {0: ranks(0, 1, 4, 5), 1: ranks(2, 3), 2: ranks(4, 5), 3: ranks(6, 7)}
+    assert content(tmp_path / "far/step-4") == content(path)
+
+
+def test_rank_0_sends_what_a_silent_node_does_not(
+    begun: BEGUN, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once that node goes on, it begins with the latest checkpoint."""
     monkeypatch.setattr(nodes, "SILENT_S", 0.3)
     help_ = Mirror.help
     monkeypatch.setattr(Mirror, "help", lambda _: None)
-    made, _ = begun(str(tmp_path / "far"), str(tmp_path / "far"))
-    made.put(path := of_ranks(tmp_path / "own", 4, 4))
-    made.settle()
-    assert made.trouble.endswith(": another node has copied nothing for 0 s")
-    assert not (tmp_path / "far/step-4" / manifest.NAME).exists()
-    other = Mirror(str(tmp_path / "far"), Events(), keep=2, nodes=Nodes(made.nodes.store, 1, 2))
-    other._target.node = 1  # type: ignore[attr-defined]
-    help_(other)
-    other._target.node = 1  # type: ignore[attr-defined]
+    made, sent = begun(str(tmp_path / "far"), str(tmp_path / "far"))
+    for step in (4, 8):
+        made.put(path := of_ranks(tmp_path / "own", step, 4))
+        made.settle()
+        assert made.trouble == ""
+        assert content(tmp_path / f"far/step-{step}") == content(path)
+        warning = "WARNING: node 1 sent nothing to the mirror for 0 s: rank 0 sends its files\n"
+        assert capsys.readouterr().out == warning
+    assert sent == {0: ranks(0, 1, 2, 3) * 2}
     monkeypatch.setattr(nodes, "SILENT_S", 60.0)
+    made.put(path := of_ranks(tmp_path / "own", 12, 4))
+    monkeypatch.setattr(Place, "node", 1, raising=False)
+    help_(Mirror(str(tmp_path / "far"), Events(), keep=2, nodes=Nodes(made.nodes.store, 1, 2)))
     made.settle()
+    assert sent[1] in (ranks(2, 3), ranks(2, 3) * 2)  # it may come before the latest is asked for
     assert made.trouble == ""
-    assert content(tmp_path / "far/step-4") == content(path)
+    assert content(tmp_path / "far/step-12") == content(path)
+
+
+def test_a_file_that_is_written_again_stays_whole(tmp_path: Path) -> None:
+    """A node that was silent goes on when rank 0 has sent its files, and published them."""
+    far, path = tmp_path / "far", checkpoint(tmp_path / "own", 4)
+    copied(str(far), path)
+    seen = []
+    late = Place(str(far), lambda _: seen.append((far / "step-4/rank-0.json").read_bytes()))
+    late.send(path, manifest.read(path)["files"], ["rank-0.json"])
+    assert {*seen} == {(path / "rank-0.json").read_bytes()}
+    assert content(far / "step-4") == content(path)
 
 
 def fetch(place: str, tmp_path: Path, count: int, elsewhere: str = "") -> list[Any]:

@@ -158,3 +158,33 @@ def test_an_image_that_cannot_be_read_whole(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UnfitError, match="the image cannot be read") as refused:
         brought(tmp_path / "there", image, dray, None)
     assert str(refused.value).splitlines()[1:] == [f"  where:  {image}", "  found:  Input/output error"]
+
+
+def test_a_folder_that_only_the_image_has_ends_the_call(tmp_path: Path) -> None:
+    """The program in the image waits for the exit code of the one outside."""
+    door, inside = tmp_path / "door", tmp_path / "inside"
+    (door / "bin").mkdir(parents=True)
+    (door / "bin" / "squeue").symlink_to(ROOT / "slurm" / "door.sh")
+    inside.mkdir()
+    # login.sh without what it runs at once, and with a squeue of its own.
+    script = """
+        set -euo pipefail
+        shopt -s extglob
+        source <(sed -n '/^readonly -a login__commands/p;/^login::serve/,/^}/p;/^login::answer/,/^}/p' "$0")
+        squeue() { printf 'a queue\\n'; }
+        door="$1"
+        mkfifo "$door/calls"
+        login::serve &
+        trap "kill $!" EXIT
+        cd -- "$2"
+        rmdir -- "$2"
+        code=0
+        "$1/bin/squeue" || code=$?
+        cd /
+        "$1/bin/squeue"
+        exit "$code"
+    """
+    argv = ["bash", "-c", script, ROOT / "slurm" / "login.sh", door, inside]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (1, "a queue\n")
+    assert done.stderr.endswith(f"cd: {inside}: No such file or directory\n")

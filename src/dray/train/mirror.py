@@ -192,16 +192,16 @@ class Mirror:
 
     def _copy(self, path: Path) -> None:
         files = _files(path)
+        names = [*files]
         self._target.begin(path)
         self.nodes.ask(str(path))
         try:
-            self._target.send(path, files, self.nodes.share([*files]))
+            self._target.send(path, files, self.nodes.share(names))
         finally:
-            all_sent = self.nodes.wait(self._count)
-        own = {*self.nodes.share([*files])}
-        # Another node may not see the mirror, or another one by the same name.
-        left = self._target.missing(path, files) if all_sent else [name for name in files if name not in own]
-        self._target.send(path, files, left)
+            unsent = self.nodes.wait(self._count)
+        # A node may also not see the mirror, or another one by the same name.
+        left = {*self._target.missing(path, files)}.union(*(self.nodes.share(names, node) for node in unsent))
+        self._target.send(path, files, [name for name in names if name in left])
         self._target.complete(path)
         self._target.prune(cast(int, step_of(path.name)), self.keep)
 

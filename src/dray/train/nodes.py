@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dray.train.errors import say
+
 POLL_S = 1.0
 SILENT_S = 600.0
 _BEAT_S = 5.0
+_LATEST, _BEATS = "mirror/latest", "mirror/beats"
 
 
 class Nodes:
@@ -25,42 +28,51 @@ class Nodes:
         self.store, self.node, self.count = store, node, count
         self._number, self._told = 0, 0.0
 
-    def share(self, names: list[str]) -> list[str]:
-        """Names in the order of the ranks that wrote them: those of this node."""
-        return names[len(names) * self.node // self.count : len(names) * (self.node + 1) // self.count]
+    def share(self, names: list[str], node: int | None = None) -> list[str]:
+        """Names in the order of the ranks that wrote them: those of this node, or of another one."""
+        node = self.node if node is None else node
+        return names[len(names) * node // self.count : len(names) * (node + 1) // self.count]
 
     def ask(self, path: str) -> None:
         """On rank 0: let each node copy its share."""
         self._number += 1
         if self.store:
-            self.store.set(self._key(), path)
+            self.store.set(_LATEST, f"{self._number} {path}")
 
-    def wait(self, moved: Callable[[int], None]) -> bool:
-        """On rank 0: until all have tried; whether all have sent theirs. `moved` is told when one of them goes on.
-        TimeoutError: none of them does, and the copy is tried again later."""
-        beats, since = 0, time.monotonic()
-        while self.store and self.store.add(self._key("done"), 0) < self.count - 1:
-            if (seen := self.store.add(self._key("beats"), 0)) != beats:
+    def wait(self, moved: Callable[[int], None]) -> list[int]:
+        """On rank 0: until all have tried, or none of them goes on; those that have not sent their share.
+
+        `moved` is told when one of them goes on.
+        """
+        if not self.store:
+            return []
+        others, beats, since = range(1, self.count), 0, time.monotonic()
+        while not self.store.check([self._key(node) for node in others]):
+            if (seen := self.store.add(_BEATS, 0)) != beats:
                 beats, since = seen, time.monotonic()
                 moved(1)
             if time.monotonic() > since + SILENT_S:
-                raise TimeoutError(f"another node has copied nothing for {SILENT_S:.0f} s")
+                silent = ", ".join(str(node) for node in others if not self.store.check([self._key(node)]))
+                say(f"WARNING: node {silent} sent nothing to the mirror for {SILENT_S:.0f} s: rank 0 sends its files")
+                break
             time.sleep(POLL_S)
-        return not self.store or not self.store.add(self._key("failed"), 0)
+        return [node for node in others if not self.store.check([self._key(node)]) or self.store.get(self._key(node))]
 
     def serve(self, copy: Callable[[str], str]) -> None:
-        """On another node's first rank, for as long as the run lasts: `copy` returns why it could not."""
+        """On another node's first rank, for as long as the run lasts: `copy` returns why it could not.
+
+        It goes to the latest request: rank 0 no longer waits for those before.
+        """
         assert self.store
-        self._number = 1
         try:
             while True:
-                if not self.store.check([self._key()]):
+                latest = self.store.get(_LATEST).decode() if self.store.check([_LATEST]) else "0"
+                number, _, path = latest.partition(" ")
+                if int(number) == self._number:
                     time.sleep(POLL_S)
                     continue
-                if copy(self.store.get(self._key()).decode()):
-                    self.store.add(self._key("failed"), 1)
-                self.store.add(self._key("done"), 1)
-                self._number += 1
+                self._number = int(number)
+                self.store.set(self._key(self.node), copy(path))
         except RuntimeError:  # the store has gone: the run ends
             return
 
@@ -69,10 +81,11 @@ class Nodes:
         del moved
         if self.store and time.monotonic() - self._told > _BEAT_S:
             self._told = time.monotonic()
-            self.store.add(self._key("beats"), 1)
+            self.store.add(_BEATS, 1)
 
-    def _key(self, what: str = "path") -> str:
-        return f"mirror/{self._number}/{what}"
+    def _key(self, node: int) -> str:
+        """Once that node has tried what is asked for: why it could not."""
+        return f"mirror/{self._number}/{node}"
 
 
 def of_run() -> Nodes:

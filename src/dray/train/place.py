@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -118,12 +119,18 @@ class Place:
                 with system.open_output_stream(target) as out:
                     return self._summed(file, out)
             # No group may write it, whatever the umask; and it is on the disk before the manifest is.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(target, flags, 0o644), "wb") as out:
-                found = self._summed(file, out)
-                out.flush()
-                os.fsync(out.fileno())
-                return found
+            # A node that was silent may write one again that is complete by then: it has its name once it is whole.
+            part = Path(f"{target}.part-{secrets.token_hex(4)}")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                with os.fdopen(os.open(part, flags, 0o644), "wb") as out:
+                    found = self._summed(file, out)
+                    out.flush()
+                    os.fsync(out.fileno())
+                part.replace(target)
+            finally:
+                part.unlink(missing_ok=True)
+            return found
 
     def _require(self, system: Any, target: str, own: dict[str, Any]) -> None:  # noqa: ANN401
         with system.open_input_stream(target) as file:
