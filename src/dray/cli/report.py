@@ -46,7 +46,8 @@ def report(
     markdown = markdown or bool(out and out.suffix == ".md")
     if on and (out or not markdown):
         written = ["--markdown", "--out=report.md"] if markdown else []
-        bring_back(on, ["report", *(named or []), *written], out, runs if typed(context, "runs") else None)
+        asked = ["report", *(named or []), *written]
+        bring_back(on, asked, out, runs if typed(context, "runs") else None, _require)
         return
     hand_over(on)
     folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))
@@ -67,3 +68,7 @@ def report(
             "the report cannot be written", where=target, found=error.strerror or error, fix="--out=FILE"
         ) from error
     print(f"report: {target.absolute()}")
+
+
+def _require(_file: Path) -> None:
+    pass
