@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -67,6 +69,23 @@ def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: s
     assert refused.value.problem == problem
     assert found in str(refused.value.finding.found)
     assert refused.value.finding.fix == fix
+
+
+@pytest.mark.hostile("runs")
+def test_a_link_hides_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that leads nowhere, in a circle, to where this user may not look, or to a disk that is gone."""
+    before = sorted(named.every(runs))
+    (runs / "dangling").symlink_to(runs / "nothing")
+    (runs / "circle").symlink_to(runs / "circle")
+    assert sorted(named.every(runs)) == before
+    failing = [Mock(path=str(runs / "closed"))]
+    for error in (errno.EACCES, errno.ESTALE):
+        failing[0].is_dir.side_effect = OSError(error, os.strerror(error))
+        scanned = MagicMock()
+        scanned.__enter__.return_value = [*failing, *os.scandir(runs)]
+        with monkeypatch.context() as patched:
+            patched.setattr(named.os, "scandir", lambda _folder, scanned=scanned: scanned)
+            assert sorted(named.every(runs)) == before
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ class Seen(NamedTuple):
 def seen(runs: Path) -> Iterator[Seen]:
     """The runs in a folder, in no order."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
-        for folder in (entry.path for entry in entries if entry.is_dir()):
-            names: list[str] = []
-            with suppress(OSError):
-                names = os.listdir(folder)  # noqa: PTH208
+        for entry in entries:
+            folder, names = entry.path, list[str]()
+            with suppress(OSError):  # of a link that leads in a circle, or to where this user may not look
+                names = os.listdir(folder) if entry.is_dir() else []  # noqa: PTH208
             if (numbers := numbered(names)) or run_folder.JOB in names:
                 yield Seen(_changed(folder, numbers), folder, numbers)
 
