@@ -23,11 +23,12 @@ def runs(tmp_path: Path) -> Path:
         attempt = folder / name / "attempt-1"
         attempt.mkdir(parents=True)
         (attempt / "facts.txt").write_text(f"scheduler=slurm\njob={41 + number}\n")
-        os.utime(attempt, (1000 + number, 1000 + number))
+        (attempt / "plan.json").touch()
+        os.utime(attempt / "plan.json", (1000 + number, 1000 + number))
     queued = folder / "20260103-000000-queued-d4e5f6"
     queued.mkdir()
     (queued / "job.json").write_text(json.dumps({"job": 44, "time": 1.0, "argv": []}))
-    os.utime(queued, (500, 500))
+    os.utime(queued / "job.json", (500, 500))
     (folder / "no run").mkdir()
     return folder
 
@@ -44,6 +45,14 @@ def runs(tmp_path: Path) -> Path:
 )
 def test_it_is_found(runs: Path, word: str, name: str) -> None:
     assert named.find(word, runs) == runs / name
+
+
+def test_what_is_written_into_a_run_later_makes_it_no_newer(runs: Path) -> None:
+    """As by `dray enter` and `dray jupyter`."""
+    (runs / "20260101-120000-gpt2-41" / "attempt-1" / "enter.sh").touch()
+    (runs / "20260103-000000-queued-d4e5f6" / "job-44.log").touch()
+    newest = ["bert-43", "gpt2-a1b2c3", "gpt2-41", "queued-d4e5f6"]
+    assert [run.name[16:] for run in named.newest_first(runs)] == newest
 
 
 def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
