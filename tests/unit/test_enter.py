@@ -48,6 +48,22 @@ def test_by_srun_on_the_node(slurm: Slurm, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("share", ["none", "group"])
+def test_no_group_may_write_what_its_user_runs(slurm: Slurm, tmp_path: Path, share: str) -> None:
+    """Whatever the umask is: members of a group read a shared run, and its user runs the scripts in it."""
+    before = os.umask(0o002)
+    try:
+        paths = begun(tmp_path, f"runs.share={share}")
+        os.umask(0o002)  # of the shell in which the user types `dray enter`
+        slurm.has(17, "RUNNING")
+        enter.argv(live.look(paths.run), "n1", ["bash"], terminal=False)
+    finally:
+        os.umask(before)
+    assert {paths.node_script, paths.enter_script} <= {*paths.folder.iterdir()}
+    written = [path for path in paths.run.rglob("*") if path.is_file()]
+    assert [path for path in written if path.stat().st_mode & 0o022] == []
+
+
 @pytest.mark.parametrize(
     ("engine", "options"),
     [

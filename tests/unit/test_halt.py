@@ -271,6 +271,33 @@ class TestHere:
 
 
 @pytest.mark.hostile("stop")
+class TestWithoutAName:
+    """The newest run, where no other one goes on."""
+
+    @pytest.fixture
+    def other(self, paths: RunPaths) -> RunPaths:
+        facts = FACTS.model_copy(update={"job": 18})
+        made = write(read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), facts, runs=paths.run.parent, run="other")[1]
+        os.utime(paths.plan, (time.time() - 60,) * 2)
+        return made
+
+    def test_the_newest(self, slurm: Slurm, paths: RunPaths, other: RunPaths) -> None:
+        finish(paths, code=1)
+        (paths.run.parent / "latest").symlink_to(other.run)
+        slurm.has(18, "RUNNING")
+        assert halt.newest(paths.run.parent).resolve() == other.run
+
+    def test_none_of_several(self, slurm: Slurm, paths: RunPaths, other: RunPaths) -> None:
+        slurm.lists((17, "17", "RUNNING"), (18, "18", "PENDING"))
+        with pytest.raises(ConfigError, match="several runs go on") as refused:
+            halt.newest(paths.run.parent)
+        assert (refused.value.finding.found, refused.value.finding.fix) == ("other, mine", "dray stop other")
+        argv = [sys.executable, "-m", "dray", "stop", "--runs", str(paths.run.parent)]
+        ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr.splitlines()[0]) == (78, "dray: several runs go on")
+        assert other.stop.read_text() == ""
+
+
 def test_an_attempt_that_is_a_link_to_nowhere(paths: RunPaths) -> None:
     paths.folder.rename(paths.run / "elsewhere")
     paths.folder.symlink_to("nowhere")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -21,11 +23,12 @@ def runs(tmp_path: Path) -> Path:
         attempt = folder / name / "attempt-1"
         attempt.mkdir(parents=True)
         (attempt / "facts.txt").write_text(f"scheduler=slurm\njob={41 + number}\n")
-        os.utime(attempt, (1000 + number, 1000 + number))
+        (attempt / "plan.json").touch()
+        os.utime(attempt / "plan.json", (1000 + number, 1000 + number))
     queued = folder / "20260103-000000-queued-d4e5f6"
     queued.mkdir()
     (queued / "job.json").write_text(json.dumps({"job": 44, "time": 1.0, "argv": []}))
-    os.utime(queued, (500, 500))
+    os.utime(queued / "job.json", (500, 500))
     (folder / "no run").mkdir()
     return folder
 
@@ -42,6 +45,14 @@ def runs(tmp_path: Path) -> Path:
 )
 def test_it_is_found(runs: Path, word: str, name: str) -> None:
     assert named.find(word, runs) == runs / name
+
+
+def test_what_is_written_into_a_run_later_makes_it_no_newer(runs: Path) -> None:
+    """As by `dray enter` and `dray jupyter`."""
+    (runs / "20260101-120000-gpt2-41" / "attempt-1" / "enter.sh").touch()
+    (runs / "20260103-000000-queued-d4e5f6" / "job-44.log").touch()
+    newest = ["bert-43", "gpt2-a1b2c3", "gpt2-41", "queued-d4e5f6"]
+    assert [run.name[16:] for run in named.newest_first(runs)] == newest
 
 
 def test_a_folder_is_itself(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +78,23 @@ def test_what_is_unclear(runs: Path, word: str, problem: str, found: str, fix: s
     assert refused.value.problem == problem
     assert found in str(refused.value.finding.found)
     assert refused.value.finding.fix == fix
+
+
+@pytest.mark.hostile("runs")
+def test_a_link_hides_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that leads nowhere, in a circle, to where this user may not look, or to a disk that is gone."""
+    before = sorted(named.every(runs))
+    (runs / "dangling").symlink_to(runs / "nothing")
+    (runs / "circle").symlink_to(runs / "circle")
+    assert sorted(named.every(runs)) == before
+    failing = [Mock(path=str(runs / "closed"))]
+    for error in (errno.EACCES, errno.ESTALE):
+        failing[0].is_dir.side_effect = OSError(error, os.strerror(error))
+        scanned = MagicMock()
+        scanned.__enter__.return_value = [*failing, *os.scandir(runs)]
+        with monkeypatch.context() as patched:
+            patched.setattr(named.os, "scandir", lambda _folder, scanned=scanned: scanned)
+            assert sorted(named.every(runs)) == before
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +14,7 @@ import typer
 from dray.cli import on
 from dray.contract.findings import ConfigError
 from dray.remote.names import Remote
+from dray.runs import bundle
 
 REPORT, WHY = ["report"], ["why", "--bundle"]
 
@@ -39,7 +42,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fetch(blocks: Iterable[bytes], argv: list[str], target: Path | None = None, code: int = 0) -> Path:
-    return on.fetch(Sends(blocks, code), argv, target)  # type: ignore[arg-type]
+    require = bundle.require_new if argv == WHY else anything
+    return on.fetch(Sends(blocks, code), argv, target, require)  # type: ignore[arg-type]
+
+
+def anything(_file: Path) -> None:
+    """Whatever is there may be replaced."""
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -59,6 +67,32 @@ def files_of(folder: Path) -> dict[str, str]:
 def test_a_file_comes(here: Path, blocks: list[bytes], argv: list[str], target: Path | None, name: str) -> None:
     assert fetch(blocks, argv, target) == Path(name)
     assert files_of(here) == {"train.py": "mine"} | {name: "page"}
+
+
+def test_an_archive_is_for_this_user_alone(here: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        fetch([b"dray-why-first.tar.gz\npage"], WHY)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((here / "dray-why-first.tar.gz").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("target", [None, Path("mine.tar.gz")])
+def test_an_archive_that_exists_stays(here: Path, target: Path | None) -> None:
+    for path in (Path("dray-why-first.tar.gz"), Path("mine.tar.gz")):
+        path.write_text("mine")
+    with pytest.raises(ConfigError, match="the archive exists already"):
+        fetch([b"dray-why-first.tar.gz\npage"], WHY, target)
+    assert {*files_of(here).values()} == {"mine"}
+
+
+def test_no_login_for_an_archive_that_exists(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "mine.tar.gz").write_text("mine")
+    monkeypatch.setattr(on.names, "find", lambda _name: Sends.remote)
+    monkeypatch.setattr(on.ssh, "connected", lambda _remote: pytest.fail("it logs in"))
+    with pytest.raises(ConfigError, match="the archive exists already"):
+        on.bring_back("mine", WHY, Path("mine.tar.gz"), None, bundle.require_new)
 
 
 @pytest.mark.parametrize("argv", [REPORT, WHY], ids=["report", "why"])

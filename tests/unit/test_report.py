@@ -312,6 +312,33 @@ def test_the_verb(tmp_path: Path) -> None:
     assert refused.stderr.startswith("dray: the report cannot be written\n")
 
 
+@pytest.mark.hostile("report")
+@pytest.mark.parametrize(
+    ("name", "words", "problem"),
+    [
+        ("recipe.toml", [], "--out names no report"),
+        ("report.html", ["--markdown"], "--out names no report"),
+        ("README.md", [], "the report would replace a file that is not a report"),
+        ("my page.html", [], "the report would replace a file that is not a report"),
+    ],
+)
+def test_what_dray_did_not_write_stays(tmp_path: Path, name: str, words: list[str], problem: str) -> None:
+    folder = resumed(tmp_path / "runs")
+    (tmp_path / name).write_text("# mine\n\nMade by dray and me.\n")
+    refused = dray(folder, "--out", name, *words, cwd=tmp_path)
+    assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, f"dray: {problem}")
+    assert (tmp_path / name).read_text() == "# mine\n\nMade by dray and me.\n"
+
+
+@pytest.mark.parametrize("name", ["one.html", "one.md"])
+def test_a_report_is_replaced(tmp_path: Path, name: str) -> None:
+    folder = resumed(tmp_path / "runs")
+    for _ in range(2):
+        assert dray(folder, "--out", name, cwd=tmp_path).stdout == f"report: {tmp_path}/{name}\n"
+    (tmp_path / "link.html").symlink_to("train.py")
+    assert dray(folder, "--out", "link.html", cwd=tmp_path).returncode == 78
+
+
 def test_the_commands_of_its_page(tmp_path: Path) -> None:
     from dray.cli.report import report
 

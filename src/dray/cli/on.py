@@ -27,6 +27,7 @@ On = Annotated[
 _LAST = Brought()
 """What was brought last."""
 _NAMES = {"report": r"dray-report-[A-Za-z0-9._-]+\.html", "why": r"dray-why-[A-Za-z0-9._-]+\.tar\.gz"}
+_MODES = {"report": 0o644, "why": 0o600}
 """Of the file that a verb writes."""
 _LINE, _MOST = 256, 1 << 30
 """Bytes of such a name, and of a file."""
@@ -40,11 +41,15 @@ def hand_over(name: str) -> None:
         raise typer.Exit(code)
 
 
-def bring_back(name: str, argv: Sequence[str], target: Path | None, runs: Path | None) -> None:
-    """Have a verb write its file there, and bring it here."""
+def bring_back(
+    name: str, argv: Sequence[str], target: Path | None, runs: Path | None, require: Callable[[Path], None]
+) -> None:
+    """Have a verb write its file there, and bring it here. `require` refuses a file here that must stay as it is."""
     asked = [*argv, *([f"--runs={runs}"] if runs else [])]
+    if target:
+        require(target)
     with ssh.connected(names.find(name)) as connection:
-        written = fetch(connection, asked, target)
+        written = fetch(connection, asked, target, require)
     print(f"{argv[0]}: {written.absolute()}")
 
 
@@ -78,12 +83,12 @@ def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -
         err.end()
 
 
-def fetch(connection: Connection, argv: Sequence[str], target: Path | None) -> Path:
+def fetch(connection: Connection, argv: Sequence[str], target: Path | None, require: Callable[[Path], None]) -> Path:
     """The file that a verb writes there, under its own name or as `target`."""
     err = _Lines(sys.stderr, ssh.shown)
     try:
         with ExitStack() as stack:
-            file = _File(stack, _NAMES[argv[0]], target)
+            file = _File(stack, argv[0], target, require)
             code = connection.run("verb", connection.remote.path, *_LAST, "1", *argv, on_out=file, on_err=err)
             err.end()
             if code:
@@ -99,8 +104,9 @@ class _File:
     It is written as it comes, and has its name when `stack` ends.
     """
 
-    def __init__(self, stack: ExitStack, names: str, target: Path | None) -> None:
-        self._stack, self._names, self._target = stack, names, target
+    def __init__(self, stack: ExitStack, verb: str, target: Path | None, require: Callable[[Path], None]) -> None:
+        self._stack, self._names, self._mode = stack, _NAMES[verb], _MODES[verb]
+        self._target, self._require = target, require
         self._head, self._size = b"", 0
         self._stream: IO[bytes] | None = None
 
@@ -110,7 +116,8 @@ class _File:
             if b"\n" not in self._head and len(self._head) < _LINE:
                 return
             block = self._head.partition(b"\n")[2]
-            self._stream = self._stack.enter_context(files.replacing(self.path()))
+            self._require(self.path())
+            self._stream = self._stack.enter_context(files.replacing(self.path(), mode=self._mode))
         self._size += len(block)
         if self._size > _MOST:
             raise ConfigError(

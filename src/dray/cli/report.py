@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +23,8 @@ from dray.runs.report.data import gather
 from dray.runs.stop import utc
 
 _MOST = 24  # colours and dashes that can be told apart
+_OWN = re.compile(rb"\nMade by dray \S+ at \S+Z\.\n|<footer><p>Made by dray \S+ at \S+Z\.</p></footer>")
+_END = 1024  # bytes at the end of a report, which have that line
 
 
 def report(
@@ -43,10 +48,17 @@ def report(
 
     dray report 4711 4712 --out compared.html
     """
+    endings = (".md",) if markdown else (".html", ".md")
+    if out and out.suffix not in endings:
+        raise ConfigError(
+            "--out names no report", wanted=f"a FILE that ends in {' or '.join(endings)}", found=ascii(str(out)),
+            fix=f"--out={shlex.quote(str(out.with_suffix(endings[0])) if out.name else f'report{endings[0]}')}",
+        )  # fmt: skip
     markdown = markdown or bool(out and out.suffix == ".md")
     if on and (out or not markdown):
         written = ["--markdown", "--out=report.md"] if markdown else []
-        bring_back(on, ["report", *(named or []), *written], out, runs if typed(context, "runs") else None)
+        asked = ["report", *(named or []), *written]
+        bring_back(on, asked, out, runs if typed(context, "runs") else None, _require)
         return
     hand_over(on)
     folders = list(dict.fromkeys(find(name, runs) for name in named or [""]))
@@ -60,6 +72,7 @@ def report(
         return
     name = gathered[0].paths.run.name if len(gathered) == 1 else "runs"
     target = out or Path(f"dray-report-{name}.html")
+    _require(target)
     try:
         files.write_atomic(target, (marked if markdown else html).page(document))
     except OSError as error:
@@ -67,3 +80,22 @@ def report(
             "the report cannot be written", where=target, found=error.strerror or error, fix="--out=FILE"
         ) from error
     print(f"report: {target.absolute()}")
+
+
+def _require(file: Path) -> None:
+    """Refuse a FILE that dray has not written: an option too many must not cost a recipe."""
+    if not os.path.lexists(file):
+        return
+    found = "a file that dray did not write"
+    try:
+        if _OWN.search(files.end(file, _END)[0]):
+            return
+    except OSError as error:
+        found = error.strerror
+    raise ConfigError(
+        "the report would replace a file that is not a report",
+        where=file,
+        wanted="a new file, or a report that dray wrote before",
+        found=found,
+        fix=f"another name, as --out=dray-report{file.suffix}",
+    )

@@ -30,7 +30,7 @@ def stop(
     """
     hand_over(on)
     try:
-        halt.stop(live.own(find(run, runs)), now=now, wait=wait, say=_say)
+        halt.stop(live.own(find(run, runs) if run else halt.newest(runs)), now=now, wait=wait, say=_say)
     except KeyboardInterrupt:
         print("it goes on ending; dray stop shows its last words")
         raise typer.Exit(130) from None

@@ -37,7 +37,8 @@ def why(
     if file and not bundle:
         raise ConfigError("a FILE goes with --bundle", found=str(file), fix="add --bundle, or leave out the FILE")
     if on and bundle:
-        bring_back(on, ["why", run, "--bundle"], file, runs if typed(context, "runs") else None)
+        asked = ["why", run, "--bundle"]
+        bring_back(on, asked, file, runs if typed(context, "runs") else None, bundles.require_new)
         return
     hand_over(on)
     paths = last_attempt(find(run, runs))

@@ -148,14 +148,14 @@ def too_deep(value: object) -> bool:
     return True
 
 
-def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666) -> None:
+def write_atomic(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o644) -> None:
     """Write to a file beside it, bring it to the disk, then rename: a reader sees the old content or the new one."""
     with replacing(path, mode=mode) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[BufferedWriter]:
+def replacing(path: str | os.PathLike[str], *, mode: int = 0o644) -> Iterator[BufferedWriter]:
     """The same, of content that comes bit by bit; where it does not come to its end, nothing is replaced."""
     target = os.fspath(path)
     part = f"{target}.part-{os.getpid()}"

@@ -219,11 +219,16 @@ def packed(folder: str, content: dict[str, str]) -> bytes:
     return raw.getvalue()
 
 
+def require_new(out: Path) -> None:
+    """Refuse the FILE of an archive that is there already."""
+    if os.path.lexists(out):
+        raise ConfigError("the archive exists already", where=out, fix="name another FILE, or remove it")
+
+
 def write_out(out: Path, data: bytes) -> None:
+    require_new(out)
     try:
         file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, stat.S_IRUSR | stat.S_IWUSR)
-    except FileExistsError:
-        raise ConfigError("the archive exists already", where=out, fix="name another FILE, or remove it") from None
     except OSError as error:
         wanted = "a FILE in a folder that you may write"
         raise ConfigError("the archive cannot be written", where=out, wanted=wanted, found=error.strerror) from error

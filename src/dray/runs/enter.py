@@ -52,7 +52,7 @@ def argv(state: State, node: str, command: Sequence[str], *, terminal: bool, lay
         script = script.with_stem(f"{script.stem}-{layer.digest[7:19]}")
     if engines.get(plan.engine).private_network:
         return _beside(plan, node, command, terminal=terminal)
-    files.write_atomic(script, render.enter_script(plan), mode=0o777)
+    files.write_atomic(script, render.enter_script(plan), mode=0o755)
     if state.job is None:
         return ["bash", str(script), *command]
     return [

@@ -14,6 +14,7 @@ from dray.contract import files, run_folder
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.runs import live, squeue
 from dray.runs.live import State
+from dray.runs.named import find, newest_first
 from dray.runs.paths import RunPaths, newest_checkpoint
 from dray.runs.result import left, result_of, summary
 from dray.runs.write import read
@@ -22,6 +23,28 @@ Say = Callable[[str], None]
 _LOOK_S = 0.3
 _ASK_S = 10.0  # between questions to Slurm's controller, which all users share
 _TRIES = 3
+_GOES_ON = ("queued", "starting", "running")
+_SHOWN = 6
+
+
+def newest(runs: Path | None) -> Path:
+    """The newest run, unless several of this user's go on: then no one of them is meant."""
+    found = find("", runs)
+    queue, going = squeue.Queue(), dict[Path, str]()
+    for run in newest_first(found.parent):
+        with suppress(OSError):
+            if run.stat().st_uid == os.geteuid() and live.look(run, queue).kind in _GOES_ON:
+                going.setdefault(run.resolve(), run.name)
+    if len(going) > 1:
+        names = [*going.values()]
+        raise ConfigError(
+            "several runs go on",
+            where=found.parent,
+            wanted="the name of one",
+            found=", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN),
+            fix=f"dray stop {names[0]}",
+        )
+    return found
 
 
 def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:

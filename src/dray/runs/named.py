@@ -45,8 +45,8 @@ def find(named: str = "", runs: Path | None = None) -> Path:
 class Seen(NamedTuple):
     """A run, by one look into its folder: there are thousands in a list."""
 
-    changed: float
-    """When its last attempt began or ended, or its job was submitted."""
+    began: float
+    """When its last attempt began; of one that has none, when its job was submitted."""
     folder: str
     attempts: list[int]
 
@@ -54,12 +54,12 @@ class Seen(NamedTuple):
 def seen(runs: Path) -> Iterator[Seen]:
     """The runs in a folder, in no order."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
-        for folder in (entry.path for entry in entries if entry.is_dir()):
-            names: list[str] = []
-            with suppress(OSError):
-                names = os.listdir(folder)  # noqa: PTH208
+        for entry in entries:
+            folder, names = entry.path, list[str]()
+            with suppress(OSError):  # of a link that leads in a circle, or to where this user may not look
+                names = os.listdir(folder) if entry.is_dir() else []  # noqa: PTH208
             if (numbers := numbered(names)) or run_folder.JOB in names:
-                yield Seen(_changed(folder, numbers), folder, numbers)
+                yield Seen(_began(folder, numbers), folder, numbers)
 
 
 def every(runs: Path) -> Iterator[Path]:
@@ -145,9 +145,12 @@ def _number(facts: bytes) -> int:
     return int(found[1]) if found else 0
 
 
-def _changed(folder: str, attempts: list[int]) -> float:
-    with suppress(OSError):
-        return os.lstat(f"{folder}/{run_folder.attempt(attempts[-1])}" if attempts else folder).st_mtime
+def _began(folder: str, attempts: list[int]) -> float:
+    """By a file that is written once: a shell in a run's container, or JupyterLab, changes the folders."""
+    planned = [f"{folder}/{run_folder.attempt(attempts[-1])}/{run_folder.PLAN}"] if attempts else []
+    for path in (*planned, f"{folder}/{run_folder.JOB}", folder):
+        with suppress(OSError):
+            return os.lstat(path).st_mtime
     return 0.0
 
 

@@ -153,11 +153,11 @@ def begin(
     write_atomic(paths.stop, "")
     for name, text in {**decided.files, **render.engine_files(decided)}.items():
         write_atomic(paths.folder / name, text)
-    write_atomic(paths.node_script, render.node_script(decided), mode=0o777)
+    write_atomic(paths.node_script, render.node_script(decided), mode=0o755)
     if options := render.srun_options(decided):
         write_atomic(paths.srun_options, options)
     if script := render.stage_script(decided):
-        write_atomic(paths.stage_script, script, mode=0o777)
+        write_atomic(paths.stage_script, script, mode=0o755)
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
     capsule.begun(paths, decided, beside)
     return decided, paths
