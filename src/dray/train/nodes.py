@@ -18,7 +18,9 @@ from dray.train.errors import say
 POLL_S = 1.0
 SILENT_S = 600.0
 _BEAT_S = 5.0
-_LATEST, _BEATS = "mirror/latest", "mirror/beats"
+_SHOWN = 6
+# Whatever the number of checkpoints, each node has one key. Of each checkpoint there are two counts.
+_LATEST, _BEATS, _SENT = "mirror/latest", "mirror/beats", "mirror/sent"
 
 
 class Nodes:
@@ -44,19 +46,25 @@ class Nodes:
 
         `moved` is told when one of them goes on.
         """
-        if not self.store:
-            return []
-        others, beats, since = range(1, self.count), 0, time.monotonic()
-        while not self.store.check([self._key(node) for node in others]):
+        beats, since, others = 0, time.monotonic(), self.count - 1
+        while self.store and self.store.add(self._key("tried"), 0) < others:
             if (seen := self.store.add(_BEATS, 0)) != beats:
                 beats, since = seen, time.monotonic()
                 moved(1)
             if time.monotonic() > since + SILENT_S:
-                silent = ", ".join(str(node) for node in others if not self.store.check([self._key(node)]))
-                say(f"WARNING: node {silent} sent nothing to the mirror for {SILENT_S:.0f} s: rank 0 sends its files")
-                break
+                left = self._unsent()
+                named = ", ".join(map(str, left[:_SHOWN])) + f" and {len(left) - _SHOWN} more" * (len(left) > _SHOWN)
+                say(f"WARNING: node {named} sent nothing to the mirror for {SILENT_S:.0f} s: rank 0 sends its files")
+                return left
             time.sleep(POLL_S)
-        return [node for node in others if not self.store.check([self._key(node)]) or self.store.get(self._key(node))]
+        return self._unsent() if self.store and self.store.add(self._key("sent"), 0) < others else []
+
+    def _unsent(self) -> list[int]:
+        """Of the latest request. Each node is asked for, so this is for when one of them is in trouble."""
+        assert self.store
+        keys = {node: f"{_SENT}/{node}" for node in range(1, self.count)}
+        own = str(self._number).encode()
+        return [node for node, key in keys.items() if not self.store.check([key]) or self.store.get(key) != own]
 
     def serve(self, copy: Callable[[str], str]) -> None:
         """On another node's first rank, for as long as the run lasts: `copy` returns why it could not.
@@ -72,7 +80,10 @@ class Nodes:
                     time.sleep(POLL_S)
                     continue
                 self._number = int(number)
-                self.store.set(self._key(self.node), copy(path))
+                if not copy(path):
+                    self.store.set(f"{_SENT}/{self.node}", number)
+                    self.store.add(self._key("sent"), 1)
+                self.store.add(self._key("tried"), 1)
         except RuntimeError:  # the store has gone: the run ends
             return
 
@@ -83,9 +94,9 @@ class Nodes:
             self._told = time.monotonic()
             self.store.add(_BEATS, 1)
 
-    def _key(self, node: int) -> str:
-        """Once that node has tried what is asked for: why it could not."""
-        return f"mirror/{self._number}/{node}"
+    def _key(self, what: str) -> str:
+        """How many nodes have tried what is asked for, or have sent it."""
+        return f"mirror/{self._number}/{what}"
 
 
 def of_run() -> Nodes:
