@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
 from dray.contract.findings import DrayError, UnfitError  # noqa: E402
-from dray.train import saved  # noqa: E402
+from dray.train import manifest, saved  # noqa: E402
 from dray.train.collectives import on_all  # noqa: E402
 from ranks import Sharded, World, checkpoints  # noqa: E402
 
@@ -148,10 +150,10 @@ def test_a_rank_that_dies_while_it_saves_leaves_the_one_before(
     save(tmp_path, 4)
     written = saved.written
 
-    def die(folder: Path, staged: Any, number: int) -> Any:
+    def die(folder: Path, staged: Any, number: int, *more: Any) -> Any:
         if number == dying:
             raise KeyError("killed")
-        return written(folder, staged, number)
+        return written(folder, staged, number, *more)
 
     monkeypatch.setattr(saved, "written", die)
     world = World(RANKS)
@@ -166,3 +168,29 @@ def test_a_rank_that_dies_while_it_saves_leaves_the_one_before(
 def _saved(own: Any, step: int) -> None:
     own.save(step, None)
     own.settle()
+
+
+def test_who_waits_for_a_write_that_goes_on_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: here each block waits for a beat after the one before."""
+    beaten, left = threading.Event(), []
+    monkeypatch.setattr("dray.train.heartbeat.heartbeat.beat", beaten.set)
+    monkeypatch.setattr("dray.train.checkpoint.BEAT_S", 0.01)
+    monkeypatch.setattr(manifest, "BLOCK", 500)
+    world = World(1)
+
+    def do(rank: int) -> None:
+        own = checkpoints(tmp_path, Sharded(SHAPES, rank, 1))
+        count = own._moved.count
+
+        def counted(size: int) -> None:
+            beaten.clear()
+            count(size)
+            left.append(beaten.wait(30 * all(left)))
+
+        monkeypatch.setattr(own._moved, "count", counted)
+        with ThreadPoolExecutor(1, initializer=lambda: setattr(world._own, "rank", rank)) as own._writer:
+            _saved(own, 4)
+
+    assert world.each(do) == [None]
+    assert (len(left) > 10, all(left)) == (True, True)
+    assert resume(tmp_path, 1)[0][:2] == (4, True)

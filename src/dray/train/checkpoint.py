@@ -13,7 +13,7 @@ import operator
 import shutil
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from dray.train.collectives import on_all, on_rank_0
 from dray.train.config import Config
 from dray.train.divergence import Watch
 from dray.train.errors import at_end, say
+from dray.train.heartbeat import BEAT_S, Moved
 from dray.train.lease import Lease
 from dray.train.metrics import Metrics
 from dray.train.mirror import Mirror
@@ -67,9 +68,8 @@ class Checkpoints:
         self.mirror = Mirror(place, metrics, keep=self.keep, nodes=nodes.of_run()) if place else None
         if self.mirror and nodes.is_helper():
             self.mirror.help()
-        self._staging = Staging(strategy.device)
-        self._writer = ThreadPoolExecutor(1)
-        self._began = 0.0
+        self._staging, self._writer = Staging(strategy.device), ThreadPoolExecutor(1)
+        self._began, self._moved = 0.0, Moved()
         self._pending: Future[None] | None = None
         self._unsaved: UnfitError | None = None
         self.newest: int | None = None  # the step of the newest that is complete
@@ -104,6 +104,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        while not wait([pending], BEAT_S).done:
+            self._moved.beat()
         try:
             pending.result()
         except DrayError:
@@ -179,7 +181,7 @@ class Checkpoints:
     def _write_own(self, part: Path, staged: Staged) -> dict[str, Any]:
         """What this rank has written. It says so itself: what others wrote may not be visible yet."""
         try:
-            return saved.written(part, staged, self.rank)
+            return saved.written(part, staged, self.rank, self._moved.count)
         except OSError as error:
             raise self._failed(error) from error
 

@@ -17,6 +17,7 @@ from dray.contract import heartbeat as contract
 from dray.contract.heartbeat import COMPILE, LEAST, START, STEP
 from dray.train.errors import say
 
+BEAT_S = 10.0
 _TIMES = 10
 _AGAIN = 2  # a step may compile once more
 
@@ -115,3 +116,20 @@ def _worker_server(path: str) -> object:
 
 
 heartbeat = Heartbeat()
+
+
+class Moved:
+    """Bytes that a thread of this rank moves. Who waits for them beats: what goes on is no hang, however long it is."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seen = 0
+
+    def count(self, size: int) -> None:
+        """So many more."""
+        self._bytes += size
+
+    def beat(self) -> None:
+        """Beat if more have moved since the last time; each BEAT_S seconds."""
+        if self._seen != self._bytes:
+            self._seen = self._bytes
+            heartbeat.beat()

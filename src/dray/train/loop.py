@@ -247,7 +247,8 @@ class Loop:
 
     def _not_finite(self, first: int, last: int) -> NoReturn:
         """A loss or a gradient is not a number any more."""
-        self.checkpoints.settle()
+        with heartbeat.during(CHECKPOINT):
+            self.checkpoints.settle()
         own = all_gather_json(host.read(self._own_bad)[0] <= last)
         ranks = [rank for rank, bad in enumerate(own) if bad]
         named = ", ".join(map(str, ranks)) or "unknown"
@@ -269,7 +270,8 @@ class Loop:
         text = divergence.text(data)
         back = None
         if config.train.on_divergence == "skip" and len(checkpoints.watch.skipped) < divergence.MOST:
-            checkpoints.settle()
+            with heartbeat.during(CHECKPOINT):
+                checkpoints.settle()
             back = checkpoints.newest if (checkpoints.newest or 0) < steps[0] else None
         named = divergence.steps_text(steps[0], steps[-1])
         then = f"back to step {back}, and on without {named}" if back is not None else ""

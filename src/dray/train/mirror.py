@@ -19,14 +19,13 @@ from dray.train import manifest
 from dray.train.collectives import on_all, on_rank_0, placed
 from dray.train.data import remote
 from dray.train.errors import say
-from dray.train.heartbeat import heartbeat
+from dray.train.heartbeat import BEAT_S, Moved
 from dray.train.nodes import Nodes
 from dray.train.place import Files, Place, step_of
 
 if TYPE_CHECKING:
     from dray.train.metrics import Metrics
 
-_BEAT_S = 10.0
 RETRY_S = 60.0
 _WHAT = "the mirror of the checkpoints"
 
@@ -47,8 +46,8 @@ class Mirror:
         self._tried = False
         self._changed = Condition()
         self._thread: Thread | None = None
-        self._moved = 0  # bytes
-        self._target = Place(place, self._count)
+        self._moved = Moved()
+        self._target = Place(place, self._moved.count)
 
     def help(self) -> None:
         """Copy this node's files whenever rank 0 asks for it."""
@@ -139,20 +138,14 @@ class Mirror:
 
     def settle(self) -> None:
         """Wait until the newest is there, or could not be copied, twice."""
-        moved = -1
         for _ in range(2):
             with self._changed:
                 self._tried = False
                 self._changed.notify_all()
                 while not self._changed.wait_for(
-                    lambda: self.copying is None and (self._next is None or self._tried), _BEAT_S
+                    lambda: self.copying is None and (self._next is None or self._tried), BEAT_S
                 ):
-                    if moved != self._moved:  # a copy that goes on is no hang, however long it takes
-                        moved = self._moved
-                        heartbeat.beat()
-
-    def _count(self, size: int) -> None:
-        self._moved += size
+                    self._moved.beat()
 
     def _work(self) -> None:
         while True:
@@ -198,7 +191,7 @@ class Mirror:
         try:
             self._target.send(path, files, self.nodes.share(names))
         finally:
-            unsent = self.nodes.wait(self._count)
+            unsent = self.nodes.wait(self._moved.count)
         # A node may also not see the mirror, or another one by the same name.
         left = {*self._target.missing(path, files)}.union(*(self.nodes.share(names, node) for node in unsent))
         self._target.send(path, files, [name for name in names if name in left])

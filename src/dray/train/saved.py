@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -36,11 +36,14 @@ def order(config: Config, dataset: str) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, staged: Staged, number: int) -> dict[str, Any]:
-    """Write the file of that number; what a manifest says of it."""
+def written(
+    folder: Path, staged: Staged, number: int, moved: Callable[[int], None] = lambda _size: None
+) -> dict[str, Any]:
+    """Write the file of that number; what a manifest says of it. `moved` hears how many bytes are written."""
     staged.wait()
     name = shards.file_of(number)
-    return {"files": {name: manifest.written(folder / name, staged.head, staged.numbers)}, "tensors": staged.tensors}
+    file = manifest.written(folder / name, staged.head, staged.numbers, moved=moved)
+    return {"files": {name: file}, "tensors": staged.tensors}
 
 
 def joined(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
