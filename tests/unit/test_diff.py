@@ -160,6 +160,25 @@ def test_the_whole_page(base: RunPaths) -> None:
     assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", PAGE)
 
 
+def diff(base: RunPaths, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "dray", "diff", *words]
+    env = {**PYTHON, "HOME": "/home/me", "DRAY_RUNS": str(base.run.parent)}
+    return subprocess.run(argv, env=env, cwd=base.run, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    base = planted(tmp_path, "base")
+    alone = diff(base, "base")
+    assert (alone.returncode, alone.stderr.splitlines()[0]) == (78, "dray: there is no other run")
+    other = planted(base.run.parent, "slow", "train.seed=7")
+    os.utime(base.plan, (1, 1))
+    for words in (("slow", "slow"), ("slow", other.run), ("slow", other.folder)):
+        refused = diff(base, *words)
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: both names are of one run"), words
+    for words in (("slow",), ("base",)):  # the newest one is slow
+        assert "train.seed" in diff(base, *words).stdout
+
+
 def test_losses_that_are_identical(base: RunPaths) -> None:
     losses = {step: 1 / 3 + step for step in range(1, 41)}
     log(base, losses)

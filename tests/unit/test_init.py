@@ -151,6 +151,7 @@ def test_yes_asks_nothing_on_a_terminal_and_names_what_is_an_example(
         ({"partition": "nope"}, "Slurm has no such partition"),
         ({"gpu": "h100"}, "there is no image for such a GPU"),
         ({"data": "gone.txt"}, "the dataset does not exist"),
+        ({"data": "hub:"}, "the recipe has 1 error"),
         ({"model": "/gone"}, "the model's folder does not exist"),
         ({"site": "nope"}, "there is no site 'nope'"),
     ],

@@ -136,6 +136,15 @@ def test_a_name_or_place_that_is_none(name: str, place: str) -> None:
         names.parse(name, place)
 
 
+def test_a_url_is_no_host_with_the_name_of_its_scheme() -> None:
+    with pytest.raises(ConfigError, match="this is not a folder on another machine") as refused:
+        names.parse("u", "ssh://me@h/x")
+    assert refused.value.finding.wanted.startswith("USER@HOST:/FOLDER")
+    assert refused.value.finding.fix == "dray remote add u me@h:/x"
+    with pytest.raises(ConfigError, match="this is not a folder on another machine"):
+        names.parse("u", "ssh://me@h:22/x")
+
+
 def test_the_file_of_remotes_is_the_user_s_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     one = Remote("lumi", "me@lumi", '/scratch/a "b" \\ $(c)')

@@ -487,6 +487,14 @@ def test_a_time_never_goes_back_within_a_log(talks: RunPaths) -> None:
     assert read(talks, since=NOW + 45) == ["rank 1: step 3/60  loss 3", "rank 1: 2026-11-25 01:27:01 older"]
 
 
+def test_a_time_that_no_line_of_the_attempt_can_have(talks: RunPaths) -> None:
+    """As the date at which a token ends, in the first line of a rank."""
+    talks.rank_log(1).write_text("2099-01-01T00:00:00Z the token ends\nstep 3/60  loss 3\n2026-11-25T01:27:50Z saves\n")
+    assert read(talks)[2] == "rank 1: 2099-01-01T00:00:00Z the token ends"
+    since = read(talks, since=NOW + 45)
+    assert since == ["rank 1: step 3/60  loss 3", "rank 1: 2026-11-25T01:27:50Z saves"]
+
+
 def test_a_run_that_goes_on_is_waited_for(
     tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -762,16 +770,18 @@ def test_events_beside_a_million_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("90m", NOW - 5400), ("2 d", NOW - 172800), ("2026-11-25", 1795564800.0), ("2026-11-25T01:00Z", 1795568400.0),
-     ("1:00", 1795568400.0), ("", 0.0)],
+     ("1:00", 1795568400.0), ("01:00:09", 1795568409.0), ("18:00", 1795543200.0), ("", 0.0)],
 )  # fmt: skip
 def test_since(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
-    assert times.since(text) == pytest.approx(seconds) if text != "1:00" else times.since(text) % 86400 == 3600
+    assert times.since(text) == pytest.approx(seconds, abs=1)
 
 
-def test_since_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="--since has a wrong value"):
-        times.since("yesterday")
+@pytest.mark.parametrize("text", ["yesterday", "25:00", "1:61"])
+def test_since_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--since has a wrong value") as refused:
+        times.since(text)
+    assert refused.value.finding.found == f"'{text}'"
 
 
 @pytest.mark.parametrize("change", [

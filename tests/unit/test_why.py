@@ -20,7 +20,7 @@ from damage import HOSTILE, RECORD, replace
 from dray.facts import Facts
 from dray.runs import bundle, causes, why
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, last_attempt
+from dray.runs.paths import RunPaths
 from dray.runs.result import summary
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
@@ -64,7 +64,7 @@ def dray(*words: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.Complet
 
 def page(run: Path) -> list[str]:
     """Its lines, without a process of its own."""
-    return why.text(why.look(last_attempt(run))).splitlines()
+    return why.text(why.of(run)[1]).splitlines()
 
 
 PAGE = """\
@@ -172,6 +172,46 @@ class TestStates:
         assert lines[0] == f"mine, attempt 1: stopped by {reason} at 2026-11-24T05:00:00Z, exit code 143"
         assert [line for line in lines if line.startswith("cause:")] == ([f"cause: {name}"] if name else [])
         assert not any("first to fail" in line for line in lines)  # what ranks die of then is no cause
+
+    def test_a_job_that_ended_before_its_first_attempt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MY_TOKEN", "a token of my own")
+        slurm = Slurm(tmp_path, monkeypatch)
+        slurm.lists()
+        run = tmp_path / "queued"
+        run.mkdir()
+        (run / "job.json").write_text(json.dumps({"job": 17, "time": 1.0, "argv": ["sbatch"]}))
+        (run / "job-17.log").write_text("x\n" * 99 + "dray: no image\x1b[2J\nMY_TOKEN=a token of my own\n")
+        lines = page(run)
+        why_ = "job 17 is gone and began no attempt: its output, job-17.log, may tell"
+        assert lines[0] == f"queued: lost: {why_}"
+        assert lines[-3:] == [
+            "  job-17.log: dray: no image\ufffd[2J",
+            "  job-17.log: MY_TOKEN=[MY_TOKEN]",
+            f"run folder: {run}",
+        ]
+        assert len(lines) < 20
+        out = tmp_path / "x.tar.gz"
+        assert dray(run, out, "--bundle", PATH=os.environ["PATH"]).returncode == 0
+        assert {"job-17.log", "why.txt"} <= {*opened(out)}
+        argv = [sys.executable, "-m", "dray", "report", str(run)]
+        refused = subprocess.run(argv, env=PYTHON, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the run has no attempt yet")
+
+    def test_a_job_that_waits_for_its_first_attempt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        Slurm(tmp_path, monkeypatch).has(17, "PENDING", submitted="1970-01-01T00:00:01")
+        run = tmp_path / "queued"
+        run.mkdir()
+        (run / "job.json").write_text(json.dumps({"job": 17, "time": 1.0, "argv": ["sbatch"]}))
+        assert page(run)[0] == "queued: queued: it waits in the queue (job 17 PENDING)"
+
+    @pytest.mark.parametrize("verb", ["why", "status", "stop", "report"])
+    def test_an_attempt_that_there_is_not(self, paths: RunPaths, verb: str) -> None:
+        argv = [sys.executable, "-m", "dray", verb, str(paths.run / "attempt-9")]
+        refused = subprocess.run(argv, env=PYTHON, cwd=paths.run, capture_output=True, text=True, check=False)
+        assert refused.returncode == 78
+        assert refused.stderr == (
+            f"dray: the run has no such attempt\n  where:  {paths.run}\n  wanted: attempt-1\n  found:  attempt-9\n"
+        )
 
     def test_no_result_yet(self, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dray.cli.options import Runs
+from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.runs import compared, pack
+from dray.runs.named import find, newest_first
+from dray.runs.paths import attempts, default_runs, newest_attempt
 
 A = Annotated[str, typer.Argument(metavar="A", help="A run, as every verb takes it, or a packed capsule.")]
-B = Annotated[str, typer.Argument(metavar="[B]", help="The other one; else the newest.")]
+B = Annotated[str, typer.Argument(metavar="[B]", help="Another one; else the newest other run.")]
 
 
 def diff(
@@ -24,6 +29,31 @@ def diff(
 
     dray diff 4711 4712
     """
-    with pack.opened(a, runs) as ours, pack.opened(b, runs) as theirs:
+    first = find(a, runs)
+    second = find(b, runs) if b else _newest_beside(first, runs)
+    if _plan_of(first) == _plan_of(second):
+        raise ConfigError(
+            "both names are of one run",
+            where=first,
+            wanted="two runs, or two attempts",
+            found=f"{a} and {b}",
+            fix=f"dray diff {shlex.quote(a)} OTHER; dray runs lists them",
+        )
+    with pack.opened(str(first), runs) as ours, pack.opened(str(second), runs) as theirs:
         found = compared.compare(ours, theirs)
     print(found.model_dump_json(indent=1) if as_json else printable("\n".join(compared.text(found))))
+
+
+def _plan_of(found: Path) -> Path:
+    """The attempt whose plan is looked at; a packed capsule is itself."""
+    return (found if found.is_file() else newest_attempt(found).folder).resolve()
+
+
+def _newest_beside(first: Path, runs: Path | None) -> Path:
+    """The newest run that is another one."""
+    folder = (runs or default_runs()).absolute()
+    own = {first.resolve(), first.resolve().parent}
+    for run in newest_first(folder):
+        if attempts(run) and run.resolve() not in own:
+            return run
+    raise ConfigError("there is no other run", where=folder, wanted="two runs", fix="dray diff A B names both")

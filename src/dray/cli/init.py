@@ -15,7 +15,7 @@ import typer
 from dray import process
 from dray.cli import candidates
 from dray.cli.options import program
-from dray.cli.recipe import write
+from dray.cli.recipe import require_good, write
 from dray.config import checkout, sites
 from dray.config.image import ACCELERATORS
 from dray.config.new_recipe import New
@@ -72,6 +72,7 @@ def init(
     named = _model(model or ask.text("model: a name of the hub, a folder, or small (1 M, from scratch)", _SMALL))
     dataset = _dataset(data or ask.text("dataset: a file, a folder, hub:OWNER/NAME, or builtin", "builtin"))
     new = New(name=recipe_name(name), train=dataset, image=variant, gpus=gpus, model=named, keys=True)
+    require_good(new.text())  # before the checkout is written
     recipe = Path("recipes", f"{new.name}.toml")
     if not (folder / "containers" / "steps").is_dir():
         checkout.write(folder)

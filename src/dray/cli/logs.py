@@ -37,7 +37,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until the run ends, over its next attempts too.")
     ] = False,
     since: Annotated[
-        str, typer.Option(metavar="WHEN", help="Only lines from then on: 90m, 12h, 3d, or 2026-11-24T18:00.")
+        str, typer.Option(metavar="WHEN", help="Only lines from then on: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
     ] = "",
     runs: Runs = None,
     on: On = "",

@@ -95,9 +95,14 @@ def new(
     print(f"{content}\n{file} is written. Next: dray run {shlex.quote(str(file))}")
 
 
+def require_good(content: str) -> None:
+    """Refuse the text of a recipe that no verb would read."""
+    validate(Recipe, tomllib.loads(content), what="the recipe")
+
+
 def write(file: Path, content: str) -> None:
     """A new recipe, which is good, and never over an existing file."""
-    validate(Recipe, tomllib.loads(content), what="the recipe")
+    require_good(content)
     try:
         files.write_new(file, content)
     except OSError as error:

@@ -91,7 +91,7 @@ def _require(file: Path) -> None:
         if _OWN.search(files.end(file, _END)[0]):
             return
     except OSError as error:
-        found = error.strerror or type(error).__name__
+        found = error.strerror or str(error)
     raise ConfigError(
         "the report would replace a file that is not a report",
         where=file,

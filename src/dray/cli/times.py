@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
+from datetime import time as clock
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ from dray.contract.findings import ConfigError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 Since = Annotated[
-    str, typer.Option(metavar="WHEN", help="What began before is left out: 90m, 12h, 3d, or 2026-11-24T18:00.")
+    str, typer.Option(metavar="WHEN", help="What began before is left out: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
 ]
 
 
@@ -25,12 +26,14 @@ def since(text: str) -> float:
         return time.time() - int(found[1]) * _SECONDS[found[2]]
     try:
         if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", text):
-            text = f"{datetime.now().astimezone().date()}T{text:0>5}"
+            now = datetime.fromtimestamp(time.time()).astimezone()
+            at = datetime.combine(now, clock.fromisoformat(text if text[2] == ":" else f"0{text}"))
+            return (at if at <= now.replace(tzinfo=None) else at - timedelta(days=1)).timestamp()
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         raise ConfigError(
             "--since has a wrong value",
-            wanted="a time before now (30s, 90m, 12h, 3d, 2w), or a date, as 2026-11-24 or 2026-11-24T18:00, or 18:00",
+            wanted="30s, 90m, 12h, 3d or 2w before now, the last 18:00, or a date, as 2026-11-24 or 2026-11-24T18:00",
             found=ascii(text),
         ) from None
 

@@ -13,7 +13,6 @@ from dray.contract.findings import ConfigError
 from dray.runs import bundle as bundles
 from dray.runs import why as reasons
 from dray.runs.named import find
-from dray.runs.paths import last_attempt
 
 
 def why(
@@ -41,8 +40,7 @@ def why(
         bring_back(on, asked, file, runs if typed(context, "runs") else None, bundles.require_new)
         return
     hand_over(on)
-    paths = last_attempt(find(run, runs))
-    report = reasons.look(paths)
+    paths, report = reasons.of(find(run, runs))
     if not bundle:
         print(report.model_dump_json(indent=1) if as_json else reasons.text(report))
         return

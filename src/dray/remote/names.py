@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # No word of these is an option of ssh, and none has what a shell reads as more than a word.
 _HOST = r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 _PLACE = re.compile(rf"({_HOST}):(/.*)", re.DOTALL)
+_URL = re.compile(rf"[a-z]+://({_HOST})(/[!-~]*)")
 _WANTED = "USER@HOST:/FOLDER or HOST:/FOLDER, a host of ~/.ssh/config too"
 
 
@@ -49,9 +51,13 @@ def parse(name: str, place: str) -> Remote:
             wanted="letters, digits, `.`, `_` and `-`, at most 63, the first a letter or a digit",
             found=ascii(name),
         )
-    found = _PLACE.fullmatch(place)
+    found = None if "://" in place else _PLACE.fullmatch(place)
     if not found:
-        raise ConfigError("this is no place on another machine", wanted=_WANTED, found=ascii(place))
+        url = _URL.fullmatch(place)
+        raise ConfigError(
+            "this is not a folder on another machine", wanted=_WANTED, found=ascii(place),
+            fix=f"dray remote add {name} {url[1]}:{shlex.quote(url[2])}" if url else "",
+        )  # fmt: skip
     path = os.path.normpath(found[2]).replace("//", "/")
     if path == "/" or ".." in found[2].split("/"):
         raise ConfigError(

@@ -163,9 +163,8 @@ class _Clock:
         when = (year, month, day, hour, minute, second, -1, -1, -1)
         with suppress(ValueError, OverflowError):
             utc = float(calendar.timegm(when)) + fraction
-            if len(parts) > 7 and parts[7]:
-                return utc
-            for at in (time.mktime(when) + fraction, utc):
+            zoned = len(parts) > 7 and parts[7]
+            for at in (utc,) if zoned else (time.mktime(when) + fraction, utc):
                 if self._window[0] <= at <= self._window[1]:
                     return at
         return None

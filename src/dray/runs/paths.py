@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import stat
 import time
 from functools import cached_property
@@ -199,6 +200,13 @@ def last_attempt(folder: Path) -> RunPaths:
     """The attempt whose own folder this is, or a run's last, whatever is in it: reading what failed needs no plan."""
     folder = folder.absolute()
     if number := _number(folder.name):
+        if not os.path.lexists(folder):
+            raise ConfigError(
+                "the run has no such attempt",
+                where=folder.parent,
+                wanted=" or ".join(map(names.attempt, attempts(folder.parent)[-8:])),
+                found=folder.name,
+            )
         return RunPaths(folder.parent, number)
     found = attempts(folder) if folder.is_dir() else []
     return RunPaths(folder, found[-1]) if found else newest_attempt(folder)
@@ -224,6 +232,14 @@ def newest_attempt(folder: Path) -> RunPaths:
     for attempt in reversed(attempts(folder)):
         if (paths := RunPaths(folder, attempt)).plan.is_file():
             return paths
+    if (folder / names.JOB).exists():
+        raise ConfigError(
+            "the run has no attempt yet",
+            where=folder,
+            wanted="a run whose job has begun",
+            found=f"{names.JOB}, and no {names.attempt(1)}",
+            fix=f"dray why {shlex.quote(str(folder))}",
+        )
     raise ConfigError(
         "this is not a run folder",
         where=folder,

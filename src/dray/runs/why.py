@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from dray import facts, process
-from dray.contract import files
+from dray.contract import files, secrets
 from dray.contract.findings import DrayError, counted
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import again, causes, records, state, stop
+from dray.runs import again, causes, logs, records, state, stop
 from dray.runs import look as looking
 from dray.runs import result as results
-from dray.runs.paths import RunPaths
+from dray.runs.live import Left
+from dray.runs.named import is_run
+from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reading import reason
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
 from dray.runs.squeue import Queue
@@ -37,9 +41,10 @@ class Report(BaseModel):
 
     run: str
     attempt: int
+    """0 before the first one."""
     folder: str
     status: str
-    """done, failed, stopped, or `no result`."""
+    """done, failed, stopped, or `no result`; before the first attempt also queued, running or lost."""
     now: str = ""
     """What it does, without a result."""
     exit_code: int | None = None
@@ -59,6 +64,38 @@ class Report(BaseModel):
     """Restarts, and whether the job goes on by itself."""
     history: list[Attempt] = []
     warnings: list[str] = []
+
+
+def of(folder: Path) -> tuple[RunPaths, Report]:
+    """Of a run, or of one of its attempts."""
+    if is_run(folder) and not attempts(folder):
+        return RunPaths(folder), _before(folder)
+    paths = last_attempt(folder)
+    return paths, look(paths)
+
+
+def _before(run: Path) -> Report:
+    """Where its job is, and the end of the job's log: a job may end before it begins an attempt."""
+    seen, submitted = looking.look(run, Queue(), closely=True), Left(run, 0, []).submitted
+    slurm, evidence = "", list[str]()
+    if submitted and seen.state == state.LOST:
+        slurm = _accounted(submitted.id, submitted.cluster)[0]
+    values = secrets.passed(
+        (name for name, value in os.environ.items() if secrets.is_variable(name, value)), os.environ
+    )
+    for log in sorted(logs.of_job(run), key=lambda log: log.number)[-1:]:
+        lines = files.tail(log.path, _SHOWN)
+        evidence = [f"{log.path.name}: {secrets.redacted(line, values)}" for line in lines]
+    told = Report(
+        run=run.name,
+        attempt=0,
+        folder=str(run),
+        status=seen.state,
+        now=seen.why or _doing(seen),
+        evidence=[*filter(None, [slurm]), *evidence],
+        warnings=seen.warnings,
+    )
+    return Report.model_validate(printable(told.model_dump()))
 
 
 def look(paths: RunPaths) -> Report:
@@ -126,29 +163,41 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
 def _now(paths: RunPaths) -> str:
     """As `dray status` sees an attempt without a result."""
     with suppress(OSError):  # another user's folder
-        seen = looking.look(paths.folder, Queue(), closely=True)
-        match seen.state:
-            case state.RUNNING:
-                step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
-                return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
-            case state.QUEUED:
-                waits = f" {seen.waiting.state}" if seen.waiting else ""
-                return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
-            case state.LOST:
-                return "it was killed before it could write one"
+        if does := _doing(looking.look(paths.folder, Queue(), closely=True)):
+            return does
     return "it runs, or it was killed before it could write one"
+
+
+def _doing(seen: state.State) -> str:
+    match seen.state:
+        case state.RUNNING:
+            step = f", step {seen.step:,}" + f" of {seen.steps:,}" * bool(seen.steps) if seen.step else ""
+            return f"it runs ({seen.live.stage if seen.live else 'training'}{step})"
+        case state.QUEUED:
+            waits = f" {seen.waiting.state}" if seen.waiting else ""
+            return f"it waits in the queue (job {seen.job_id or seen.job}{waits})"
+        case state.LOST:
+            return "it was killed before it could write one"
+    return ""
 
 
 def _asked(paths: RunPaths) -> tuple[str, str | None]:
     """What Slurm tells of the job of a run without a result, where this machine can ask it."""
     with suppress(DrayError, OSError, ValueError):
         known = facts.parse(files.read(paths.facts, limit=_LIMIT).decode(errors="replace"), where=str(paths.facts))
-        if known.job and process.which("sacct"):
-            cluster = [f"--clusters={known.cluster}"] if _CLUSTER.fullmatch(known.cluster) else []
-            argv = ["sacct", "-X", "-n", "-P", f"--jobs={known.task or known.job}", *cluster, "--format=State"]
+        if known.job:
+            return _accounted(known.task or known.job, known.cluster)
+    return "", None
+
+
+def _accounted(job: int | str, cluster: str) -> tuple[str, str | None]:
+    with suppress(DrayError):
+        if process.which("sacct"):
+            clusters = [f"--clusters={cluster}"] if _CLUSTER.fullmatch(cluster) else []
+            argv = ["sacct", "-X", "-n", "-P", f"--jobs={job}", *clusters, "--format=State"]
             lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
             if lines:  # else its accounting does not know the job
-                return f"Slurm: job {known.task or known.job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
+                return f"Slurm: job {job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
     return "", None
 
 
@@ -171,7 +220,7 @@ def text(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"{report.run}, attempt {report.attempt}: {_status(report)}"
+    yield f"{report.run}{f', attempt {report.attempt}' if report.attempt else ''}: {_status(report)}"
     if report.cause:
         yield from _first(report.cause)
         if report.after:
@@ -195,8 +244,8 @@ def _details(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _status(report: Report) -> str:
-    if report.status == NO_RESULT:
-        return f"{NO_RESULT}: {report.now}"
+    if report.status == NO_RESULT or not report.attempt:
+        return ": ".join(filter(None, [report.status, report.now]))
     if report.status == "done":
         return "done, nothing failed"
     stopped = f" by {report.reason} at {report.at}" if report.reason else ""
