@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.contract import run_folder
+from dray.contract import failures, run_folder
 from dray.runner import evidence
 from dray.runner import rank as rank_module
 from dray.runs import causes, stop
@@ -367,3 +367,9 @@ def test_a_mount_that_went_away_is_try_again() -> None:
     why = "killed by SIGBUS; the image is gone: [Errno 107] Transport endpoint is not connected: '/opt/dray/x.py'"
     found = causes.explained(Cause(node="n2", rank=1, code=135, why=why, log=None, last_lines=[]))
     assert (found.name, found.code) == ("the image's mount went away", 75)
+
+
+def test_the_runner_knows_the_same_signs_of_another_s_end() -> None:
+    """It reads no causes.toml."""
+    (one,) = (one for one in causes.known() if one.name == causes.FOLLOWS)
+    assert [sign.lines and sign.lines.pattern for sign in one.sign] == ["|".join(failures.ENDED)]

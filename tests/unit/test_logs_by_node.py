@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dray.contract import heartbeat, rank_lines
 from dray.contract.findings import Finding
-from dray.runner import channel, output, record
+from dray.runner import channel, evidence, first, output, record
 from dray.runner.beats import Beats
 from dray.runner.gathered import Gathered
 from dray.runs import logs, rank_log, why
@@ -182,6 +183,39 @@ def test_of_many_records_only_the_first_of_a_node_are_on_the_shared_disk(tmp_pat
     assert json.loads(Path(f"{own}-69/failures/rank-139.json").read_text())["rank"] == 139
     record.forget(f"{own}-0", "n0", ["rank-0", "rank-1"])
     assert not [*Path(f"{own}-0/failures").iterdir()]
+
+
+def test_the_record_of_the_rank_that_the_others_died_of_is_brought(tmp_path: Path) -> None:
+    """Its supervisor was the slower one to write, and on the shared disk only the first one of a node writes."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    gloo = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [172.18.0.2]:17826."
+    world = {"nodes": [{"name": "n0"}], "ranks_per_node": 2, "logs_by_node": True}
+    told = {"own": str(own), "node": "n0", "log": None}
+    record.write(str(shared), "rank-1", time=9.99, rank=1, code=1, why="exit code 1", last_lines=[gloo], **told)
+    record.write(str(shared), "rank-0", time=10.0, rank=0, code=137, why="killed", last_lines=["step 7"], **told)
+    assert [*records(shared)] == ["rank-1.json"]
+    for crowd in range(2, 100):
+        record.write(str(shared), f"rank-{crowd}", own=f"{own}-{crowd}", node=str(crowd), log=None)
+    assert len(records(shared)) == 64
+    found = first.failure({"folder": str(shared), "scratch": str(own), "world": world}, 0)
+    assert found
+    assert (found["rank"], records(shared)["rank-0.json"]["code"]) == (0, 137)
+    # Nor is it too many where all fail by themselves.
+    (shared / "failures" / "rank-0.json").unlink()
+    for number in range(100, 165):
+        (shared / "failures" / f"rank-{number}.json").touch()
+    first.failure({"folder": str(shared), "scratch": str(own), "world": world}, 0)
+    assert not (shared / "failures" / "rank-0.json").exists()
+
+
+def test_a_record_has_the_time_at_which_the_end_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To collect evidence takes a while: a peer of the rank that has died may be the quicker one."""
+    clock = iter([10.0, 20.0])
+    monkeypatch.setattr(record, "time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(evidence, "collect", lambda *_: [f"at {next(clock)}"])
+    record.write(str(tmp_path), "node-0", node="n0", rank=None, code=1, why="x", log=None, last_lines=[])
+    found = records(tmp_path)["node-0.json"]
+    assert (found["time"], found["evidence"]) == (10.0, ["at 20.0"])
 
 
 # The preflight's ranks as they are, but for what needs torch: `suite` is planted.

@@ -188,6 +188,19 @@ def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, 
     assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]
 
 
+@pytest.mark.parametrize(("later", "named"), [(10.04, 0), (16.0, 1)])
+def test_a_rank_that_died_of_another_s_end_is_not_what_a_node_tells(
+    plan: dict[str, Any], tmp_path: Path, later: float, named: int
+) -> None:
+    """As the run's result has it, though its record is older."""
+    (tmp_path / "failures").mkdir()
+    for rank, time_, code, lines in ((1, 10.0, 1, ["found: Connection reset by peer"]), (0, later, 78, ["x"])):
+        told = {"time": time_, "node": "node1", "rank": rank, "code": code, "why": f"exit code {code}", "log": "l"}
+        (tmp_path / "failures" / f"rank-{rank}.json").write_text(json.dumps({**told, "last_lines": lines}))
+    found = runner.failure(plan, 0, 1)
+    assert (found.rank, found.code) == (named, 1 if named else 78)
+
+
 def test_a_launcher_is_told_how_many_processes_the_kernel_had_killed(plan, start: Start) -> None:
     """Where this machine counts them; a rank that fails compares."""
     one_node(plan, f"import os; raise SystemExit(os.environ[{evidence.BEFORE!r}] != {evidence.oom_kills()!r})")

@@ -22,12 +22,12 @@ from dray.runner import (
     control,
     environment,
     evidence,
+    first,
     introduction,
     node,
     output,
     record,
     rendezvous,
-    silent,
 )
 from dray.runner.gathered import gathered
 from dray.runner.hang import Hang
@@ -161,7 +161,7 @@ def _leave(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
     """Leave what no rank could."""
     if links.cause and not links.stopped:
-        silent.record_ranks(plan, me)
+        first.failure(plan, me)
     if links.cause and not plan["world"]["shared_folder"]:  # the record is on another machine
         if links.hang and links.hang.since:
             links.hang.write_record(links.cause)
@@ -219,18 +219,10 @@ def serve(
 
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:
     """Why this node failed, by what its ranks have recorded; else the launcher itself failed, which is recorded."""
-    each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
-    silent.record_ranks(plan, me)
-    left = []
-    for rank in range(me * each, (me + 1) * each):
-        path = f"{node.own(plan) or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                left.append(json.load(file))
-    if left:
-        first = min(left, key=lambda record: float(record["time"]))
-        problem = f"rank {first['rank']} on {name}: {first['why']}"
-        return Finding(problem, where=first["log"], code=first["code"], node=name, rank=first["rank"])
+    name = plan["world"]["nodes"][me]["name"]
+    if one := first.failure(plan, me):
+        problem = f"rank {one['rank']} on {name}: {one['why']}"
+        return Finding(problem, where=one["log"], code=one["code"], node=name, rank=one["rank"])
     found = Finding(f"the launcher ended with {children.ended_with(code)}", code=children.exit_code(code), node=name)
     _record(plan, str(me), found, why=found.problem)
     return found

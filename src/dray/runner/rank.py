@@ -72,13 +72,14 @@ def main(folder: str, world_size: str, node: str, command: list[str]) -> int:
         if stopped and os.getppid() != launcher:
             ranks.end(_GRACE)
         code = events.ended.get(0, 0)
+    seen = time.time()
     if between:
         between.finish()
     _note(beat, heartbeat.ended(code))
     if code == 0 or stopped:  # a rank that was stopped is no cause
         return children.exit_code(code)
     why = "it was asked to save and end" if asked and code == exit_codes.RETRY else children.ended_with(code)
-    return _failed(place, children.exit_code(code), why)
+    return _failed(place, children.exit_code(code), why, seen)
 
 
 class Place:
@@ -130,23 +131,23 @@ def _bind() -> None:
         print(f"dray: this rank is not bound to its cores: {error}", file=sys.stderr, flush=True)
 
 
-def _failed(place: Place, code: int, why: str) -> int:
+def _failed(place: Place, code: int, why: str, seen: float | None = None) -> int:
     number = int(place.rank) if place.rank.isdigit() else None
-    name = f"rank-{place.rank or 'unknown'}"
+    name, seen = f"rank-{place.rank or 'unknown'}", seen or time.time()
     try:
         from dray.contract import rank_lines  # only a rank that died pays for these  # noqa: PLC0415
         from dray.runner import record  # noqa: PLC0415
     except Exception as error:  # the image's mount has gone away under the rank, with all that is not loaded
         why = f"{why}; the image is gone: {error}"
-        _failed_alone(f"{place.folder}/{run_folder.failure(name)}", place.node, number, code, why)
+        _failed_alone(f"{place.folder}/{run_folder.failure(name)}", place.node, number, code, why, seen)
         return code
     lines = rank_lines.tail(place.log, number if place.own else None)
     told = {"rank": number, "code": code, "why": why, "log": place.log, "last_lines": lines}
-    record.write(place.folder, name, own=place.own, node=place.node, **told)
+    record.write(place.folder, name, own=place.own, node=place.node, time=seen, **told)
     return code
 
 
-def _failed_alone(target: str, node: str, rank: int | None, code: int, why: str) -> None:
+def _failed_alone(target: str, node: str, rank: int | None, code: int, why: str, seen: float) -> None:
     """A record without anything that is still to be loaded; the lines of the log are read later."""
 
     def quoted(text: str) -> str:
@@ -155,7 +156,7 @@ def _failed_alone(target: str, node: str, rank: int | None, code: int, why: str)
         return f'"{"".join(letters)}"'
 
     number = "null" if rank is None else rank
-    text = f'{{"time": {time.time()}, "node": {quoted(node)}, "rank": {number}, "code": {code}, "why": {quoted(why)}, '
+    text = f'{{"time": {seen}, "node": {quoted(node)}, "rank": {number}, "code": {code}, "why": {quoted(why)}, '
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -13,7 +13,7 @@ from typing import Any
 from dray.contract import files, hardware, run_folder
 from dray.runner import output
 
-_ENOUGH = 64  # records on the shared disk of a run of many ranks
+_ENOUGH = 64  # records on the shared disk of a run of many ranks; twice as many, of ranks that tell of no other's end
 
 
 def write(folder: str, name: str, *, own: str = "", **fields: object) -> None:
@@ -21,11 +21,12 @@ def write(folder: str, name: str, *, own: str = "", **fields: object) -> None:
 
     With a folder of the node's `own` it is there first; on the shared disk only the first one of a node, while few are.
     """
+    fields = {"time": time.time(), **fields}  # what follows takes a while
     if not fields.get("lost"):  # this node tells nothing of another that is gone
         from dray.runner import evidence  # noqa: PLC0415  only what has failed pays for it
 
         fields["evidence"] = evidence.collect(folder, fields.get("log"), fields.get("rank") if own else None)
-    text = json.dumps({"time": time.time(), **output.redacted(fields)}, indent=1)
+    text = json.dumps(output.redacted(fields), indent=1)
     if own:
         _write(f"{own}/{run_folder.failure(name)}", text)
         if not _first(own, str(fields["node"])) or crowded(folder):
@@ -56,12 +57,18 @@ def _mark(own: str, node: str) -> str:
     return f"{own}/{run_folder.FAILURES}/{node}.first"
 
 
-def crowded(folder: str) -> bool:
+def crowded(folder: str, most: int = _ENOUGH) -> bool:
     """Whether so many have failed that one more record tells nothing."""
     try:
-        return len(os.listdir(f"{folder}/{run_folder.FAILURES}")) >= _ENOUGH
+        return len(os.listdir(f"{folder}/{run_folder.FAILURES}")) >= most
     except OSError:
         return False
+
+
+def bring(own: str, folder: str, name: str) -> None:
+    """A record of the node's own folder to the shared disk, where it is not there yet."""
+    if not exists(folder, name) and not crowded(folder, 2 * _ENOUGH):
+        copy(f"{own}/{run_folder.failure(name)}", f"{folder}/{run_folder.failure(name)}")
 
 
 def exists(folder: str, name: str) -> bool:

@@ -18,7 +18,7 @@ _WAIT_S = 0.5  # for a program to end with its supervisor, or for one that is al
 def record_ranks(plan: Mapping[str, Any], me: int) -> None:
     """Record those of this node, once the launcher has ended or fails: a rank ends with its supervisor."""
     each, name = plan["world"]["ranks_per_node"], plan["world"]["nodes"][me]["name"]
-    deadline = time.monotonic() + _WAIT_S
+    seen, deadline = time.time(), time.monotonic() + _WAIT_S
     for rank in range(me * each, (me + 1) * each):
         while (silent := _silent(plan, rank)) is not False and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -27,7 +27,7 @@ def record_ranks(plan: Mapping[str, Any], me: int) -> None:
             why = "killed by SIGKILL, or the process that supervises it was"
             record.write(
                 plan["folder"], f"rank-{rank}", own=own, node=name, rank=rank, code=_KILLED, why=why, log=log,
-                last_lines=rank_lines.tail(log, rank if own else None),
+                last_lines=rank_lines.tail(log, rank if own else None), time=seen,
             )  # fmt: skip
 
 

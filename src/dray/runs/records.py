@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from dray.contract import exit_codes, files, secrets
+from dray.contract import exit_codes, failures, files, secrets
 from dray.planning.schema import Plan
 from dray.runs import causes, rank_log
 from dray.runs.rank_log import RankLog
@@ -18,8 +18,6 @@ from dray.runs.reading import RECORD, reason, written
 from dray.runs.result import Cause
 
 _MOST = 65_536
-_UNNOTICED_S = 5.0
-"""Seconds in which ranks may die of a node that is lost before its loss is noticed."""
 SRUN_LOG = "srun.log"
 _SLURM = re.compile(
     r"^(?:slurmstepd|srun)\b.{0,80}error: .{0,200}(?:oom[_-]kill|OOM Killed|DUE TO |ode failure|missing step on )"
@@ -38,18 +36,17 @@ class Record(NamedTuple):
 def read(folder: Path, logs: Path, *, code: int, warn: Callable[[str], None]) -> list[Record]:
     """In their order; `code` is that of a damaged record.
 
-    A node that was lost comes before what died of that, and what tells of its own failure before a rank that tells only
-    of another's end: the record of the latter may be the quicker one.
+    A node that was lost comes before what died of that; the rest is contract/failures.py's.
     """
     paths = [path for path in sorted(folder.iterdir())[:_MOST] if path.suffix == ".json"]
     found = [_record(path, logs, code, warn) for path in paths]
     lost = {one.cause.node for one in found if one.lost}
-    soon = min((one.time for one in found), default=0.0) + _UNNOTICED_S
+    first = min((one.time for one in found), default=0.0)
 
     def order(one: Record) -> float:
         if one.cause.node in lost:  # what its own ranks recorded says more than that it was lost
-            return one.time - _UNNOTICED_S
-        return one.time + _UNNOTICED_S * (one.time < soon and causes.explained(one.cause).name == causes.FOLLOWS)
+            return one.time - failures.UNNOTICED_S
+        return failures.order(one.time, first, lambda: causes.explained(one.cause).name == causes.FOLLOWS)
 
     return sorted(found, key=order)
 

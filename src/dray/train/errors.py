@@ -10,11 +10,10 @@ from contextlib import suppress
 from threading import Thread
 from typing import NoReturn
 
-from dray.contract import exit_codes, unexpected
+from dray.contract import exit_codes, failures, unexpected
 from dray.contract.findings import ConfigError, DrayError
 
 _AT_END: list[Callable[[], None]] = []
-_ENDED = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError")  # gloo's words, and NCCL's
 _PATIENCE_S = 5.0  # for what a dead disk keeps waiting
 
 
@@ -70,7 +69,7 @@ def _memory(raised: Exception) -> DrayError | None:
 def _of_another(raised: Exception) -> DrayError | None:
     """Nor is that another rank has ended in the middle of a collective."""
     text = str(raised)
-    if not isinstance(raised, RuntimeError) or not any(sign in text for sign in _ENDED):
+    if not isinstance(raised, RuntimeError) or not failures.follows([text]):
         return None
     traceback.print_exception(raised)
     return DrayError(

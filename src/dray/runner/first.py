@@ -1,0 +1,36 @@
+"""The first failure of this node's ranks: what all others of the node, and maybe of the run, have died of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from dray.contract import failures, run_folder
+from dray.runner import node, record, silent
+
+
+def failure(plan: Mapping[str, Any], me: int) -> dict[str, Any] | None:
+    """Its record; None where no rank has failed by itself.
+
+    In a run of many ranks it is in the run's folder then, too: another rank may have been the first to write there.
+    """
+    silent.record_ranks(plan, me)
+    each, own, found = plan["world"]["ranks_per_node"], node.own(plan), []
+    for rank in range(me * each, (me + 1) * each):
+        path = f"{own or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                found.append(json.load(file))
+    if not found:
+        return None
+    begin = min(float(one["time"]) for one in found)
+    first: dict[str, Any] = min(found, key=lambda one: failures.order(float(one["time"]), begin, lambda: _follows(one)))
+    if own and not _follows(first):
+        record.bring(own, plan["folder"], f"rank-{first['rank']}")
+    return first
+
+
+def _follows(one: Mapping[str, Any]) -> bool:
+    return failures.follows([one["why"], *one["last_lines"]])
