@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from damage import HOSTILE, replace
-from dray.cli import logs, progress, runs, status, times, top
+from dray.cli import logs, progress, runs, status, studies, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import brief
@@ -293,6 +293,21 @@ def test_the_list(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--state has a wrong value"):
         dray_runs(several, capsys, states=["ended"])
     assert heads + waits + second + first == TABLE
+
+
+@pytest.mark.hostile("runs")
+def test_no_name_makes_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the plan of somebody else's run."""
+    paths = begun(tmp_path)
+    plan = json.loads(paths.plan.read_text())
+    plan["recipe"]["name"] = "x\nfirst  done\t\u2028\u202eenod"
+    paths.plan.write_text(json.dumps(plan))
+    head, row = dray_runs(tmp_path, capsys).splitlines()
+    assert (head.split()[0], row.split()[0]) == ("RUN", "mine")
+    assert "x\ufffdfirst  done\ufffd\ufffd\ufffdenod" in row
+    assert "x\ufffdfirst  done\ufffd\ufffd\ufffdenod" in status.text(look(paths.run, Queue()))[0]
+    assert "\u202e" not in dray_runs(tmp_path, capsys, as_json=True).encode().decode("unicode-escape")
+    assert studies.columns([["a\nb"]], [True]) == ["a\ufffdb"]
 
 
 def test_few_files_are_opened_for_a_list(
@@ -636,8 +651,11 @@ def test_a_list_fits_a_narrow_terminal(
 def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError) as refused:
-        logs.logs(str(talks.run), rank=7)
+        logs.logs(str(talks.run), rank=7, node="0")
     assert refused.value.finding.wanted == "the log of rank 7"
+    with pytest.raises(ConfigError, match="the rank is on another node") as refused:
+        logs.logs(str(talks.run), node="n1", rank=1)
+    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
     with pytest.raises(ConfigError, match="--node names no node of the run"):
         logs.logs(str(talks.run), node="n9")
 

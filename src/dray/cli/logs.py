@@ -148,10 +148,17 @@ class _Shown:
             paths = RunPaths(Path(seen.folder), seen.attempt)
             plan = table(paths.plan, [])
             each, by_node = (dig(plan, "world", name) for name in ("ranks_per_node", "logs_by_node"))
-            found = files.of(
-                paths, node=self._number(seen), rank=self._rank, by_node=by_node is True,
-                each=each if isinstance(each, int) and each > 0 else 1,
-            )  # fmt: skip
+            each = each if isinstance(each, int) and each > 0 else 1
+            node = self._number(seen)
+            on = None if self._rank is None else self._rank // each
+            if node is not None and on is not None and node != on < len(seen.nodes):
+                raise ConfigError(
+                    "the rank is on another node",
+                    wanted=f"--node {on}",
+                    found=f"--node {self._node} --rank {self._rank}",
+                    fix=f"--rank {self._rank} alone",
+                )
+            found = files.of(paths, node=node, rank=self._rank, by_node=by_node is True, each=each)
         for log in found:
             self._logs.setdefault(log.path, log)
         self._printer.widen([*self._logs.values()])
