@@ -373,7 +373,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     assert status.text(look(waits, Queue(), closely=True)) == [
         "waits: queued (gpt2, job 1)",
         "  Slurm: job 1 PENDING, Priority: jobs with a higher priority are before it",
-        "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's guess, which changes with the queue",
+        "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's estimate, which changes with the queue",
         f"run folder: {waits}",
     ]
     paths = begun(tmp_path)
@@ -658,6 +658,10 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
     with pytest.raises(ConfigError, match="--node names no node of the run"):
         logs.logs(str(talks.run), node="n9")
+    seen = look(talks.run, Queue()).model_copy(update={"state": "no result"})
+    monkeypatch.setattr(logs.Watched, "look", lambda _watched: seen)
+    with pytest.raises(ConfigError, match="found:  the run has no result\n"):
+        logs.logs(str(talks.run), rank=7)
 
 
 def drawn(paths: RunPaths, width: int = 72) -> list[str]:

@@ -22,7 +22,7 @@ from dray.runs.look import Watched
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig, table
-from dray.runs.state import RUNNING, State
+from dray.runs.state import NO_RESULT, RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _STATS = 2000  # a second, of which a shared disk takes no harm
@@ -57,7 +57,7 @@ def logs(
             "there is no such log",
             where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
             wanted=f"the log of rank {rank}" if rank is not None else f"a log of node {node}" if node else "a log",
-            found=f"the run is {seen.state}",
+            found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
             fix="dray status says what it waits for; dray logs -f waits too" if not seen.attempt else "another --rank",
         )
     if follow:

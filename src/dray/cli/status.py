@@ -89,7 +89,7 @@ def waiting(seen: State) -> list[str]:
         at, when = times.seconds(told.start), times.local(told.start)
         left = max(0.0, (at or 0.0) - time.time())
         kind = "not before" if told.reason == "BeginTime" else "expected start"
-        change = "" if told.reason == "BeginTime" else "; Slurm's guess, which changes with the queue"
+        change = "" if told.reason == "BeginTime" else "; Slurm's estimate, which changes with the queue"
         lines.append(f"  {kind}: {when} (in {duration(left)}){change}")
     else:
         lines.append("  expected start: Slurm has none yet")
