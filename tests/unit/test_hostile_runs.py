@@ -161,7 +161,7 @@ def dray_says(
             finally:
                 signal.alarm(0)
             out, err = capfd.readouterr()
-            bad = [word for word in (unexpected.DEFECT, "what asked for it", "Traceback") if word in err]
+            bad = [word for word in (unexpected.DEFECT, "send a bug report with", "Traceback") if word in err]
             bad += ["an escape sequence"] if "\x1b" in (err if verb[0] == "logs" else out + err) else []
             bad += ["no line"] if not (out + err).strip() and verb[0] not in ("logs", "enter", "export") else []
             if code not in CODES or bad:

@@ -143,7 +143,7 @@ def test_what_cannot_be_the_same_is_told_before_anything_is_made(
     with pytest.raises(ConfigError) as refused:
         replay("mine")
     assert (refused.value.finding.problem, refused.value.finding.fix) == (
-        "nobody is there to agree", "--yes, or --recipe",
+        "there is no terminal to ask on", "--yes, or --recipe",
     )  # fmt: skip
     assert capsys.readouterr().out.splitlines()[:2] == [
         "what cannot be the same:",

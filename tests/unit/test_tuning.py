@@ -139,7 +139,7 @@ def test_values_that_are_none(key: str, text: str) -> None:
 def test_keys() -> None:
     assert tuning.keys("strategy, batch.per_device,strategy") == (STRATEGY, ROWS)
     for text in ("lr", "train", "strategy,", ""):
-        with pytest.raises(ConfigError, match="--keys names what is no key to tune"):
+        with pytest.raises(ConfigError, match="--keys names a key that dray does not tune"):
             tuning.keys(text)
 
 

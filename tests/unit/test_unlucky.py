@@ -133,7 +133,7 @@ def test_what_the_machine_refuses_is_no_defect(raised, code: int, problem: str, 
     found = unexpected.error(raised).finding
     assert (found.code, found.problem, found.where) == (code, problem, where)
     full = problem.startswith("No space")
-    assert found.fix.startswith("make room on that disk" if full else "what asked" if problem != "mine" else "")
+    assert found.fix.startswith("make room on that disk" if full else "if the cause" if problem != "mine" else "")
 
 
 def test_the_place_is_one_of_dray_s_own_lines() -> None:

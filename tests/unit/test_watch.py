@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from damage import HOSTILE, replace
-from dray.cli import logs, progress, runs, status, times, top
+from dray.cli import logs, progress, runs, status, studies, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import brief
@@ -295,6 +295,21 @@ def test_the_list(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert heads + waits + second + first == TABLE
 
 
+@pytest.mark.hostile("runs")
+def test_no_name_makes_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the plan of somebody else's run."""
+    paths = begun(tmp_path)
+    plan = json.loads(paths.plan.read_text())
+    plan["recipe"]["name"] = "x\nfirst  done\t\u2028\u202eenod"
+    paths.plan.write_text(json.dumps(plan))
+    head, row = dray_runs(tmp_path, capsys).splitlines()
+    assert (head.split()[0], row.split()[0]) == ("RUN", "mine")
+    assert "x\ufffdfirst  done\ufffd\ufffd\ufffdenod" in row
+    assert "x\ufffdfirst  done\ufffd\ufffd\ufffdenod" in status.text(look(paths.run, Queue()))[0]
+    assert "\u202e" not in dray_runs(tmp_path, capsys, as_json=True).encode().decode("unicode-escape")
+    assert studies.columns([["a\nb"]], [True]) == ["a\ufffdb"]
+
+
 def test_few_files_are_opened_for_a_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +373,7 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     assert status.text(look(waits, Queue(), closely=True)) == [
         "waits: queued (gpt2, job 1)",
         "  Slurm: job 1 PENDING, Priority: jobs with a higher priority are before it",
-        "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's guess, which changes with the queue",
+        "  expected start: 2026-11-25 03:00 (in 1 h 33 min); Slurm's estimate, which changes with the queue",
         f"run folder: {waits}",
     ]
     paths = begun(tmp_path)
@@ -636,10 +651,17 @@ def test_a_list_fits_a_narrow_terminal(
 def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError) as refused:
-        logs.logs(str(talks.run), rank=7)
+        logs.logs(str(talks.run), rank=7, node="0")
     assert refused.value.finding.wanted == "the log of rank 7"
+    with pytest.raises(ConfigError, match="the rank is on another node") as refused:
+        logs.logs(str(talks.run), node="n1", rank=1)
+    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
     with pytest.raises(ConfigError, match="--node names no node of the run"):
         logs.logs(str(talks.run), node="n9")
+    seen = look(talks.run, Queue()).model_copy(update={"state": "no result"})
+    monkeypatch.setattr(logs.Watched, "look", lambda _watched: seen)
+    with pytest.raises(ConfigError, match="found:  the run has no result\n"):
+        logs.logs(str(talks.run), rank=7)
 
 
 def drawn(paths: RunPaths, width: int = 72) -> list[str]:

@@ -93,7 +93,9 @@ def _show(items: list[Item], going: list[Item]) -> None:
 
 def _agreed(going: list[Item]) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("nobody is there to agree", found="standard input is no terminal", fix="--yes, or --dry-run")
+        raise ConfigError(
+            "there is no terminal to ask on", found="standard input is not a terminal", fix="--yes, or --dry-run"
+        )
     return typer.confirm(f"remove {'it' if len(going) == 1 else 'them'}?")
 
 

@@ -22,7 +22,7 @@ from dray.runs.look import Watched
 from dray.runs.named import find
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig, table
-from dray.runs.state import RUNNING, State
+from dray.runs.state import NO_RESULT, RUNNING, State
 
 _POLL_S, _LOOK_EVERY = 0.2, 5
 _STATS = 2000  # a second, of which a shared disk takes no harm
@@ -57,7 +57,7 @@ def logs(
             "there is no such log",
             where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
             wanted=f"the log of rank {rank}" if rank is not None else f"a log of node {node}" if node else "a log",
-            found=f"the run is {seen.state}",
+            found=f"the run {'has' if seen.state == NO_RESULT else 'is'} {seen.state}",
             fix="dray status says what it waits for; dray logs -f waits too" if not seen.attempt else "another --rank",
         )
     if follow:
@@ -148,10 +148,17 @@ class _Shown:
             paths = RunPaths(Path(seen.folder), seen.attempt)
             plan = table(paths.plan, [])
             each, by_node = (dig(plan, "world", name) for name in ("ranks_per_node", "logs_by_node"))
-            found = files.of(
-                paths, node=self._number(seen), rank=self._rank, by_node=by_node is True,
-                each=each if isinstance(each, int) and each > 0 else 1,
-            )  # fmt: skip
+            each = each if isinstance(each, int) and each > 0 else 1
+            node = self._number(seen)
+            on = None if self._rank is None else self._rank // each
+            if node is not None and on is not None and node != on < len(seen.nodes):
+                raise ConfigError(
+                    "the rank is on another node",
+                    wanted=f"--node {on}",
+                    found=f"--node {self._node} --rank {self._rank}",
+                    fix=f"--rank {self._rank} alone",
+                )
+            found = files.of(paths, node=node, rank=self._rank, by_node=by_node is True, each=each)
         for log in found:
             self._logs.setdefault(log.path, log)
         self._printer.widen([*self._logs.values()])

@@ -28,8 +28,7 @@ def add(
     remotes, added = names.read(), names.parse(name, place)
     if name in remotes and remotes[name] != added:
         raise ConfigError(
-            "this name is another remote's",
-            found=remotes[name].place,
+            f"the name is taken by {remotes[name].place}",
             fix=f"dray remote remove {name}, or another name",
         )
     names.write(remotes | {name: added})

@@ -157,7 +157,9 @@ def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait
 
 def _agreed() -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("nobody is there to agree", found="standard input is no terminal", fix="--yes, or --recipe")
+        raise ConfigError(
+            "there is no terminal to ask on", found="standard input is not a terminal", fix="--yes, or --recipe"
+        )
     return typer.confirm("submit it?")
 
 

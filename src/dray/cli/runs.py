@@ -18,6 +18,7 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError, counted
+from dray.contract.values import cell
 from dray.runs import cost, state
 from dray.runs.look import look
 from dray.runs.named import seen
@@ -108,9 +109,9 @@ def _row(one: State) -> tuple[str, ...]:
     if one.steps is not None:
         step = f"{step or '0'}/{one.steps:,}"
     return (
-        one.run,
+        cell(one.run),
         one.state,
-        one.recipe or "",
+        cell(one.recipe or ""),
         f"{len(one.nodes) or ''}",
         step,
         "" if one.loss is None else f"{one.loss:.3f}",

@@ -13,7 +13,7 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.contract.findings import counted
-from dray.contract.values import printable
+from dray.contract.values import cell, printable
 from dray.runs import cost, startup, state
 from dray.runs.look import look
 from dray.runs.named import find
@@ -71,7 +71,7 @@ def head(seen: State) -> str:
     parts += [f"job {seen.job_id or seen.job}"] if seen.job else []
     where = " ".join(seen.nodes[:_NODES]) + " ..." * (len(seen.nodes) > _NODES)
     parts += [f"{counted(seen.ranks, 'rank')} on {where}"] if seen.ranks and seen.nodes else []
-    return f"{seen.run}: {seen.state}" + (f" ({', '.join(parts)})" if parts else "")
+    return cell(f"{seen.run}: {seen.state}" + (f" ({', '.join(parts)})" if parts else ""))
 
 
 def waiting(seen: State) -> list[str]:
@@ -89,7 +89,7 @@ def waiting(seen: State) -> list[str]:
         at, when = times.seconds(told.start), times.local(told.start)
         left = max(0.0, (at or 0.0) - time.time())
         kind = "not before" if told.reason == "BeginTime" else "expected start"
-        change = "" if told.reason == "BeginTime" else "; Slurm's guess, which changes with the queue"
+        change = "" if told.reason == "BeginTime" else "; Slurm's estimate, which changes with the queue"
         lines.append(f"  {kind}: {when} (in {duration(left)}){change}")
     else:
         lines.append("  expected start: Slurm has none yet")

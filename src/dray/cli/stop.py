@@ -32,7 +32,7 @@ def stop(
     try:
         halt.stop(live.own(find(run, runs) if run else halt.newest(runs)), now=now, wait=wait, say=_say)
     except KeyboardInterrupt:
-        print("it goes on ending; dray stop shows its last words")
+        print("the run still saves and ends; dray stop shows its last words")
         raise typer.Exit(130) from None
 
 

@@ -21,7 +21,7 @@ from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.contract.values import printable
+from dray.contract.values import cell
 from dray.images import store
 from dray.runs import allocation, arrays, login, source, state, submit, write
 from dray.runs import study as studies
@@ -242,7 +242,7 @@ def _table(study: Study, rows: Sequence[Row]) -> list[str]:
         own = [_figure(row.speedup, ".2f"), _figure(row.efficiency, ".0%")] if scaling else []
         lines.append(
             [
-                str(row.ranks) if scaling else printable(" ".join(row.settings)),
+                str(row.ranks) if scaling else " ".join(row.settings),
                 row.state, _figure(row.tokens_per_s, ",.0f"), *own, _figure(row.step_s, ".3f"),
                 _figure(row.seconds, ",.1f"), _figure(row.loss, ".5f"), _figure(row.eval_loss, ".5f"), row.run,
             ]
@@ -253,6 +253,7 @@ def _table(study: Study, rows: Sequence[Row]) -> list[str]:
 
 def columns(lines: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
     """A table as text; `left` says which of its columns are aligned there."""
+    lines = [[*map(cell, line)] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
         [

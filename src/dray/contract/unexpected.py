@@ -38,7 +38,7 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
         where = secrets.redacted(ascii(named)[1:-1]) if named else place
         fix = "make room on that disk, or in your quota, and try again" if number in _FULL else ""
         if not fix and not log:
-            fix = f"what asked for it: {_traceback(raised)}"
+            fix = f"if the cause is not clear, send a bug report with {_traceback(raised)}"
         found = secrets.redacted(ascii(str(raised))[1:-1])[:_SHOWN]
         return DrayError(os.strerror(number), where=where, found=found, fix=fix, code=code)
     found = f"{type(raised).__name__}: {secrets.redacted(ascii(str(raised))[1:-1])}"[:_SHOWN]

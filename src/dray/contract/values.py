@@ -10,7 +10,8 @@ from typing import Any
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+# The last two ranges reverse what follows them on a terminal: a name could end in the state of another run.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def control_characters(values: object, key: str = "") -> Iterator[Finding]:
@@ -43,3 +44,8 @@ def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
     if isinstance(value, dict):
         return {name: one if one is None else printable(one) for name, one in value.items()}
     return [printable(one) for one in value] if isinstance(value, list) else value
+
+
+def cell(text: str) -> str:
+    """The same on one line, for a table or a line that other lines follow: what is in it makes no row of its own."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)

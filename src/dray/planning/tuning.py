@@ -168,7 +168,7 @@ def keys(text: str) -> tuple[str, ...]:
         fitting = [key for key in KEYS if one in (key, key.partition(".")[2])]
         if not fitting:
             raise ConfigError(
-                "--keys names what is no key to tune", wanted=f"some of {', '.join(KEYS)}", found=one or text,
+                "--keys names a key that dray does not tune", wanted=f"some of {', '.join(KEYS)}", found=one or text,
                 fix="dray sweep RECIPE KEY=VALUE,VALUE compares other keys",
             )  # fmt: skip
         found += fitting

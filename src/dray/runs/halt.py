@@ -82,7 +82,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             "whether its job has begun is not known here",
             where=run,
             found=state.why,
-            fix="dray stop once Slurm here tells of the job",
+            fix="dray stop again, once squeue lists the job here",
         )
     _write(state.paths)
     _say_asked(state, say, now=now)
