@@ -96,6 +96,45 @@ def test_a_supervisor_that_is_killed_has_recorded_nothing_and_its_rank_is_named(
     assert "dray: restart 1 of 2: rank 3 on node2: killed by SIGKILL, or the process" in said
 
 
+def kill_store(plan: dict[str, Any], first: Any) -> None:
+    """Once all ranks have begun; until the first node's runner knows."""
+    deadline = time.monotonic() + 60
+    while not Path(plan["folder"], "starts").exists() or len(Path(plan["folder"], "starts").read_text().split()) < 16:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    (store,) = (one for one in children if b"dray.tcp_store" in Path("/proc", one, "cmdline").read_bytes())
+    os.kill(int(store), signal.SIGKILL)
+    while Path("/proc", store).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_training_whose_store_is_killed_starts_again(plan: dict[str, Any], start: Start, shared: bool) -> None:
+    """Without it nothing would be saved when the run is asked to end."""
+    ranks(plan, dies="none")
+    plan["recipe"] = {"train": {"steps": 9}}
+    plan["world"] |= {"shared_folder": shared, "port": 0 if shared else free_port()}
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    kill_store(plan, nodes[0])
+    (first, said), (second, _) = map(ended, nodes)
+    assert (first, second) == (0, 0), said
+    assert failures(plan)["restart-1/node-0.json"] == 75
+    assert "dray: this node ends: the store has ended: killed by SIGKILL\n  fix:    start the run again; with" in said
+    assert "dray: restart 1 of 2: the store has ended: killed by SIGKILL\n" in said
+
+
+def test_a_program_of_one_s_own_may_not_need_the_store(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    ranks(plan, dies="none", well=0, before="until [ -e end ]; do sleep 0.05; done")
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    kill_store(plan, nodes[0])
+    (tmp_path / "end").touch()
+    (first, said), (second, _) = map(ended, nodes)
+    assert (first, second) == (0, 0), said
+    assert "dray: the store has ended: killed by SIGKILL\n" in said
+
+
 def test_nothing_is_started_again_where_the_image_is_gone(
     plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

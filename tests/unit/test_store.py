@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 from torch.distributed import TCPStore
 
 from dray.planning import accelerate, launchers
+from dray.runner import children
 from dray.runs.write import read_recipe
 from helpers import PYTHON
 from nodes import Start
@@ -128,7 +129,7 @@ def test_the_installation_registers_the_rendezvous() -> None:
     assert re.search("tcp_store.handler.StoreRendezvous", shown.stdout)
 
 
-def test_the_store_serves_more_ranks_than_its_soft_limit_of_files() -> None:
+def test_the_store_serves_more_ranks_than_its_soft_limit_of_files_and_outlives_signals() -> None:
     """1,024 files are usual, and each rank holds one."""
     few = "import os, resource, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
     few += "resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard)); os.execv(sys.argv[1], sys.argv[1:])"
@@ -139,6 +140,8 @@ def test_the_store_serves_more_ranks_than_its_soft_limit_of_files() -> None:
     try:
         limit = datetime.timedelta(minutes=2)
         clients = [TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for _ in range(64)]
+        for number in children.STOPS:  # such as all processes get at a stop: ranks agree by the store what they save
+            store.send_signal(number)
         assert [client.add("ranks", 1) for client in clients] == list(range(1, 65))
     finally:
         store.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -9,10 +10,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dray.contract import files, findings, run_folder, scratch, unexpected
+from dray.contract import exit_codes, files, findings, run_folder, scratch, unexpected
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.contract.startup import PREFLIGHT, RENDEZVOUS
 from dray.runner import (
@@ -111,10 +112,11 @@ def launch(
     environ = environment.of(plan, me, store, start, gloo)
     if not start.number or not node.own(plan):
         record.introduce(plan, me, environ, links.report)
+    ended = functools.partial(_store_ended, plan, me, links)
     if listener and (world["size"] > 1 or "{ranks}" not in plan["launcher"]):
-        serve(supervised, listener, store)
+        serve(supervised, listener, store, ended)
     elif listener:  # most programs of one rank never ask for it, and each store costs an import of torch
-        supervised.watch(listener.fileno(), lambda: serve(supervised, listener, store, watched=True))
+        supervised.watch(listener.fileno(), lambda: serve(supervised, listener, store, ended, watched=True))
     if plan["preflight"] is not None and not start.number:
         from dray.runner import preflight  # noqa: PLC0415  most of a minute of torch is behind it, and 10 ms of its own
 
@@ -207,14 +209,37 @@ def restart(
 
 
 def serve(
-    supervised: children.Children, listener: socket.socket, store: tuple[str, int], *, watched: bool = False
+    supervised: children.Children,
+    listener: socket.socket,
+    store: tuple[str, int],
+    ended: Callable[[int], None],
+    *,
+    watched: bool = False,
 ) -> None:
     """Hand the socket to a process with torch, which serves the store on it as long as this one lives."""
     if watched:
         supervised.forget(listener.fileno())
     argv = [sys.executable, "-m", "dray.tcp_store", store[0], str(store[1]), str(listener.fileno())]
-    supervised.start(argv, label=None, on_parent_death=signal.SIGKILL, inherit=listener.fileno(), session=True)
+    supervised.start(argv, on_parent_death=signal.SIGKILL, inherit=listener.fileno(), session=True, ended=ended)
     listener.close()
+
+
+def _store_ended(plan: Mapping[str, Any], me: int, links: control.Control, code: int) -> None:
+    """dray's trainer needs it to save and end when it is asked; other programs may not need it any more, or at all."""
+    if not code or links.cause or links.stopped:  # 0: there is no torch, so nobody can ask for it
+        return
+    found = Finding(
+        f"the store has ended: {children.ended_with(code)}",
+        fix="start the run again; with more memory (sbatch --mem) if the kernel has killed it for want of that",
+        code=exit_codes.RETRY,
+        node=plan["world"]["nodes"][me]["name"],
+    )
+    if not plan.get("recipe", {}).get("train"):
+        print(f"dray: {found}", file=sys.stderr, flush=True)
+        return
+    if plan["world"]["shared_folder"]:
+        _record(plan, str(me), found, why=str(found))
+    links.end(found)
 
 
 def failure(plan: Mapping[str, Any], me: int, code: int) -> Finding:

@@ -42,6 +42,7 @@ class Children:
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, _through_the_pipe)
+        self._serving: dict[int, Callable[[int], None]] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._kill_at = 0.0
         self._asked: Asked | None = None
@@ -50,17 +51,19 @@ class Children:
         self,
         argv: list[str],
         *,
-        label: int | None = 0,
+        label: int = 0,
         env: Mapping[str, str] | None = None,
         on_parent_death: int = signal.SIGTERM,
         session: bool = False,
         output: int | None = None,
         inherit: int | None = None,
+        ended: Callable[[int], None] | None = None,
     ) -> None:
         """Start a program; an OSError says why it cannot. It hears `on_parent_death` when this process is killed.
 
-        A session of its own keeps away signals to this one's group, which this process passes on. A child without a
-        label is not waited for: it serves the others, and ends with this process.
+        A session of its own keeps away signals to this one's group, which this process passes on. A child with `ended`
+        is not waited for: it serves the others, and ends with this process. If it ends before them, `wait` calls that
+        with its code.
         """
         here = os.getpid()
         failed, report = os.pipe2(os.O_CLOEXEC)
@@ -94,7 +97,9 @@ class Children:
         if reason:
             os.waitpid(child, 0)
             raise OSError(int(reason), os.strerror(int(reason)), argv[0])
-        if label is not None:
+        if ended:
+            self._serving[child] = ended
+        else:
             self.running[child] = label
 
     def watch(self, file: int, call: Callable[[], None]) -> None:
@@ -147,8 +152,11 @@ class Children:
             child, status = os.waitpid(-1, os.WNOHANG)
             if not child:
                 break
+            code = os.waitstatus_to_exitcode(status)
             if child in self.running:  # others serve, or are orphans in a container
-                events.ended[self.running.pop(child)] = os.waitstatus_to_exitcode(status)
+                events.ended[self.running.pop(child)] = code
+            elif child in self._serving:
+                self._serving.pop(child)(code)
         return events
 
     def close(self, limit: float) -> bool:

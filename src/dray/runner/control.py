@@ -257,7 +257,11 @@ class Control:
         )
         # Ranks of other nodes may have died of it already, and been taken for the cause.
         self.lost[node] = time.time(), finding
-        if not self.cause:
+        self.end(finding)
+
+    def end(self, finding: Finding) -> None:
+        """The run ends on all nodes, unless it does already."""
+        if not self.cause and not self.stopped:
             self._end(finding)
             self._pass_on({"failed": finding._asdict()})
 

@@ -11,7 +11,9 @@ import sys
 
 
 def main(address: str, port: int, file: int) -> None:
-    """Only the runner's end ends it."""
+    """Only the runner's end ends it: where all processes are signalled, ranks still agree by it what they save."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     try:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
     except ImportError as error:
