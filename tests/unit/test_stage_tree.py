@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,18 +20,24 @@ import pytest
 from copies import decided
 from dray import render
 from dray.runner import channel, chunks
+from dray.runner import tree as tree_module
 from dray.runner.channel import BrokenError, Channel
 
 CHUNK = 4096
 IMAGE = os.urandom(20 * CHUNK + 77)
 # The program itself, with small chunks; HARM says what goes wrong as it hands on the sixth chunk.
 NODE = f"""
-import os, sys
+import os, sys, time
 from dray.runner import chunks, stage, tree
 chunks.CHUNK, tree.ABSENT_S = {CHUNK}, float(os.environ.get("ABSENT", "60"))
+if "SILENT" in os.environ:
+    tree.SILENT_S, tree.NEWS_S = float(os.environ["SILENT"]), 0
 push, harm = chunks.push, os.environ.get("HARM", "")
 def harmed(line, file, at, length):
-    if harm and at == 5 * {CHUNK}:
+    if harm == "is slow":
+        time.sleep(0.25)
+        push(line, file, at, length)
+    elif harm and at == 5 * {CHUNK}:
         if harm == "dies":
             os._exit(9)
         data = bytearray(os.pread(file, length, at))
@@ -151,6 +159,43 @@ def test_nodes_that_take_none_or_have_no_room_or_never_come(tree: Tree) -> None:
     assert codes == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1}
     assert printed == {**dict.fromkeys(range(4), ""), 4: "dray: no room for the image on this node: File too large\n"}
     assert tree.whole() == {1, 2}
+
+
+def test_a_node_that_is_slow_is_waited_for(tree: Tree) -> None:
+    tree.start(0, HARM="is slow", SILENT="3")
+    tree.start(1, SILENT="3")
+    tree.start(*range(2, 6), takes=False)
+    codes, printed = tree.ended()
+    assert (codes, set(printed.values())) == (dict.fromkeys(range(6), 0), {""})
+    assert tree.whole() == {0, 1}
+
+
+def test_a_node_that_stands_still_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a disk that hangs: its kernel keeps the connection."""
+    monkeypatch.setattr(tree_module, "SILENT_S", 0.3)
+    key, limit = b"k" * 32, time.monotonic() + 60
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        served = tree_module.Tree({"nodes": [{"name": f"n{n}"} for n in range(4)]}, key, listener, ("127.0.0.1", 1))
+        served.read.set()
+        serving = threading.Thread(target=served.serve, args=(limit,))
+        serving.start()
+        still, done, goes_on = (
+            channel.greet(socket.create_connection(listener.getsockname()), key, limit) for _ in range(3)
+        )
+        for number, one in enumerate((still, done, goes_on), 1):
+            one.send({"node": number, "port": 1000})
+            assert "at" in one.receive_one(limit)
+        done.send({"have": True})
+        while not select.select([still.line], [], [], 0.05)[0]:  # until it is closed
+            goes_on.send({"here": 1})
+        goes_on.send({"have": True})
+        assert [one.receive_one(limit) for one in (done, goes_on)] == [{"over": True}] * 2
+        serving.join()
+        for line in (still.line, done.line, goes_on.line, *served._links):
+            line.close()
+    assert capsys.readouterr().out == "dray: n1 got no more of the image for 0 s, and is not waited for\n"
 
 
 def test_another_run_s_node_and_strangers_are_no_part_of_it(tree: Tree, tmp_path: Path) -> None:

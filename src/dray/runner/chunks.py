@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 from dray.runner import channel
 from dray.runner.channel import BrokenError, Channel
@@ -98,8 +99,8 @@ def read(source: int, file: File, *, keep: bool) -> None:
             file.add(digest)
 
 
-def fetch(peer: Channel, file: File, deadline: float) -> None:
-    """All chunks that are missing, in their order. OSError: another peer may have them."""
+def fetch(peer: Channel, file: File, deadline: float, came: Callable[[], None] = lambda: None) -> None:
+    """All chunks that are missing, in their order; `came` is called after each. OSError: another peer may have them."""
     line = peer.line
     peer.send({"from": file.here})
     line.settimeout(LOST_S)
@@ -121,6 +122,7 @@ def fetch(peer: Channel, file: File, deadline: float) -> None:
         if hashlib.sha256(data).digest() != digest:
             raise BrokenError(f"chunk {number} was changed on its way")
         file.put(data, digest)
+        came()
         since = time.monotonic()
 
 

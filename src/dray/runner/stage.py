@@ -105,7 +105,15 @@ def _follow(plan: Mapping[str, Any], me: int, key: bytes, file: chunks.File | No
 
 def _get(first: Channel, key: bytes, file: chunks.File, deadline: float) -> None:
     """From whom the first node says; from another one where that is gone, or what it sends is not what it was."""
-    tries, before = 0, 0
+    tries, before, told = 0, 0, time.monotonic()
+
+    def came() -> None:
+        nonlocal told
+        if time.monotonic() > told + tree.NEWS_S:
+            told = time.monotonic()
+            with suppress(OSError):  # the node that hands on the chunks may still have all
+                first.send({"here": file.here})
+
     while file.here < file.count:
         at = first.receive_one(min(deadline, time.monotonic() + chunks.STALLED_S)).get("at")
         if not isinstance(at, list) or len(at) != 2:
@@ -113,7 +121,7 @@ def _get(first: Channel, key: bytes, file: chunks.File, deadline: float) -> None
         try:
             peer = _connect((str(at[0]), int(at[1])), key, channel.PROOF_S)
             try:
-                chunks.fetch(peer, file, deadline)
+                chunks.fetch(peer, file, deadline, came)
             finally:
                 peer.close()
         except chunks.StalledError:

@@ -19,6 +19,9 @@ from dray.runner.channel import Channel
 
 START_S = 60.0  # until the first of the others has come
 ABSENT_S = 30.0  # after the last arrival, nobody waits any longer for a node that has not come
+SILENT_S = 90.0  # nor for one that gets no more; one whose peers only wait gives up by itself, after chunks.STALLED_S
+NEWS_S = 10.0  # how often a node that gets more tells it
+_LOOK_S = 1.0
 
 
 @dataclass
@@ -27,6 +30,8 @@ class _Node:
 
     link: Channel
     number: int
+    heard: float = 0.0
+    """When it last told anything, which it does as long as it gets more."""
     at: tuple[str, int] | None = None
     """Where it hands on the image; None where it takes no copy."""
     parent: _Node | None = None
@@ -39,14 +44,15 @@ class Tree:
     """Whom each node asks."""
 
     def __init__(self, world: Mapping[str, Any], key: bytes, listener: socket.socket, at: tuple[str, int]) -> None:
-        self._nodes, self._key, self._listener, self._at = len(world["nodes"]), key, listener, at
+        self._names = [node["name"] for node in world["nodes"]]
+        self._nodes, self._key, self._listener, self._at = len(self._names), key, listener, at
         self._come: dict[int, _Node] = {}
         self._order: list[_Node] = []
         self._room = host.allow_files(world)
         self._unproved: dict[socket.socket, host.Visitor] = {}
         self._links: dict[socket.socket, _Node] = {}
         self._selector = selectors.DefaultSelector()
-        self._last = time.monotonic()
+        self._last = self._looked = time.monotonic()
         self.read = threading.Event()
         """Whether this node has read what it reads: until then others may still come."""
         listener.setblocking(False)
@@ -67,9 +73,21 @@ class Tree:
             now = time.monotonic()
             for line in [line for line, visitor in self._unproved.items() if now > visitor.deadline]:
                 self._close(line)
+            if now > self._looked + _LOOK_S:
+                self._looked = now
+                self._leave_out(now)
         for node in self._come.values():
             if not node.gone:
                 _tell(node, {"over": True})
+
+    def _leave_out(self, now: float) -> None:
+        """Those that hang, as with their disk: their kernel keeps the connection."""
+        for node in self._come.values():
+            if not node.done and not node.gone and now > node.heard + SILENT_S:
+                name = self._names[node.number]
+                print(f"dray: {name} got no more of the image for {SILENT_S:.0f} s, and is not waited for", flush=True)
+                node.gone = True
+                self._close(node.link.line)
 
     def _over(self, deadline: float) -> bool:
         now = time.monotonic()
@@ -113,6 +131,7 @@ class Tree:
         node = self._links[line]
         try:
             for message in node.link.receive():
+                node.heard = time.monotonic()
                 self._answer(node, message)
         except (OSError, KeyError, TypeError, ValueError):
             node.gone = True
