@@ -282,7 +282,8 @@ class Loop:
         )  # fmt: skip
         if back is not None:
             self._reader.submit(int).result()  # what was being read is read
-            self.feed.load(checkpoints.again(without=[steps[0], steps[-1]]))
+            with heartbeat.during(CHECKPOINT):
+                self.feed.load(checkpoints.again(without=[steps[0], steps[-1]]))
             self._sums.zero_()
             self._bad.fill_(_NEVER)
             self._own_bad.fill_(_NEVER)
