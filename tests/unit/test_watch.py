@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from damage import HOSTILE, replace
-from dray.cli import logs, progress, runs, status, studies, times, top
+from dray.cli import logs, progress, runs, status, study_table, times, top
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.runs import brief
@@ -307,7 +307,7 @@ def test_no_name_makes_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert "x\ufffdfirst  done\ufffd\ufffd\ufffdenod" in row
     assert "x\ufffdfirst  done\ufffd\ufffd\ufffdenod" in status.text(look(paths.run, Queue()))[0]
     assert "\u202e" not in dray_runs(tmp_path, capsys, as_json=True).encode().decode("unicode-escape")
-    assert studies.columns([["a\nb"]], [True]) == ["a\ufffdb"]
+    assert study_table.columns([["a\nb"]], [True]) == ["a\ufffdb"]
 
 
 def test_few_files_are_opened_for_a_list(

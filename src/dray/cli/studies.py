@@ -15,19 +15,19 @@ import typer
 
 from dray import process
 from dray.cli import run as here
+from dray.cli import study_table
 from dray.cli.candidates import recipes
 from dray.cli.options import program
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.contract.values import cell
 from dray.images import store
 from dray.runs import allocation, arrays, login, source, state, submit, write
 from dray.runs import study as studies
 from dray.runs.arrays import Common, Size
 from dray.runs.paths import default_runs, new_id
-from dray.runs.study import Member, Parity, Row, Study
+from dray.runs.study import Member, Row, Study
 
 RecipeFile = Annotated[
     Path | None,
@@ -42,7 +42,6 @@ AtOnce = Annotated[
         "--at-most", metavar="M", min=1, help="With Slurm: at most so many tasks of an array at once; else as it can."
     ),
 ]
-_BAR = 20
 # After these no other run begins: it would be refused likewise, or the user or Slurm has stopped this one.
 _LAST = (exit_codes.CONFIG, exit_codes.RETRY, *(128 + one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
 
@@ -224,69 +223,17 @@ def show(folder: Path, *, as_json: bool = False, code: int = 0) -> None:
         found = {"study": str(folder), "kind": study.kind, "runs": [row.model_dump() for row in rows]}
         print(json.dumps(found | {"parity": parity.model_dump()}, indent=1))
     else:
-        print("\n".join([*_table(study, rows), *_parity(study, parity), *_more(folder, study, rows)]))
+        print(
+            "\n".join(
+                [*study_table.table(study, rows), *study_table.parity(study, parity), *_more(folder, study, rows)]
+            )
+        )
     raise typer.Exit(code or int(failed or bool(parity.broken)))
 
 
 def folder_of(named: str, runs: Path | None) -> Path:
     """Of the study that --table names."""
     return studies.find(named, (runs or default_runs()).absolute())
-
-
-def _table(study: Study, rows: Sequence[Row]) -> list[str]:
-    scaling = study.kind != "sweep"
-    titles = ["ranks" if scaling else "settings", "state", "tokens/s", *(["speedup", "efficiency"] * scaling)]
-    titles += ["step s", "train s", "loss", "eval loss", "run"]
-    lines = [titles]
-    for row in rows:
-        own = [_figure(row.speedup, ".2f"), _figure(row.efficiency, ".0%")] if scaling else []
-        lines.append(
-            [
-                str(row.ranks) if scaling else " ".join(row.settings),
-                row.state, _figure(row.tokens_per_s, ",.0f"), *own, _figure(row.step_s, ".3f"),
-                _figure(row.seconds, ",.1f"), _figure(row.loss, ".5f"), _figure(row.eval_loss, ".5f"), row.run,
-            ]
-        )  # fmt: skip
-    left = {"settings", "state", "run"}
-    return columns(lines, [title in left for title in titles]) + (_plot(rows) if scaling else [])
-
-
-def columns(lines: Sequence[Sequence[str]], left: Sequence[bool]) -> list[str]:
-    """A table as text; `left` says which of its columns are aligned there."""
-    lines = [[*map(cell, line)] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        [
-            one.ljust(width) if is_left else one.rjust(width)
-            for one, width, is_left in zip(line, widths, left, strict=True)
-        ]
-        for line in lines
-    ]
-    return ["  ".join(line).rstrip() for line in aligned]
-
-
-def _plot(rows: Sequence[Row]) -> list[str]:
-    """Efficiency by ranks, as bars; a full one is 100 %."""
-    drawn = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
-    width = max((len(str(ranks)) for ranks, _ in drawn), default=0)
-    bars = [f"{ranks:>{width}} {'#' * round(min(share, 1.5) * _BAR):<{_BAR}}| {share:.0%}" for ranks, share in drawn]
-    return ["", "efficiency", *bars] if len(bars) > 1 else []
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def _parity(study: Study, parity: Parity) -> list[str]:
-    if study.kind != "strong":
-        return []
-    if parity.broken:
-        wanted = f"wanted: at most {studies.PARITY:.0e}, the recipe is fp32 and the global batch is the same"
-        return ["", "LOSS PARITY IS BROKEN", *(f"  {line}" for line in parity.broken), f"  {wanted}"]
-    if not parity.steps:
-        return ["", "losses: not compared yet; no two runs have logged the same step"]
-    note = "they agree" if parity.checked else "not checked: not fp32"
-    return ["", f"losses: {parity.largest:.1e} apart at most, step by step; {note}"]
 
 
 def _more(folder: Path, study: Study, rows: Sequence[Row]) -> list[str]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dray import __version__
-from dray.cli import studies
+from dray.cli import study_table
 from dray.contract import exit_codes, files
 from dray.contract.findings import ConfigError, counted
 from dray.contract.values import printable
@@ -53,7 +53,7 @@ def lines(tuning: Tuning) -> list[str]:
     for row in tuning.rows:
         if row.state != DONE:
             why.setdefault(f"{row.state}: {row.why}", []).append(setting(tuning, row))
-    shown = studies.columns(table, [title in _LEFT for title in _TITLES]) if begun else []
+    shown = study_table.columns(table, [title in _LEFT for title in _TITLES]) if begun else []
     for reason, settings in why.items():
         shown += ["", reason, *(f"  {one}" for one in settings[:_SHOWN])]
         shown += [f"  and {len(settings) - _SHOWN} more"] * (len(settings) > _SHOWN)
