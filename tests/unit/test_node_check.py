@@ -125,6 +125,9 @@ def part(code: str, name: str = "GPU 3") -> check.Part:
     return check.Part(name, [sys.executable, "-S", "-E", "-c", code])
 
 
+LIMIT_S = 5.0  # in which a Python starts on a busy machine, too
+
+
 class TestParts:
     """Processes that end in every way."""
 
@@ -135,10 +138,10 @@ class TestParts:
 
     def test_one_that_hangs_is_killed_and_named(self) -> None:
         begun = time.monotonic()
-        (found,), (other,) = self.found(HANGS % "matmul", f"print('{UNWISE}')", seconds=1.0)
-        assert time.monotonic() - begun < 10
+        (found,), (other,) = self.found(HANGS % "matmul", f"print('{UNWISE}')", seconds=LIMIT_S)
+        assert time.monotonic() - begun < LIMIT_S + 10
         assert found == Finding(
-            "GPU 3: no answer within 1 s",
+            "GPU 3: no answer within 5 s",
             wanted="a check that comes to its end",
             found="hangs in: matmul",
             fix="leave this node out (sbatch --exclude), and tell the administrators",
@@ -149,7 +152,7 @@ class TestParts:
     def test_what_it_has_started_is_killed_too(self, tmp_path: Path) -> None:
         file = tmp_path / "process"
         child = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
-        self.found(child + HANGS % "health", seconds=1.5)
+        self.found(child + HANGS % "health", seconds=LIMIT_S)
         process = int(file.read_text())
         deadline = time.monotonic() + 20
         while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().split()[2]:
@@ -157,8 +160,8 @@ class TestParts:
             time.sleep(0.01)
 
     def test_a_slow_disk_is_no_fault_of_a_gpu(self) -> None:
-        ((found,),) = self.found(HANGS % check.LOADING, seconds=1.0)
-        assert (found.code, found.problem) == (0, "GPU 3 is not checked: torch was not loaded within 1 s")
+        ((found,),) = self.found(HANGS % check.LOADING, seconds=LIMIT_S)
+        assert (found.code, found.problem) == (0, "GPU 3 is not checked: torch was not loaded within 5 s")
 
     def test_one_that_dies(self, capsys: pytest.CaptureFixture[str]) -> None:
         dies = 'print(\'{"phase": "device"}\', flush=True)\nimport os; os.kill(os.getpid(), 11)'
