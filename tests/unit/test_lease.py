@@ -67,13 +67,16 @@ def test_without_slurm_the_process_is_named(tmp_path: Path) -> None:
     assert f"end process {first.process.pid} on node-1" in refused.value.finding.fix
 
 
-def test_a_process_that_was_killed_is_taken_over_from_at_once(tmp_path: Path, capsys) -> None:
+def test_a_process_that_was_killed_is_taken_over_from_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     with Other(tmp_path, job=1) as first:
+        monkeypatch.setattr(lease, "WATCH_S", 60.0)
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()
         began = time.monotonic()
         holding(tmp_path, job=2, run_folder="/runs/other").acquire()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 30
     assert capsys.readouterr().out.endswith(": its process has ended\n")
 
 

@@ -497,7 +497,7 @@ def test_a_runner_that_is_killed_is_a_lost_node_with_a_name(lost: int, plan, sta
     nodes[lost].kill()
     begun = time.monotonic()
     code, said = ended(nodes[1 - lost])
-    assert (code, time.monotonic() - begun < 8) == (75, True), said
+    assert (code, time.monotonic() - begun < 20) == (75, True), said
     assert f"node {lost} (node{lost + 1}) is gone" in said
     (record,) = (tmp_path / "failures").iterdir()
     left = json.loads(record.read_text())
