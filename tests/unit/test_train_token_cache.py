@@ -15,6 +15,7 @@ import pytest
 
 np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
+token_writer = pytest.importorskip("dray.train.data.token_writer")
 from dray.contract.findings import DrayError  # noqa: E402
 
 pytestmark = pytest.mark.hostile("token cache")
@@ -161,9 +162,11 @@ def test_another_maker_may_be_ready_earlier(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_run_waits_for_another_that_makes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_waits_for_another_that_makes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As jobs of an array do, whose tokens are the same."""
-    begun, may_end = Event(), Event()
+    begun, may_end, waits = Event(), Event(), Event()
+    begins = "another run makes these tokens; this one waits for it: "
+    monkeypatch.setattr(token_writer, "say", lambda text: text.startswith(begins) and waits.set())
 
     def slow(batch: list[str]) -> list[int]:
         begun.set()
@@ -177,8 +180,7 @@ def test_a_run_waits_for_another_that_makes_the_same(tmp_path: Path, capsys: pyt
         first = pool.submit(made, tmp_path, encode=slow)
         assert begun.wait(60)
         second = pool.submit(made, tmp_path, encode=never)
-        while "another run makes these tokens" not in capsys.readouterr().out:
-            assert not second.done()
+        assert waits.wait(60)
         may_end.set()
         assert second.result(60).ids.tolist() == first.result(60).ids.tolist()
 
