@@ -170,6 +170,17 @@ def test_files_that_deepspeed_would_write_are_agreed_to(section: dict[str, Any],
     assert [line.split()[1] for line in found.splitlines()] == named
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"), [("{", "not valid JSON"), ("[" * 9999, "DeepSpeed's configuration"), ("[1]", "by you")]
+)
+def test_a_deepspeed_configuration_that_is_none(text: str, problem: str) -> None:
+    recipe = read_recipe(ROOT / "recipes/smoke-cpu.toml", [])
+    assert recipe.train
+    train = recipe.train.model_copy(update={"deepspeed": text})
+    with pytest.raises(ConfigError, match=problem):
+        replay.require_trust(recipe.model_copy(update={"train": train}), "x.tar.gz")
+
+
 def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:
     plan = read(begun(tmp_path))
     slurm = plan.model_copy(update={"world": plan.world.model_copy(update={"identity": SLURM})})

@@ -12,7 +12,7 @@ from typing import Any
 from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
-from dray.contract import hardware
+from dray.contract import files, hardware
 from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
 from dray.runs import capsule
@@ -92,7 +92,9 @@ def require_trust(recipe: Recipe, where: str) -> None:
 
 def _of_deepspeed(text: str) -> list[str]:
     """What of its configuration may name files and programs: profilers and monitors write where they are told."""
-    file = json.loads(text)
+    file = files.parse_json(text, "DeepSpeed's configuration in the capsule", "train.deepspeed")
+    if not isinstance(file, dict):
+        return [f"train.deepspeed: {text[:200]}"]
     told = {key: value for key, value in file.items() if isinstance(value, dict | list) and key not in _OF_TRAINING}
     told |= {key: value for key, value in file.items() if "/" in json.dumps(value)}
     return [f"train.deepspeed: {key} = {json.dumps(value)[:200]}" for key, value in told.items()]
