@@ -92,8 +92,8 @@ def passed(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
     return {line: lines[line] for line in sorted(lines, key=len, reverse=True) if len(line) >= _SHORTEST}
 
 
-def redacted_code(text: str) -> str:
-    """Code with `[secret]` in the place of what it gives a name that holds secrets."""
+def redacted_code(text: str, values: Mapping[str, str] | None = None) -> str:
+    """As `redacted`; and with `[secret]` in the place of what the code gives a name that holds secrets."""
 
     def replaced(given: re.Match[str]) -> str:
         kind, name = ("text" if given["quote"] else "bare"), given["name"]
@@ -104,7 +104,7 @@ def redacted_code(text: str) -> str:
             return given[0]
         return given[0].replace(value, "[secret]")
 
-    return _GIVEN.sub(replaced, redacted(text))
+    return _GIVEN.sub(replaced, redacted(text, values))
 
 
 def redacted(text: str, values: Mapping[str, str] | None = None) -> str:

@@ -109,7 +109,7 @@ def _unfiltered(root: Path) -> list[str]:
 
 def _redacted(diff: str) -> str:
     names = [name for name, value in os.environ.items() if secrets.is_variable(name, value)]
-    return secrets.redacted_code(secrets.redacted(diff, secrets.passed(names, os.environ)))
+    return secrets.redacted_code(diff, secrets.passed(names, os.environ))
 
 
 def _short(diff: str) -> tuple[str, bool]:
