@@ -48,6 +48,15 @@ def until(happened: Callable[[], object], told: Callable[[], object] = str) -> N
         time.sleep(0.1)
 
 
+def runs(pid: int | str) -> bool:
+    """Whether this process still does; one that is dead and waits to be reaped does not, and one that was killed may
+    for a moment."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def builders(client, folder: Path) -> list[str]:
     """The builder containers that have a file of this folder mounted; other builds may have theirs."""
     found = [

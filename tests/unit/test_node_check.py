@@ -18,6 +18,7 @@ from dray.checks import health
 from dray.contract import node
 from dray.contract.findings import Finding
 from dray.runner import check, here
+from helpers import runs, until
 from nodes import Start, ended
 
 WANTED = {"timeout_s": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001, "memory_gb": 0.001}
@@ -154,10 +155,7 @@ class TestParts:
         child = f"import subprocess; open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
         self.found(child + HANGS % "health", seconds=LIMIT_S)
         process = int(file.read_text())
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{process}").exists() and "Z" not in Path(f"/proc/{process}/stat").read_text().split()[2]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not runs(process))
 
     def test_a_slow_disk_is_no_fault_of_a_gpu(self) -> None:
         ((found,),) = self.found(HANGS % check.LOADING, seconds=LIMIT_S)

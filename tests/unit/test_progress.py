@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from dray.cli.progress import Progress
 from dray.planning.schema import Plan
 from dray.runs import local, write
 from dray.runs.paths import RunPaths
-from helpers import ROOT
+from helpers import ROOT, runs, until
 
 
 class Terminal:
@@ -152,18 +151,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         shown = terminal.rest()
         assert started.wait(60) == 130
     (pid,) = re.findall(r"^pid (\d+) is deaf$", shown, re.MULTILINE)
-    deadline = time.monotonic() + 30
-    while running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def running(pid: str) -> bytes:
-    """Its arguments; none of a process that is dead and waits to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    until(lambda: not runs(pid))
 
 
 START = {"event": "start", "steps": 60, "first_step": 0}

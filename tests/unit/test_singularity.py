@@ -11,7 +11,7 @@ import pytest
 from dray.containers import singularity
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import doctor
-from helpers import python
+from helpers import python, runs, until
 
 PULLED = "docker://registry.example/team/image:1"
 
@@ -75,12 +75,11 @@ def test_what_hangs_is_killed_with_all_that_it_started(tool, image, tmp_path):
     tool(f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
          f"while not os.path.exists({str(tmp_path / 'child')!r}): time.sleep(0.01)\ntime.sleep(600)")  # fmt: skip
     began = time.monotonic()
-    with pytest.raises(UnfitError, match="apptainer gave no answer in 3 s") as late:
-        singularity.execute(image, ["true"], seconds=3)
-    assert time.monotonic() - began < 30
+    with pytest.raises(UnfitError, match="apptainer gave no answer in 5 s") as late:
+        singularity.execute(image, ["true"], seconds=5)
+    assert time.monotonic() - began < 60
     assert late.value.details["where"].startswith("apptainer --quiet exec ")
-    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    until(lambda: not runs((tmp_path / "child").read_text()))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from helpers import runs  # noqa: E402
 from trainings import Forks, Run  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -93,10 +93,3 @@ def test_a_rank_that_is_gone_keeps_nobody(run: BEGUN, lost: int) -> None:
             os.kill(pids[lost], signal.SIGKILL)
     assert other.codes[lost] == -9
     assert 143 in other.codes, other.said()  # with the first that ends, what started them kills the others
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
