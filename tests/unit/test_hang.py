@@ -6,19 +6,21 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dray.contract import heartbeat
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, Finding
 from dray.runner import beats as beats_module
-from dray.runner import channel, hang, stacks
+from dray.runner import channel, control, hang, stacks
 from dray.runner.beats import Beat, Beats
 from dray.runner.odd import Entered, Seen, odd
 from dray.runs import local, write
@@ -294,6 +296,22 @@ def test_a_phase_in_which_others_wait_hangs_only_where_nobody_makes_progress(pla
 def test_a_message_of_another_kind_is_not_believed(plan: dict[str, Any], node: int, message: dict[str, Any]) -> None:
     with pytest.raises(channel.BrokenError):
         hang.Hang(plan, 0, 0).hear(node, message)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_waits_for_ranks_that_have_failed_does_not_hang(plan: dict[str, Any], failed: bool) -> None:
+    """What a node has told of its ranks may come once the first node knows why the run ends."""
+    first, other = socket.socketpair()
+    children = SimpleNamespace(watch=lambda *_: None)
+    with first, other:
+        links = control.Control(
+            plan["world"], 0, children, {1: channel.Channel(first, b"key", host=True)}, hang=hang.Hang(plan, 0, 0)
+        )
+        if failed:
+            links.cause = Finding("rank 0 has failed", code=1)
+        channel.Channel(other, b"key", host=False).send({"late": [2, 1, heartbeat.STEP, 9.0, 1.0]})
+        links._read(1)
+    assert (links.hang.open, links.cause.code) == ((False, 1) if failed else (True, 75))
 
 
 # Who it is.

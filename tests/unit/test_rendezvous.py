@@ -434,6 +434,55 @@ class TestChannel:
         assert select.select([guest.line], [], [], 0)[0]
         assert guest.receive() == [{"stop": 15}, {"ask": 1}]
 
+    @pytest.fixture
+    def crossing(self) -> Iterator[tuple[channel.Channel, channel.Channel, list[dict[str, Any]]]]:
+        """Two ends over TCP, of which each has told what the other has not read; most of the host's waits in its
+        kernel."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            line = socket.socket()
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(listener.getsockname())
+            there, _ = listener.accept()
+        there.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+        with line, there:
+            host, guest = channel.Channel(there, b"key", host=True), channel.Channel(line, b"key", host=False)
+            told = [{"number": number, "filled": "x" * 4000} for number in range(30)]
+            for message in told:
+                host.send(message)
+            guest.send({"idle": 1})
+            yield host, guest, told
+
+    def test_the_last_word_arrives_though_something_is_unread(self, crossing) -> None:
+        """Else a node takes the first one for lost, which has just called all to a restart."""
+        host, guest, told = crossing
+        parting = threading.Thread(target=channel.part, args=([host], 60.0))
+        parting.start()
+        heard: list[dict[str, Any]] = []
+        while len(heard) < len(told):
+            heard += guest.receive()
+        assert (heard, guest.line.recv(1)) == (told, b"")
+        assert parting.is_alive()
+        guest.close()
+        parting.join(60)
+        assert not parting.is_alive()
+
+    def test_who_reads_nothing_is_not_waited_for(self, crossing) -> None:
+        host, _, _ = crossing
+        channel.part([host], 0.2)
+        assert host.line.fileno() == -1
+
+    def test_two_that_part_at_once_and_one_that_is_gone(self, crossing) -> None:
+        host, guest, _ = crossing
+        parting = threading.Thread(target=channel.part, args=([host], 60.0))
+        parting.start()
+        channel.part([guest], 60.0)
+        parting.join(60)
+        ends = [socket.socketpair() for _ in range(2)]
+        for _, other in ends:
+            other.close()
+        channel.part([channel.Channel(one, b"key", host=True) for one, _ in ends], 60.0)
+        assert [line.fileno() for line in (host.line, guest.line, *(one for one, _ in ends))] == [-1] * 4
+
     @pytest.mark.parametrize("how", ["changed", "replayed", "reflected"])
     def test_a_message_of_anybody_else_ends_the_connection(self, ends, how: str) -> None:
         host, guest = ends

@@ -12,6 +12,8 @@ import os
 import select
 import socket
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from dray.contract.findings import Finding
@@ -21,7 +23,7 @@ GREETING = NONCE + 32  # the guest's nonce and its proof
 PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _LONGEST = 65536
 _PROVED_PER_S = 1000  # nodes that a busy first node proves
-_SEND_S = 5.0
+_SEND_S = _PART_S = 5.0
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4, socket.TCP_USER_TIMEOUT: 30_000}
 _CODES = range(1, 256)
 
@@ -135,6 +137,30 @@ def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) ->
         return None
     line.sendall(_proof(secret, b"host", theirs, nonce))
     return Channel(line, _proof(secret, b"key", nonce, theirs), host=True)
+
+
+def part(channels: Iterable[Channel], seconds: float = _PART_S) -> None:
+    """Close these once the other ends have done so, which have read all by then.
+
+    The kernel resets a connection that is closed with something unread, and drops what was told last.
+    """
+    deadline = time.monotonic() + seconds
+    left = {one.line.fileno(): one for one in channels}
+    with select.epoll() as poll:
+        for file, one in left.items():
+            with suppress(OSError):  # it is gone, which is seen below
+                one.line.shutdown(socket.SHUT_WR)
+            poll.register(file, select.EPOLLIN)
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            for file, _ in poll.poll(seconds):
+                data = b""
+                with suppress(OSError):
+                    data = left[file].line.recv(_LONGEST)
+                if not data:
+                    poll.unregister(file)
+                    left.pop(file).close()
+    for one in left.values():
+        one.close()
 
 
 def read(line: socket.socket, count: int, deadline: float) -> bytes:

@@ -158,18 +158,19 @@ class Control:
     def restart(self, start: Start) -> None:
         """As the first node: all come to the next rendezvous once their ranks have ended."""
         self.next = start
-        self._tell_all({"restart": start._asdict()})
-        for node in list(self._open):
-            self._forget(node)
+        self._part({"restart": start._asdict()})
 
     def close(self) -> None:
         """Tell the others that this node has ended by itself, and was not lost."""
         if self._startup:
             self._tell_of_the_start(last=True)
             self._startup.write()
-        self._tell_all({"ended": self._me})
-        for node in list(self._open):
-            self._forget(node)
+        self._part({"ended": self._me})
+
+    def _part(self, last: dict[str, Any]) -> None:
+        self._tell_all(last)
+        channel.part(self._open.values())
+        self._open.clear()
 
     def _waits(self) -> bool:
         if self._hangs() and (self._open or not self._me):
