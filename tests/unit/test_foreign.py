@@ -103,6 +103,11 @@ class TestFolders:
         assert not list(theirs.iterdir())
         assert of_job(tmp_path, "smoke-cpu", 17) == []
 
+    def test_a_link_to_nothing_is_no_run(self, tmp_path: Path) -> None:
+        (tmp_path / "20261122-200000-smoke-cpu-17").mkdir()
+        (tmp_path / "20261122-200001-smoke-cpu-17").symlink_to("nowhere")
+        assert of_job(tmp_path, "smoke-cpu", 17) == ["20261122-200000-smoke-cpu-17"]
+
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
 class TestAnotherUsersRun:

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from desk import Desk, at
+from dray.cli import on
 from dray.remote import parcel
+from dray.remote.ssh import Brought
 from helpers import ROOT, until
 
 pytestmark = pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="openssh-server is not installed")
@@ -78,6 +81,23 @@ def test_ctrl_c_ends_the_verb_there_too(desk: Desk) -> None:
         _, err = started.communicate(timeout=60)
     assert (started.returncode, err.splitlines()[-1]) == (0, "the run goes on")
     until(lambda: not processes(desk))
+
+
+@pytest.mark.parametrize(
+    ("verb", "code", "said"),
+    [
+        ("logs", 0, "the run goes on"),
+        ("stop", 130, "what had been asked of the run still holds; dray status --on shows whether it ends"),
+        ("runs", 130, "ended there too"),
+    ],
+)
+def test_ctrl_c_says_what_is_so_there(verb: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    connection = SimpleNamespace(remote=SimpleNamespace(path="/there"), run=interrupted)
+    assert on.run(connection, [verb, "waits"], Brought()) == code
+    assert capsys.readouterr().err == f"\n{said}\n"
 
 
 def test_a_connection_that_is_lost(desk: Desk) -> None:

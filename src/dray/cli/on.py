@@ -29,6 +29,11 @@ _LAST = Brought()
 _NAMES = {"report": r"dray-report-[A-Za-z0-9._-]+\.html", "why": r"dray-why-[A-Za-z0-9._-]+\.tar\.gz"}
 _MODES = {"report": 0o644, "why": 0o600}
 """Of the file that a verb writes."""
+_LEFT = {
+    "logs": "the run goes on",
+    "stop": "what had been asked of the run still holds; dray status --on shows whether it ends",
+}
+"""What is so after a Ctrl-C here."""
 _LINE, _MOST = 256, 1 << 30
 """Bytes of such a name, and of a file."""
 
@@ -75,8 +80,7 @@ def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -
     try:
         return connection.run("verb", path, *brought, "", *argv, on_out=out, on_err=err)
     except KeyboardInterrupt:
-        follows = argv[0] in ("logs", "stop")
-        print("\nthe run goes on" if follows else "\nended there too", file=sys.stderr)
+        print(f"\n{_LEFT.get(argv[0], 'ended there too')}", file=sys.stderr)
         return 0 if argv[0] == "logs" else 130
     finally:
         out.end()

@@ -154,11 +154,16 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
     """The runs that this job has begun, in an attempt of Slurm's before this one; the newest first, since Slurm gives
     the numbers again when it is installed anew."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
-    return sorted(
-        path.name
-        for path in runs.glob(f"*-{name}-{job}*")
-        if pattern.fullmatch(path.name) and path.stat().st_uid == os.geteuid()
-    )[::-1]
+    return sorted(path.name for path in runs.glob(f"*-{name}-{job}*") if pattern.fullmatch(path.name) and _own(path))[
+        ::-1
+    ]
+
+
+def _own(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.geteuid()
+    except OSError:  # a link to nothing, or a folder that was removed since
+        return False
 
 
 def attempts(run: Path) -> list[int]:
