@@ -208,7 +208,9 @@ class TestFetch:
             fetch(source(tar), served=gzip.compress(tar))
         assert (refused.value.details["found"], left(tmp_path / "kept")) == (stray[1], [])
 
-    @pytest.mark.parametrize("content", [b"", b"text" * 999, gzip.compress(packed(FILE))], ids=["empty", "text", "twice"])
+    @pytest.mark.parametrize(
+        "content", [b"", b"text" * 999, gzip.compress(packed(FILE))], ids=["empty", "text", "twice"]
+    )
     def test_no_tar_at_all(self, fetch: Fetch, content: bytes) -> None:
         with pytest.raises(DrayError, match="a source is no tar"):
             fetch(source(content), served=gzip.compress(content))
