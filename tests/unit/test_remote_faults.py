@@ -87,7 +87,7 @@ def test_ctrl_c_ends_the_verb_there_too(desk: Desk) -> None:
     ("verb", "code", "said"),
     [
         ("logs", 0, "the run goes on"),
-        ("stop", 130, "what had been asked of the run still holds; dray status --on shows whether it ends"),
+        ("stop", 130, "if the run was asked already, it still saves and ends; dray status --on mine shows it"),
         ("runs", 130, "ended there too"),
     ],
 )
@@ -95,7 +95,7 @@ def test_ctrl_c_says_what_is_so_there(verb: str, code: int, said: str, capsys: p
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    connection = SimpleNamespace(remote=SimpleNamespace(path="/there"), run=interrupted)
+    connection = SimpleNamespace(remote=SimpleNamespace(name="mine", path="/there"), run=interrupted)
     assert on.run(connection, [verb, "waits"], Brought()) == code
     assert capsys.readouterr().err == f"\n{said}\n"
 

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, channel, host, introduction
+from dray.runner import address, channel, control, host, introduction
 from dray.runner import rendezvous as meeting
+from dray.runner import start as starts
 from nodes import SECRET, Start, ended, free_port, rendezvous
 
 pytestmark = pytest.mark.hostile("rendezvous")
@@ -452,36 +454,62 @@ class TestChannel:
             guest.send({"idle": 1})
             yield host, guest, told
 
+    @staticmethod
+    def parting(one: channel.Channel) -> threading.Thread:
+        """Its own limit is no way out of the test."""
+        thread = threading.Thread(target=channel.part, args=([one], 600.0), daemon=True)
+        thread.start()
+        return thread
+
+    @staticmethod
+    def over(*threads: threading.Thread) -> None:
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+
     def test_the_last_word_arrives_though_something_is_unread(self, crossing) -> None:
         """Else a node takes the first one for lost, which has just called all to a restart."""
         host, guest, told = crossing
-        parting = threading.Thread(target=channel.part, args=([host], 60.0))
-        parting.start()
+        parting = self.parting(host)
         heard: list[dict[str, Any]] = []
         while len(heard) < len(told):
             heard += guest.receive()
         assert (heard, guest.line.recv(1)) == (told, b"")
         assert parting.is_alive()
         guest.close()
-        parting.join(60)
-        assert not parting.is_alive()
+        self.over(parting)
+
+    @pytest.mark.parametrize("last", ["restart", "ended"])
+    def test_the_first_node_parts_so(self, crossing, plan, last: str) -> None:
+        host, guest, told = crossing
+        links = control.Control(plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: host})
+        say = links.close if last == "ended" else lambda: links.restart(starts.Start(1, "ab" * 32, 5))
+        parting = threading.Thread(target=say, daemon=True)
+        parting.start()
+        heard: list[dict[str, Any]] = []
+        while len(heard) <= len(told):
+            heard += guest.receive()
+        assert list(heard[-1]) == [last]
+        assert guest.line.recv(1) == b""
+        guest.close()
+        self.over(parting)
 
     def test_who_reads_nothing_is_not_waited_for(self, crossing) -> None:
         host, _, _ = crossing
         channel.part([host], 0.2)
         assert host.line.fileno() == -1
 
-    def test_two_that_part_at_once_and_one_that_is_gone(self, crossing) -> None:
+    def test_two_that_part_at_once(self, crossing) -> None:
         host, guest, _ = crossing
-        parting = threading.Thread(target=channel.part, args=([host], 60.0))
-        parting.start()
-        channel.part([guest], 60.0)
-        parting.join(60)
-        ends = [socket.socketpair() for _ in range(2)]
-        for _, other in ends:
-            other.close()
-        channel.part([channel.Channel(one, b"key", host=True) for one, _ in ends], 60.0)
-        assert [line.fileno() for line in (host.line, guest.line, *(one for one, _ in ends))] == [-1] * 4
+        self.over(self.parting(host), self.parting(guest))
+        assert [host.line.fileno(), guest.line.fileno()] == [-1, -1]
+
+    def test_one_that_was_killed(self, crossing) -> None:
+        """Its kernel resets the connection."""
+        host, guest, _ = crossing
+        guest.close()
+        self.over(self.parting(host))
+        assert host.line.fileno() == -1
 
     @pytest.mark.parametrize("how", ["changed", "replayed", "reflected"])
     def test_a_message_of_anybody_else_ends_the_connection(self, ends, how: str) -> None:

@@ -31,7 +31,7 @@ _MODES = {"report": 0o644, "why": 0o600}
 """Of the file that a verb writes."""
 _LEFT = {
     "logs": "the run goes on",
-    "stop": "what had been asked of the run still holds; dray status --on shows whether it ends",
+    "stop": "if the run was asked already, it still saves and ends; dray status --on {remote} shows it",
 }
 """What is so after a Ctrl-C here."""
 _LINE, _MOST = 256, 1 << 30
@@ -80,7 +80,8 @@ def run(connection: Connection, argv: Sequence[str], brought: Brought = _LAST) -
     try:
         return connection.run("verb", path, *brought, "", *argv, on_out=out, on_err=err)
     except KeyboardInterrupt:
-        print(f"\n{_LEFT.get(argv[0], 'ended there too')}", file=sys.stderr)
+        left = _LEFT.get(argv[0], "ended there too").format(remote=connection.remote.name)
+        print(f"\n{left}", file=sys.stderr)
         return 0 if argv[0] == "logs" else 130
     finally:
         out.end()

@@ -140,7 +140,7 @@ def answer(line: socket.socket, secret: bytes, nonce: bytes, greeting: bytes) ->
 
 
 def part(channels: Iterable[Channel], seconds: float = _PART_S) -> None:
-    """Close these once the other ends have done so, which have read all by then.
+    """Close these once the other ends have done so, which they do when they have read all.
 
     The kernel resets a connection that is closed with something unread, and drops what was told last.
     """

@@ -167,7 +167,7 @@ class Control:
             self._startup.write()
         self._part({"ended": self._me})
 
-    def _part(self, last: dict[str, Any]) -> None:
+    def _part(self, last: dict[str, Any]) -> None:  # the children's `wait`, which watches the lines, is over
         self._tell_all(last)
         channel.part(self._open.values())
         self._open.clear()

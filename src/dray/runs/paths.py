@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -162,7 +163,9 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
 def _own(path: Path) -> bool:
     try:
         return path.stat().st_uid == os.geteuid()
-    except OSError:  # a link to nothing, or a folder that was removed since
+    except OSError as error:  # a link that leads nowhere, or a folder that was removed since
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
+            raise
         return False
 
 
