@@ -23,7 +23,8 @@ GREETING = NONCE + 32  # the guest's nonce and its proof
 PROOF_S = 5.0  # from connecting to having said who one is; other users and slow ones are closed then
 _LONGEST = 65536
 _PROVED_PER_S = 1000  # nodes that a busy first node proves
-_SEND_S = _PART_S = 5.0
+_SEND_S = 5.0
+_PART_S = 5.0  # from the last word to the close, for an end that does not read
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4, socket.TCP_USER_TIMEOUT: 30_000}
 _CODES = range(1, 256)
 

@@ -155,9 +155,8 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
     """The runs that this job has begun, in an attempt of Slurm's before this one; the newest first, since Slurm gives
     the numbers again when it is installed anew."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-{job}(-\d+)?")
-    return sorted(path.name for path in runs.glob(f"*-{name}-{job}*") if pattern.fullmatch(path.name) and _own(path))[
-        ::-1
-    ]
+    found = [path.name for path in runs.glob(f"*-{name}-{job}*") if pattern.fullmatch(path.name) and _own(path)]
+    return sorted(found, reverse=True)
 
 
 def _own(path: Path) -> bool:
