@@ -135,6 +135,7 @@ def build(
             tag=tag,
             buildargs={**_proxies(), **args},
             target=target or "",
+            network_mode="host",
             rm=True,
             forcerm=True,
             decode=True,
