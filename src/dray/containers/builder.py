@@ -235,7 +235,7 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
     if found:
         return str(found[0].id)
     on_line("dray: builder")
-    base = _base(client, checkout)
+    base = docker.base_image(client, trixie(checkout))
     with context(checkout) as folder:
         return docker.build(
             client,
@@ -284,14 +284,6 @@ def trixie(checkout: Path) -> str:
     """The Debian under the builder and `dray cluster`: DRAY_CLUSTER_BASE, one that was made, or the pinned one."""
     pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
-
-
-def _base(client: DockerClient, checkout: Path) -> str:
-    try:
-        return docker.base_image(client, trixie(checkout))
-    except UnfitError as error:
-        error.amend(fix="containers/base/make-base.sh trixie build/base/trixie.tar")
-        raise
 
 
 def proxies(environment: Mapping[str, str]) -> dict[str, str]:
