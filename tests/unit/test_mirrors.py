@@ -134,5 +134,5 @@ def test_doctor_shows_the_table(file):
     (finding,) = doctor._mirrors()
     assert finding.line() == (
         "error   mirrors: the file of mirrors is not yours alone: a file that others may write, mode 0622\n"
-        f"        fix: chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
+        f"        fix:    chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
     )
