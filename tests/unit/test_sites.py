@@ -61,10 +61,10 @@ def test_each_value_says_why_and_from_where(path: Path) -> None:
 
 def test_the_plan_for_lumi(root: Path) -> None:
     """What `dray plan -v --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
-    words = ("recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
+    words = ("recipes/smoke-cpu.toml", "image=rocm6", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
     ended = dray(root, "plan", "-v", *words, "--runs", "/scratch/project_1/runs", SBATCH_ACCOUNT="project_1")
     assert (ended.returncode, ended.stderr) == (0, "")
-    text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm.sif"), "/dray/build/dray-rocm.sif")
+    text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm6.sif"), "/dray/build/dray-rocm6.sif")
     text = text.replace(str(root), "/dray").rstrip("\n")
     run = next(line.split()[-1] for line in text.splitlines() if line.startswith("  id"))
     text = text.replace(run, "RUN") + "\n"
@@ -245,6 +245,7 @@ PLUGIN_OF_OURS = Fabric(strategy="host", libraries=("/usr/lib64/libcxi.so.1",), 
         (("image=cuda",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
         (("image=cuda12",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
         (("image=rocm",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
+        (("image=rocm6",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
         (("image=rocm", "env.NCCL_NET_PLUGIN=none"), 2, "apptainer", PLUGIN_OF_OURS, "none"),
         ((), 2, "apptainer", PLUGIN_OF_OURS.model_copy(update={"plugin": ""}), None),  # gloo has no plugins
         (("image=cuda",), 2, "docker", Fabric(transport=("cxi",)), None),  # nothing of the host gets in
