@@ -131,7 +131,7 @@ class TestTheImage:
             (
                 (),
                 {"site": "lumi", "image_given": True, "image_variant": "mine"},
-                "rocm",
+                "rocm6",
                 "for the GPUs of site lumi, since the recipe names none",
             ),
         ],

@@ -229,8 +229,8 @@ def _driver(variant: str, wanted: str | None) -> Iterator[Finding]:
     found = node.driver(ACCELERATORS[variant])
     if found and wanted and node.older(found, than=wanted):
         other = node.image_for(ACCELERATORS[variant], found)
-        fix = f"image={other}, which runs with it, or" if other else ""
-        fix = f"unless the compute nodes have a newer one: {fix} the site's own image (dray image adopt FILE)"
+        runs = f"image={other}, which runs with it, or " if other else ""
+        fix = f"unless the compute nodes have a newer one: {runs}the site's own image (dray image adopt FILE)"
         yield _note("driver", f"{found}, and the {variant} image needs {wanted} or newer", fix)
 
 
@@ -264,7 +264,8 @@ def _other_variants(site: Site) -> Iterator[Finding]:
     for variant, accelerator in ACCELERATORS.items():
         other = site.image and variant != site.image and accelerator == ACCELERATORS[site.image]
         if other and store.sif(root, variant).exists():
-            found = f"{variant}, and {site.name} is for image={site.image}: {site.why.get('image', 'its site file')}"
+            why = " ".join(site.why.get("image", "its site file says so").split())
+            found = f"{variant}, and {site.name} is for image={site.image}: {why}"
             yield _note("image", found, f"make image-{site.image}, or dray image adopt FILE for the site's own")
 
 
