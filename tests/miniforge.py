@@ -1,6 +1,6 @@
 """Stand-ins for what `cotainr build` fetches: Miniforge with Conda, and package indexes of this machine's wheels.
 
-As a program: `miniforge.py FOLDER COMMAND` serves folders named like hosts by HTTPS, and runs the command with no other way out.
+As a program, `miniforge.py FOLDER COMMAND`, it runs the command, and answers for each host that has a folder.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ chmod +x "$4/condabin/conda"
 
 
 def lay_out(folder: Path, wheels: Path, seen: str, indexes: dict[str, str]) -> None:
-    """What the program serves: Miniforge, and each wheel, which is in the folder `seen` there, by the index of its
-    package, or by the mirror."""
+    """What the program serves: Miniforge, and each wheel at the index of its package, else at the mirror.
+
+    The program sees the folder of wheels as `seen`.
+    """
     installer = folder / MINIFORGE
     installer.parent.mkdir(parents=True)
     installer.write_text(INSTALLER)

@@ -49,8 +49,8 @@ dependencies:
       - --require-hashes
       - "--only-binary :all:"
       - --extra-index-url {INDEX}
-      # DeepSpeed, for zero1 to zero3, has no wheel. If you need it, uncomment the next three lines: pip builds it without
-      # operators, and a job compiles those that it uses by the image's compiler. setuptools for that has no hash.
+      # DeepSpeed, for zero1 to zero3, has no wheel. If you need it, uncomment the next three lines: pip builds it by a
+      # setuptools without a hash, and without operators. A job compiles those that it uses, by the image's compiler.
       # - --no-binary deepspeed
       # - deepspeed==0.19.8
       #   --hash=sha256:{"d" * 64}
@@ -85,7 +85,9 @@ def test_each_variant_has_what_its_lock_gives(variant):
     assert by_conda == [f"python={described.python}", "pip"]
     versions = {vendor.name: vendor.version for vendor in described.vendor}
     assert [line for line in pip["pip"] if not line.startswith("--")] == [
-        " ".join((f"{pin.name}=={versions.get(pin.name, pin.version)}", *(f"--hash=sha256:{one}" for one in pin.hashes)))
+        " ".join(
+            (f"{pin.name}=={versions.get(pin.name, pin.version)}", *(f"--hash=sha256:{one}" for one in pin.hashes))
+        )
         for pin in packages
         if pin.name != "deepspeed"
     ]

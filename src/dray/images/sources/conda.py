@@ -27,8 +27,8 @@ dependencies:
 _OPTIONS = ("--require-hashes", '"--only-binary :all:"')  # what ends with a colon is else a key of YAML's
 # accelerate imports a DeepSpeed that is there, and one without operators or a compiler breaks scripts that need none.
 _SOURCE_ONLY = """\
-# DeepSpeed, for zero1 to zero3, has no wheel. If you need it, uncomment the next three lines: pip builds it without
-# operators, and a job compiles those that it uses by the image's compiler. setuptools for that has no hash.
+# DeepSpeed, for zero1 to zero3, has no wheel. If you need it, uncomment the next three lines: pip builds it by a
+# setuptools without a hash, and without operators. A job compiles those that it uses, by the image's compiler.
 """
 
 
