@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
+from dray.images import progress
 from dray.images.rootfs import PROGRAM
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -118,7 +119,8 @@ def _download(
             "/srv",
         ]
         binds = {inputs: False, out: True, work: True, base: False}
-        builder.run(checkout, argv, binds=binds, on_line=say, network=True)
+        with progress.watch(out, "Debian packages", say=say):
+            builder.run(checkout, argv, binds=binds, on_line=say, network=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
 
