@@ -21,7 +21,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs screenshots test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions python clean
+.PHONY: help install demo docs screenshots test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -77,21 +77,31 @@ check-rest:
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py
 
-# Before anything is installed or fetched for it: docs/images.md has what is looked at.
-known-%: python
-	@PYTHONPATH=src $(PYTHON) -B -m dray.fitness.build $* --format $(FORMAT) \
+# What can be known of this machine (docs/images.md), before anything is installed, fetched or written.
+define look
+	@$(python-fits)
+	@PYTHONPATH=src $(PYTHON) -B -m dray.fitness.build $* --format $(1) \
 	  $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle)
+endef
+python-fits = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 
-# The longer pattern first: make 3.81, which macOS has, takes the first that fits.
-FORMAT := sif
-image-%-docker: FORMAT := docker
-image-%-docker: known-% .venv/host ## Build the Docker image dray:% (likewise)
+known-%:
+	$(call look,sif)
+
+# .venv is no prerequisite: make might make it first. And the longer pattern comes first: make 3.81, which macOS has,
+# takes the first that fits.
+image-%-docker: ## Build the Docker image dray:% (likewise)
+	$(call look,docker)
+	@$(MAKE) --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
 image-%-cotainr: known-% .venv/cotainr ## Build build/dray-%.sif with cotainr, and accept Miniforge's licence (likewise)
 	@$(BIN)/dray image build $* --with cotainr --accept-licenses $(IMAGE_OPTIONS)
 
-image-%: known-% .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
+image-%: ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
+	$(call look,sif)
+	@$(MAKE) --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
@@ -118,11 +128,8 @@ LOCKED := --require-hashes --constraint $(LOCK)
 listed = $(shell sed -n '/^$(1) = \[/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.toml)
 OURS := $(call listed,dependencies)
 
-python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
-
-.venv/host: $(LOCK) pyproject.toml | python
+.venv/host: $(LOCK) pyproject.toml
+	@$(python-fits)
 ifneq ($(BUNDLE),)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 	  { echo "a bundle's wheels are for Python 3.11; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }

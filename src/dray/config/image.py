@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dray.config.model import Spec
 
@@ -60,7 +60,7 @@ class Size(Spec):
 
     locks: list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]]
     """The digests in the heads of the locks whose wheels were summed; `dray image lock` writes them."""
-    wheels_mb: PositiveInt
+    wheels_mb: NonNegativeInt
     """The locked wheels for x86_64; `dray image lock` writes it."""
     unpacked_mb: PositiveInt
     """All files of the image."""

@@ -21,6 +21,7 @@ from dray.images.progress import Silence
 # dray's own lines, pip's on large files, and Docker's on the steps of the builder's image.
 _SHOWN = re.compile(r"dray: |Downloading |Step \d+/\d+ : ")
 _WIDTH = 120
+_LOOK_S = 1.0
 _FULL = "no space left on device"  # programs write No, Docker no
 
 
@@ -54,7 +55,7 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
                     silence.shown(text)
 
         def tell() -> None:
-            while not ended.wait(1.0):
+            while not ended.wait(_LOOK_S):
                 with lock:
                     if text := silence.line():
                         print(text, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ _STALLED_S = 30.0
 _LOOK_S = 1.0
 # Less tells nothing of the minutes that are left.
 _ENOUGH = 50_000_000
+_WIDTH = 100
 
 
 class Progress:
@@ -114,7 +115,9 @@ class Silence:
     def shown(self, line: str) -> None:
         """The user has seen this line."""
         self._told, self._wait = self._clock(), self._FIRST_S
-        step = "" if " done in " in line else line.removeprefix("dray: ").partition(": ")[0]
+        own = line.startswith("dray: ")
+        step = line.removeprefix("dray: ").partition(": ")[0] if own else line[:_WIDTH]
+        step = "" if own and " done in " in line else step
         if step != self._step:
             self._step, self._began = step, self._told
 

@@ -77,7 +77,7 @@ def _listed(checkout: Path, image: Image) -> int:
         done = process.run(argv, env=lock.UV_ENVIRONMENT, check=False)
         if done.code != 0:
             raise lock.unsolved(f"containers/{image.variant}", done.err)
-        packages = tomllib.loads(answer.read_text(encoding="utf-8"))["packages"]
+        packages = tomllib.loads(answer.read_text(encoding="utf-8")).get("packages", [])
     # The first file of several is the one that fits this Python best, and the one that pip takes.
     found = [package["wheels"][0] if package.get("wheels") else package["sdist"] for package in packages]
     return round(sum(int(file.get("size", 0)) for file in found) / 1e6)
