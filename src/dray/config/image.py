@@ -77,7 +77,7 @@ class Image(Spec):
     """The base image, pinned by digest. `--base` replaces it for one build."""
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     """The base's Python, such as 3.11, which the lock's wheels are for."""
-    machines: list[Literal["x86_64", "aarch64"]] = Field(default_factory=lambda: ["x86_64"])
+    machines: list[Literal["x86_64", "aarch64"]] = Field(default=["x86_64"])
     """The processors that its wheels are for, as uname -m names them."""
     size: Size | None = None
     """What a build takes on the disk. `dray image lock` writes it for a new variant."""
