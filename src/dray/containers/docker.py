@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,11 +14,10 @@ from typing import Any
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
-from dray.config import mirrors
-from dray.containers import registry
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.config import checkout, mirrors
+from dray.containers import endpoint, registry
+from dray.contract.findings import ConfigError, DrayError
 
-_DEFAULT_HOST = "unix:///var/run/docker.sock"
 # One silent step of a build (an unpacking, a compile) may take this long before its next line.
 _SILENCE_S = 1800
 _LAST_LINES = 15
@@ -29,37 +27,17 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def host() -> str:
     """Where the engine listens."""
-    return os.environ.get("DOCKER_HOST", _DEFAULT_HOST)
+    return endpoint.find(os.environ, checkout.home()).url
 
 
 def client() -> docker.DockerClient:
     """A connection to the Docker Engine that has answered."""
+    found = endpoint.find(os.environ, checkout.home())
     try:
-        _knock()
-        return docker.from_env(timeout=_SILENCE_S)
+        endpoint.knock(found)
+        return docker.DockerClient(base_url=found.url, timeout=_SILENCE_S)
     except (DockerException, OSError) as error:
-        raise _unreachable(error) from error
-
-
-def _knock() -> None:
-    """The SDK hides why it cannot connect in a text, and leaves its socket open."""
-    if host().startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as knock:
-            knock.connect(host().removeprefix("unix://"))
-
-
-def _unreachable(error: Exception) -> UnfitError:
-    match error:
-        case PermissionError():
-            problem = "the Docker Engine does not let this user in"
-            fix = "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
-        case FileNotFoundError():
-            problem = "no Docker Engine runs on this machine"
-            fix = "install Docker Engine and start it, or set DOCKER_HOST"
-        case _:
-            problem = "the Docker Engine does not answer"
-            fix = "start it (sudo systemctl start docker), or set DOCKER_HOST to one that runs"
-    return UnfitError(problem, where=host(), found=error, fix=fix)
+        raise endpoint.unreachable(found, error, os.environ) from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 from dray.config import mirrors
 from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
+from dray.images import progress
 from dray.images.rootfs import PROGRAM
 
 INSTALLED = "installed"
@@ -153,7 +154,8 @@ def _download(
             "/srv",
         ]
         binds = {inputs: False, out: True, work: True, base: False}
-        builder.run(checkout, argv, binds=binds, on_line=say, network=True)
+        with progress.watch(out, "Debian packages", say=say):
+            builder.run(checkout, argv, binds=binds, on_line=say, network=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
 
