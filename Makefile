@@ -95,7 +95,7 @@ known-%:
 # takes the first that fits.
 image-%-docker: ## Build the Docker image dray:% (likewise)
 	$(call look,docker)
-	@$(MAKE) --no-print-directory .venv/host
+	@$(MAKE) --silent --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
 # Apptainer takes no reference with both a tag and a digest.
@@ -111,7 +111,7 @@ image-%-cotainr: known-% .venv/cotainr ## Build build/cotainr-%.sif with cotainr
 
 image-%: ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
 	$(call look,sif)
-	@$(MAKE) --no-print-directory .venv/host
+	@$(MAKE) --silent --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
