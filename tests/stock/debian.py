@@ -42,10 +42,12 @@ class Key:
     """What signs."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700)
+        folder.mkdir()
         self.home = folder
         self._gpg("--passphrase", "", "--quick-generate-key", "dray's test of the stock path", "rsa3072", "sign", "2d")
         self.public = self._gpg("--export")
+        self.ring = folder / "public.gpg"
+        self.ring.write_bytes(self.public)
 
     def signed(self, text: str) -> bytes:
         return self._gpg("--digest-algo", "SHA512", "--clearsign", given=text.encode())

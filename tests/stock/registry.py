@@ -31,37 +31,20 @@ APT::AutoRemove::SuggestsImportant "false";
 """
 
 
-def base(suite: str, *, archive: str, dated: str, mirrors: dict[str, str], key: bytes, folder: Path) -> Path:
-    """The layer of the slim image of this suite, a tar.gz.
+def base(suite: str, *, packed: Path, dated: str, mirrors: dict[str, str], key: bytes, folder: Path) -> Path:
+    """The layer of the slim image, a tar.gz, of what `bootstrap` has packed.
 
-    `archive` is where its packages come from. The image's own sources name the `mirrors`, and above each the archive,
-    `dated`, in a comment.
+    The image's own sources name the `mirrors`, and above each the archive, `dated`, in a comment.
     """
-    root, keyring = folder / suite, folder / f"{suite}.gpg"
-    keyring.write_bytes(key)
-    sources = [(f"{suite} {suite}-updates", "debian"), (f"{suite}-security", "debian-security")]
-    given = [
-        f"deb [check-valid-until=no] {archive}/{name}/{STAMP} {one} main\n"
-        for suites, name in sources
-        for one in suites.split()
-    ]
-    # mmdebstrap itself would take usrmerge for bookworm, and with it all of Perl.
-    merged = ["--include=usr-is-merged", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"]
-    argv = ["mmdebstrap", "--quiet", "--variant=minbase", *(merged if suite == "bookworm" else [])]
-    argv += [
-        f"--keyring={keyring}",
-        "--dpkgopt=path-exclude=/usr/share/man/*",
-        "--dpkgopt=path-exclude=/usr/share/doc/*",
-    ]
-    argv += ["--dpkgopt=path-include=/usr/share/doc/*/copyright", suite, str(root), "-"]
-    subprocess.run(argv, input="".join(given), text=True, check=True)
+    root = folder / suite
+    root.mkdir()
+    subprocess.run(["tar", "--extract", "--file", packed, "--directory", root], check=True)
     found = re.findall(r"(?m)^Package: (.*)$", (root / "var/lib/dpkg/status").read_text())
     assert sorted(found) == sorted((HERE / f"{suite}.txt").read_text().split())
     stanzas = []
-    for suites, name in sources:
-        comment = f"# {dated}/{name}/{STAMP}"
+    for suites, name in _sources(suite):
         stanzas.append(
-            f"Types: deb\n{comment}\nURIs: {mirrors[name]}\nSuites: {suites}\nComponents: main\n"
+            f"Types: deb\n# {dated}/{name}/{STAMP}\nURIs: {mirrors[name]}\nSuites: {suites}\nComponents: main\n"
             "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg\n"
         )
     (root / "etc/apt/sources.list.d/debian.sources").write_text("\n".join(stanzas))
@@ -76,6 +59,29 @@ def base(suite: str, *, archive: str, dated: str, mirrors: dict[str, str], key: 
     subprocess.run(tar, check=True)
     shutil.rmtree(root)
     return layer
+
+
+def bootstrap(suite: str, *, archive: str, keyring: Path, out: Path) -> Path:
+    """The packages of the slim image in a tar, from the archive."""
+    if out.exists():
+        return out
+    given = "".join(
+        f"deb [check-valid-until=no] {archive}/{name}/{STAMP} {one} main\n"
+        for suites, name in _sources(suite)
+        for one in suites.split()
+    )
+    # mmdebstrap itself would take usrmerge for bookworm, and with it all of Perl.
+    merged = ["--include=usr-is-merged", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"]
+    argv = ["mmdebstrap", "--quiet", "--variant=minbase", *(merged if suite == "bookworm" else [])]
+    argv += [f"--keyring={keyring}", "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=force-unsafe-io"]
+    argv += ["--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-include=/usr/share/doc/*/copyright"]
+    partial = out.with_suffix(".partial.tar")
+    subprocess.run([*argv, suite, partial, "-"], input=given, text=True, check=True, stdout=subprocess.DEVNULL)
+    return partial.replace(out)
+
+
+def _sources(suite: str) -> list[tuple[str, str]]:
+    return [(f"{suite} {suite}-updates", "debian"), (f"{suite}-security", "debian-security")]
 
 
 @contextmanager

@@ -67,10 +67,13 @@ def prepared(kept: Path, logs: Path) -> Iterator[Walk]:
         where = stack.enter_context(registry.serving(f"{block}.2", signed, scratch / "registry", logs / "registry.txt"))
         digests = {}
         for suite in ("bookworm", "trixie"):
-            layer = registry.base(
-                suite, archive=f"http://{block}.1/archive", dated=f"http://{ARCHIVE}/archive", mirrors=mirrors,
-                key=key.public, folder=scratch,
+            packed = registry.bootstrap(
+                suite, archive=f"http://{block}.1/archive", keyring=key.ring,
+                out=kept / f"{suite}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:16]}.tar",
             )  # fmt: skip
+            layer = registry.base(
+                suite, packed=packed, dated=f"http://{ARCHIVE}/archive", mirrors=mirrors, key=key.public, folder=scratch
+            )
             digests[suite] = registry.push(where, signed.ca, "library/debian", layer)
         seen.clear()
         running = stack.enter_context(machine.started(hosts=names, ca=signed.ca, scratch=scratch, logs=logs))
