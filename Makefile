@@ -11,6 +11,7 @@ HOSTILE ?= docs/measurements/2026-11-23-hostile.md
 FAULTS ?= docs/measurements/2026-11-25-faults.md
 SEED ?= 1
 CPU ?=
+YES ?=
 NODES ?= 2
 GPUS_PER_NODE ?= 2
 
@@ -21,7 +22,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs screenshots test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean
+.PHONY: help install demo docs screenshots test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean clean-images
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -103,8 +104,19 @@ cluster-down: .venv/host ## Take it down
 release: .venv/dev ## Build and try dist/: the wheel and the sources, the same bytes each time
 	@.ci/release
 
-clean: ## Remove what was built here; runs stay
-	rm -rf build .venv
+clean: ## Remove what was fetched and installed here; images, the cluster's folder and runs stay
+	@[[ ! -d build ]] || find build -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name cluster -exec rm -rf {} +
+	@rm -rf .venv
+
+clean-images: ## Remove the images, layers and adopted images of build/, after asking (YES=1 does not ask)
+	@shopt -s nullglob; images=(build/dray-*); \
+	if ((!$${#images[@]})); then echo "there is no image in build/"; exit; fi; \
+	du --summarize --human-readable -- "$${images[@]}"; \
+	if [[ "$(YES)" != 1 && ! -t 0 ]]; then \
+	  printf 'dray: nothing is removed: there is no terminal to ask at\n  fix:    make clean-images YES=1\n' >&2; exit 78; fi; \
+	[[ "$(YES)" == 1 ]] || read -rp "Remove them? [y/N] "; \
+	if [[ "$(YES)" != 1 && ! "$$REPLY" =~ ^[yY] ]]; then echo "nothing is removed"; exit; fi; \
+	rm -rf -- "$${images[@]}"
 
 # What runs on this machine has the versions of the cpu image, each file with its hash: venv.lock is a constraint for what
 # is installed and for what builds dray itself. Hashes in constraints want pip 26.1, which an older one brings by hash too.
@@ -137,12 +149,14 @@ endif
 	@touch $@
 
 # Which build of torch there is (CPU, CUDA) is the business of pip's own configuration; the lock has the hashes of both.
-# It is fetched first, alone: where hashes are required, pip prefers a file whose index names its hash to a folder's own.
-TORCH := $(filter "torch==%,$(call listed,train))
+# The CPU's is fetched under its own name where that configuration finds it: where hashes are required, pip prefers a file
+# whose index names its hash, which is the registry's for CUDA, to a file of a folder.
+TORCH := sed -n '/^torch==/,/[^\\]$$/p' $(LOCK)
+TORCH_ARGV := $(BIN)/python -m pip download -qq --no-deps --only-binary :all: --require-hashes --dest .venv/torch
 .venv/installed: .venv/host
 	@echo "installing into .venv: torch (the largest part), then what $(LOCK) pins"
-	@$(BIN)/python -m pip download -qq --no-deps --dest .venv/torch $(TORCH)
-	@$(PIP) --no-index --find-links .venv/torch --no-deps $(LOCKED) $(TORCH)
+	@$(TORCH_ARGV) -r <($(TORCH) | sed 's/^torch==[0-9.]*/&+cpu/') 2>/dev/null || $(TORCH_ARGV) -r <($(TORCH))
+	@$(PIP) --no-index --find-links .venv/torch --no-deps $(LOCKED) $(filter "torch==%,$(call listed,train))
 	@rm -r .venv/torch
 	@$(PIP) $(LOCKED) $(OURS) $(call listed,train)
 	@touch $@

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # make-base.sh SUITE OUT.tar: a Debian rootfs to build images on, for machines that cannot pull one.
-# What a pulled slim image holds, and ca-certificates. The packages come from where mmdebstrap takes them by default;
-# APT_SOURCES names a sources.list for machines that must use a mirror of their own.
+# It has the packages of the slim image that is pulled elsewhere, and no others. They come from where mmdebstrap takes
+# them by default; APT_SOURCES names a sources.list for machines that must use a mirror of their own.
 # With SOURCE_DATE_EPOCH set, the same packages give the same bytes.
 # dray finds what lies in build/base:
 #   containers/base/make-base.sh trixie build/base/trixie.tar
@@ -36,9 +36,12 @@ main() {
   # Nothing half-made may carry the final name: a later build would start from it.
   partial="${out%.tar}.partial.tar"
   trap 'rm -f "${partial}"' EXIT
+  # mmdebstrap takes usrmerge for bookworm, which brings all of Perl; the slim image has usr-is-merged.
+  local merged=()
+  [[ "${suite}" != bookworm ]] || merged=(--include=usr-is-merged --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr)
   # This machine's name and resolver are nobody else's business; the container engine brings its own.
   # shellcheck disable=SC2016  # $1 is the hook's
-  mmdebstrap --variant=minbase --include=ca-certificates --format=tar \
+  mmdebstrap --variant=minbase "${merged[@]}" --format=tar \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
     --dpkgopt='path-include=/usr/share/doc/*/copyright' \
     --customize-hook='truncate --size 0 "$1/etc/hostname" "$1/etc/resolv.conf"' \

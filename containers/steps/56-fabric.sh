@@ -106,5 +106,11 @@ install -D --mode=644 ../libfabric/COPYING --target-directory="$OUT/licenses/lib
 LD_LIBRARY_PATH=$BUILD/lib "$VENV/bin/python3" -c 'import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)' \
     "$OUT/libnccl-net-ofi.so"
 
-# apt removes by name only what came as files of debs/.
-apt::get purge --yes autoconf automake autotools-dev libhwloc-dev libltdl-dev libltdl7 libnuma-dev libnuma1 m4
+# apt removes by name only what came as files of debs/; what the base had before stays.
+readonly UNNEEDED=(autoconf automake autotools-dev libgdbm-compat4 libgdbm6 libhwloc-dev libltdl-dev libltdl7
+    libnuma-dev libnuma1 libperl5.36 m4 perl perl-modules-5.36)
+brought=()
+for name in "${UNNEEDED[@]}"; do
+    ! compgen -G "$INPUTS/debs/${name}_*.deb" >/dev/null || brought+=("$name")
+done
+apt::get purge --yes "${brought[@]}"

@@ -132,12 +132,12 @@ def test_a_reference_is_pulled_once(tmp_path, monkeypatch):
 
 def test_a_base_that_no_registry_has(tmp_path, monkeypatch):
     _puts_apptainer(tmp_path / "bin", monkeypatch, "echo 'INFO: looks' >&2\necho 'FATAL:   no such name' >&2\nexit 255")
-    with pytest.raises(UnfitError, match="the base cannot be pulled") as refused:
+    with pytest.raises(UnfitError, match="the base cannot be pulled\n") as refused:
         bases.fetched(tmp_path, "debian:x", say=print)
     assert refused.value.details == {
-        "wanted": "debian:x",
+        "wanted": "docker://debian:x",
         "found": "FATAL:   no such name",
-        "fix": "containers/base/make-base.sh bookworm build/base/bookworm.tar",
+        "fix": "or make one: containers/base/make-base.sh bookworm build/base/bookworm.tar",
     }
     assert not [*(tmp_path / "build" / "base").iterdir()]
 

@@ -8,11 +8,18 @@ import os
 import platform
 import sys
 import tarfile
+import threading
 import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
+from dray.config import mirrors
 from dray.config.image import Image, Vendor
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.sources import pip, wheels
@@ -23,7 +30,7 @@ NOWHERE = "ERROR: No matching distribution found for"
 
 def wheel(folder: Path, name: str, version: str = "1.0", *, tag: str = "py3-none-any", body: str = "") -> str:
     """Put a wheel into the folder; its hash."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     about = f"{name}-{version}.dist-info"
     path = folder / f"{name}-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as made:
@@ -45,6 +52,22 @@ def index(tmp_path, monkeypatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     return folder
+
+
+@dataclass(frozen=True)
+class Served:
+    """A folder that a web server shows: an index in each of own/ and vendor/; and each path that was asked for."""
+
+    folder: Path
+    asked: list[str]
+    config: Path
+
+    def add(self, index: str, name: str, version: str = "1.0", body: str = "") -> str:
+        digest = wheel(self.folder / index / name, name, version, body=body)
+        (file,) = (self.folder / index / name).glob("*.whl")
+        link = f'<a href="{quote(file.name)}#sha256={digest}">{file.name}</a>'
+        (self.folder / index / name / "index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>")
+        return digest
 
 
 @pytest.fixture
@@ -163,14 +186,71 @@ def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
         fetch(lock, vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
     assert raised.value.problem == "pip cannot find a wheel of the image"
     assert raised.value.details == {
+        "where": INDEX,
         "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
         f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
-        "fix": f"pip config set global.extra-index-url {INDEX}\n"
+        "fix": f'where only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'
         "or bring the files in a folder: make image-rocm WHEELS=FOLDER\n"
         "or, where there is no network, from a machine that has them: dray image bundle rocm",
     }
     assert list((tmp_path / "wheels").iterdir()) == []
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch) -> Iterator[Served]:
+    """A web server with the user's own index and, by the user's mirrors, a vendor's."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            asked.append(self.path)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    for name in [name for name in os.environ if name.lower().endswith("_proxy") or name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    config, mirror = tmp_path / "pip.conf", tmp_path / "mirrors.toml"
+    config.write_text(f"[global]\nindex-url = {address}/own\nretries = 0\n")
+    mirror.write_text(f'[mirrors]\n"{INDEX}" = "{address}/vendor"\n')
+    mirror.chmod(0o600)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("DRAY_MIRRORS", str(mirror))
+    yield Served(folder, asked, config)
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_vendors_wheel_comes_from_its_index_alone(served, fetch):
+    """The user's own index is asked first; the vendor's for nothing else, and the configuration stays as it was."""
+    before = served.config.read_text()
+    tiny, torch = served.add("own", "tiny"), served.add("vendor", "torch", "2.8.0+rocm6.4")
+    served.add("vendor", "tiny", body="another")
+    lock = pin("tiny", tiny) + pin("torch", torch, "2.8.0")
+    vendors = (vendor("2.8.0+rocm6.4", torch),)
+    assert fetch(lock, vendors=vendors) == [
+        "wheels/tiny-1.0-py3-none-any.whl",
+        "wheels/torch-2.8.0+rocm6.4-py3-none-any.whl",
+    ]
+    pages = list(dict.fromkeys(path for path in served.asked if path.endswith("/")))
+    assert pages == ["/own/torch/", "/vendor/torch/", "/own/tiny/"]
+    assert served.config.read_text() == before
+
+
+def test_a_users_own_index_wins_over_the_vendors(served, fetch):
+    torch = served.add("own", "torch", "2.8.0+rocm6.4")
+    assert fetch(pin("torch", torch, "2.8.0"), vendors=(vendor("2.8.0+rocm6.4", torch),))
+    assert not [path for path in served.asked if path.startswith("/vendor")]
+
+
+def test_a_vendors_index_with_another_file_is_refused(served, fetch):
+    torch = served.add("vendor", "torch", "2.8.0+rocm6.4")
+    with pytest.raises(DrayError, match="a fetched file is not the one that is locked") as raised:
+        fetch(pin("torch", "0" * 64, "2.8.0"), vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
+    assert torch in raised.value.details["found"]
 
 
 def test_vendors_wheel_wins_over_the_registrys(index, fetch):

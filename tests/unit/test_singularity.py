@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dray.containers import singularity
+from dray.containers import registry, singularity
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import doctor
 from helpers import python, runs, until
 
 PULLED = "docker://registry.example/team/image:1"
+pull = partial(singularity.pull, what="the image", instead="or copy the file")
 
 
 @pytest.fixture
@@ -86,25 +88,23 @@ def test_what_hangs_is_killed_with_all_that_it_started(tool, image, tmp_path):
     ("answer", "found"),
     [
         ("pass", "ValueError|JSONDecodeError|IndexError"),
-        ("print('{}')", "KeyError"),
         ("print('[]')", "Error"),
-        ("print('{\"data\": 1}')", "Error"),
         ("print('not json')", "not json"),
         ("sys.stderr.write('{\"data\": {}}')", "data"),
     ],
 )
-def test_inspect_of_no_answer(tool, image, answer, found):
+def test_a_list_of_no_answer(tool, image, answer, found):
     tool(answer)
-    with pytest.raises(DrayError, match="apptainer gave no answer that can be read, to inspect"):
-        singularity.inspect(image)
+    with pytest.raises(DrayError, match="apptainer gave no answer that can be read, to list the instances"):
+        singularity.instances()
 
 
-def test_inspect_of_what_the_program_refuses(tool, image):
+def test_a_list_of_what_the_program_refuses(tool, image):
     tool("sys.stderr.write('FATAL:   no image\\n'); sys.exit(255)")
     with pytest.raises(DrayError) as refused:
-        singularity.inspect(image)
+        singularity.instances()
     assert (refused.value.problem, refused.value.details) == (
-        "apptainer inspect failed with exit code 255", {"where": str(image), "found": "FATAL:   no image"}
+        "apptainer instance failed with exit code 255", {"found": "FATAL:   no image"}
     )  # fmt: skip
 
 
@@ -119,44 +119,85 @@ def test_a_missing_bind_does_not_exit(tool, image, tmp_path):
 def test_a_source_that_none_is_does_not_exit(tool, tmp_path, source):
     calls = tool("pass")
     with pytest.raises(ConfigError, match="not a source of an image"):
-        singularity.fetch(source, tmp_path / "out.sif")
+        pull(source, tmp_path / "out.sif")
     assert calls.read_text() == ""
 
 
 def test_an_archive_that_is_not_there(tool, tmp_path):
     tool("pass")
     with pytest.raises(ConfigError, match="the source of the image does not exist"):
-        singularity.fetch(f"oci:{tmp_path}/none:latest", tmp_path / "out.sif")
+        pull(f"oci:{tmp_path}/none:latest", tmp_path / "out.sif")
 
 
-def test_a_pull_that_fails_is_an_error(tool, tmp_path):
+@pytest.mark.parametrize(
+    ("said", "reason", "fix"),
+    [
+        (
+            "FATAL:   unauthorized: access denied",
+            ": the registry wants a login, or refuses so many pulls",
+            "docker login",
+        ),
+        (
+            "FATAL: x509: certificate signed by unknown authority",
+            ": the registry's certificate is not trusted",
+            "SSL_CERT",
+        ),
+        (
+            "FATAL: dial tcp: lookup r on 10.0.0.1:53: no such host",
+            ": the registry cannot be reached",
+            "set http_proxy",
+        ),
+        (
+            "FATAL: Get https://r/v2/: net/http: TLS handshake timeout",
+            ": the registry cannot be reached",
+            "set http_proxy",
+        ),
+        ("FATAL: reading manifest: manifest unknown", ": the registry does not have it", "correct the name"),
+        ("FATAL: something else", "", "or copy the file"),
+    ],
+)
+def test_a_pull_that_fails_says_whose_fault_it_was(tool, tmp_path, said, reason, fix):
     """spython hands out the name of the file that is not there."""
-    calls = tool("sys.stderr.write('FATAL:   unauthorized\\n'); sys.exit(255)")
-    with pytest.raises(DrayError, match="apptainer pull failed with exit code 255") as refused:
-        singularity.fetch(PULLED, tmp_path / "out.sif")
-    assert refused.value.details == {"where": PULLED, "found": "FATAL:   unauthorized"}
-    assert calls.read_text() == f"apptainer pull --name {tmp_path}/out.sif {PULLED}\n"
+    calls = tool(f"sys.stderr.write('INFO: looks\\n{said}\\n'); sys.exit(255)")
+    with pytest.raises(registry.PullError) as refused:
+        pull(PULLED, tmp_path / "out.sif")
+    assert refused.value.problem == f"the image cannot be pulled{reason}"
+    assert refused.value.details["found"] == said
+    assert refused.value.details["fix"].startswith(fix)
+    assert refused.value.details["fix"].endswith("or copy the file")
+    verb, option, part, source = calls.read_text().split()[1:]
+    assert (verb, option, source) == ("pull", "--name", PULLED)
+    assert Path(part).parents[1] == tmp_path
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".pull")] == []
+
+
+def test_a_pull_writes_beside_what_it_makes(tool, tmp_path):
+    tool("open(sys.argv[3], 'w').write(os.environ['APPTAINER_TMPDIR'] + ' ' + os.environ['APPTAINER_DISABLE_CACHE'])")
+    pull(PULLED, tmp_path / "out.sif")
+    scratch, uncached = (tmp_path / "out.sif").read_text().rsplit(" ", 1)
+    assert (Path(scratch).parent, uncached) == (tmp_path, "1")
 
 
 def test_a_build_asks_for_no_sudo(tool, tmp_path):
-    calls = tool("pass")
+    calls = tool("open(sys.argv[2], 'w').close()")
     (tmp_path / "layout").mkdir()
-    singularity.fetch(f"oci:{tmp_path}/layout:1", tmp_path / "out.sif")
-    assert calls.read_text() == f"apptainer build {tmp_path}/out.sif oci:{tmp_path}/layout:1\n"
+    pull(f"oci:{tmp_path}/layout:1", tmp_path / "out.sif")
+    verb, part, source = calls.read_text().split()[1:]
+    assert (verb, Path(part).name, source) == ("build", "out.sif", f"oci:{tmp_path}/layout:1")
 
 
 def test_spython_starts_no_program_itself(tool, image, monkeypatch, tmp_path):
     """Nor `singularity --version`, which it starts before each verb."""
-    calls = tool('print(\'{"instances": [], "data": {"attributes": {}}}\')')
+    writes = "if sys.argv[1] == 'pull': open(sys.argv[3], 'w').close()"
+    calls = tool(f"print('{{\"instances\": []}}')\n{writes}")
     from spython.utils import terminal
 
     monkeypatch.delattr(terminal.subprocess, "Popen")
     monkeypatch.setattr("dray.process.run", lambda argv, **_: subprocess_run(argv))
     singularity.execute(image, ["true"])
     assert singularity.instances() == []
-    assert singularity.inspect(image) == {"labels": {}}
-    singularity.fetch(PULLED, tmp_path / "out.sif")
-    assert len(calls.read_text().splitlines()) == 4
+    pull(PULLED, tmp_path / "out.sif")
+    assert len(calls.read_text().splitlines()) == 3
 
 
 def subprocess_run(argv):

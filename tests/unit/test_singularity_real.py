@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import oci
-from dray.containers import builder, docker, singularity
-from dray.contract.findings import DrayError
+from dray.containers import builder, docker, registry, singularity
 from dray.fitness import doctor
 from helpers import ROOT
 
@@ -56,7 +55,7 @@ def folder(machine, monkeypatch):
 def fetched(folder) -> Path:
     out = folder / "fetched.sif"
     if not out.exists():
-        singularity.fetch(f"oci:{folder}/layout", out)
+        singularity.pull(f"oci:{folder}/layout", out, what="the image", instead="")
     return out
 
 
@@ -67,27 +66,17 @@ def test_an_oci_folder_becomes_a_sif_that_starts(fetched):
 
 def test_a_registry(folder):
     with oci.registry(folder / "layout") as where:
-        singularity.fetch(f"docker://{where}/team/image:1", folder / "pulled.sif")
+        singularity.pull(f"docker://{where}/team/image:1", folder / "pulled.sif", what="the image", instead="")
     assert singularity.execute(folder / "pulled.sif", ["sh", "-c", "echo $WHOSE"]).out == "theirs\n"
 
 
 def test_a_registry_that_is_not_there(folder):
-    with pytest.raises(DrayError, match="apptainer pull failed with exit code 255") as refused:
-        singularity.fetch("docker://127.0.0.1:1/team/image:1", folder / "none.sif")
+    with pytest.raises(
+        registry.PullError, match="the image cannot be pulled: the registry cannot be reached"
+    ) as refused:
+        singularity.pull("docker://127.0.0.1:1/team/image:1", folder / "none.sif", what="the image", instead="")
     assert "connection refused" in refused.value.details["found"]
     assert not (folder / "none.sif").exists()
-
-
-def test_inspect(fetched):
-    found = singularity.inspect(fetched)
-    assert found["labels"]["org.label-schema.usage.apptainer.version"].startswith("1.")
-    assert "WHOSE" in "".join(found["environment"].values())
-
-
-def test_inspect_of_no_image(folder):
-    (folder / "text").write_text("text")
-    with pytest.raises(DrayError, match="apptainer inspect failed with exit code 255"):
-        singularity.inspect(folder / "text")
 
 
 def test_verify_of_what_nobody_signed(fetched):

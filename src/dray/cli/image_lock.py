@@ -58,6 +58,6 @@ def _debian(root: Path, named: str, *, check: bool) -> None:
                 "Debian's packages are not as locked",
                 where=root / "containers",
                 found="\n".join(changes),
-                fix="dray image lock debian, or APT_SOURCES=FILE, a sources.list with a snapshot of the locks' date",
+                fix="dray image lock debian",
             )
         print("\n".join(f"debian: {change}" for change in changes or ["nothing has changed"]))

@@ -18,7 +18,7 @@ from dray.cluster.config import CONTROLLER, Size
 from dray.cluster.health import Health
 from dray.cluster.machines import Config, Ended
 from dray.config import checkout
-from dray.containers.builder import trixie
+from dray.containers.builder import context, trixie
 from dray.containers.docker import attempt, base_image, build
 from dray.contract.findings import UnfitError
 
@@ -114,15 +114,16 @@ class LocalCluster:
         uid, gid = _owner(root)
         _make_shared(shared, uid, gid)
         chosen = base_image(self._client, base)
-        image = build(
-            self._client,
-            context=root / "containers/cluster",
-            dockerfile="Containerfile",
-            tag="dray-cluster-node",
-            args={"BASE": chosen},
-            target="node",
-            on_line=_steps(say),
-        )
+        with context(root) as folder:
+            image = build(
+                self._client,
+                context=folder,
+                dockerfile="Containerfile",
+                tag="dray-cluster-node",
+                args={"BASE": chosen},
+                target="node",
+                on_line=_steps(say),
+            )
         return Config(size=size, image=image, base=chosen, checkout=root, shared=shared, uid=uid, gid=gid)
 
     def _remove_stale(self, config: Config, say: Callable[[str], None]) -> dict[str, Container]:

@@ -48,6 +48,11 @@ def home() -> Path:
         return Path("/nonexistent")
 
 
+def configuration() -> Path:
+    """The folder of the user's own settings of dray."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "dray"
+
+
 def write(folder: Path) -> None:
     """A new checkout, from which images build with the same bytes as from the one that this package was made from.
 

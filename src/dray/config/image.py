@@ -30,7 +30,7 @@ class Vendor(Spec):
     sha256: list[Digest]
     """The hash of each of its files that may be installed."""
     index: Annotated[str, Field(pattern=r"^https://\S+$")]
-    """The vendor's index, for messages; pip uses it only if its own configuration names it."""
+    """The vendor's index, asked for this package alone, and only if the user's own pip does not find it."""
 
 
 class Source(Spec):

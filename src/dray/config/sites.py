@@ -28,8 +28,7 @@ class Choice(NamedTuple):
 
 def user_folder() -> Path:
     """The folder of the user's own files, which override ours of the same name."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or checkout.home() / ".config")
-    return Path(os.environ.get("DRAY_SITES") or config / "dray" / "sites")
+    return Path(os.environ.get("DRAY_SITES") or checkout.configuration() / "sites")
 
 
 def files() -> dict[str, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from docker.types import Mount
 
 from dray import process
 from dray.config import checkout as checkouts
+from dray.config import mirrors
 from dray.containers import apptainer, docker, sandbox
 from dray.contract import exit_codes, findings
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
@@ -30,6 +32,7 @@ _KEY = "dray.builder"
 # The first word of argv for Apptainer, whatever its name on this machine.
 APPTAINER = "apptainer"
 _CONTEXT = Path("containers", "cluster")
+_TOOLS = ("tools.sh", "tools.lock")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 
 
@@ -224,8 +227,7 @@ def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
 
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
     """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
-    context = checkout / _CONTEXT
-    read = "".join((context / name).read_text() for name in ("Containerfile", "add-sid.sh"))
+    read = "".join(path.read_text() for path in _read(checkout))
     key = hashlib.sha256(read.encode()).hexdigest()
     with docker.attempt(f"look for {TAG}"):
         # By its label: another checkout on this machine, with another builder, takes the tag for its own.
@@ -233,15 +235,38 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
     if found:
         return str(found[0].id)
     on_line("dray: builder")
-    return docker.build(
-        client,
-        context=context,
-        dockerfile="Containerfile",
-        tag=TAG,
-        args={"BASE": _base(client, checkout), "KEY": key},
-        target="builder",
-        on_line=on_line,
-    )
+    base = docker.base_image(client, trixie(checkout))
+    with context(checkout) as folder:
+        return docker.build(
+            client,
+            context=folder,
+            dockerfile="Containerfile",
+            tag=TAG,
+            args={"BASE": base, "KEY": key},
+            target="builder",
+            on_line=on_line,
+        )
+
+
+def _read(checkout: Path) -> list[Path]:
+    """All that decides what the builder has."""
+    containers = checkout / "containers"
+    return [containers / "debian.sh", *(containers / "cluster" / name for name in ("Containerfile", *_TOOLS))]
+
+
+@contextmanager
+def context(checkout: Path) -> Iterator[Path]:
+    """The folder that the Containerfile of the builder and of the cluster's machines is built from."""
+    build = checkout / "build"
+    build.mkdir(exist_ok=True)
+    with TemporaryDirectory(prefix=".context-", dir=build) as made:
+        folder = Path(made)
+        for source in (*_read(checkout), checkout / _CONTEXT / "machine.sh"):
+            shutil.copyfile(source, folder / source.name)
+        (folder / "mirrors.sed").write_text(mirrors.sed())
+        bundle = certificates()
+        (folder / "ca.crt").write_bytes(bundle.read_bytes() if bundle else b"")
+        yield folder
 
 
 def _loaded(client: DockerClient, saved: Path) -> str:
@@ -259,14 +284,6 @@ def trixie(checkout: Path) -> str:
     """The Debian under the builder and `dray cluster`: DRAY_CLUSTER_BASE, one that was made, or the pinned one."""
     pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
-
-
-def _base(client: DockerClient, checkout: Path) -> str:
-    try:
-        return docker.base_image(client, trixie(checkout))
-    except UnfitError as error:
-        error.amend(fix="containers/base/make-base.sh trixie build/base/trixie.tar")
-        raise
 
 
 def proxies(environment: Mapping[str, str]) -> dict[str, str]:

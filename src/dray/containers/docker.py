@@ -8,13 +8,15 @@ import re
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
+from dray.config import mirrors
+from dray.containers import registry
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 
 _DEFAULT_HOST = "unix:///var/run/docker.sock"
@@ -79,12 +81,12 @@ def base_image(client: docker.DockerClient, base: str) -> str:
         return _imported(client, path)
     if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
         raise ConfigError("the base image's root filesystem does not exist", found=base, fix=_how_to_make(base))
-    with attempt(f"look for the image {base}"):
-        try:
-            client.images.get(base)
-        except ImageNotFound:
-            _pull(client, base)
-    return base
+    for name in (base, mirrors.image(base)):
+        with attempt(f"look for the image {name}"), suppress(ImageNotFound):
+            client.images.get(name)
+            return name
+    _pull(client, name)
+    return name
 
 
 def _how_to_make(tar: str) -> str:
@@ -95,11 +97,9 @@ def _pull(client: docker.DockerClient, base: str) -> None:
     try:
         client.images.pull(base)
     except (DockerException, OSError) as error:
-        raise UnfitError(
-            f"the base image {base} cannot be pulled",
-            found=getattr(error, "explanation", None) or error,
-            fix=_how_to_make("build/base/trixie.tar"),
-        ) from error
+        text = str(getattr(error, "explanation", None) or error)
+        instead = f"or {_how_to_make('build/base/trixie.tar')}"
+        raise registry.refused("the builder's base", base, text, instead=instead) from error
 
 
 def _imported(client: docker.DockerClient, rootfs: Path) -> str:
@@ -135,6 +135,7 @@ def build(
             tag=tag,
             buildargs={**_proxies(), **args},
             target=target or "",
+            network_mode="host",
             rm=True,
             forcerm=True,
             decode=True,

@@ -34,10 +34,13 @@ def started(
     user: str | None = None,
     fuse: bool = False,
 ) -> Iterator[Container]:
-    """Run a command in it. It is gone afterwards, whatever happens. Without /dev/fuse, Apptainer unpacks an image."""
+    """Run a command in it. It is gone afterwards, whatever happens. Without /dev/fuse, Apptainer unpacks an image.
+
+    With `network` it has the host's own, so that a proxy on the host's loopback and names of its /etc/hosts hold there.
+    """
     host = client.api.create_host_config(
         mounts=mounts,
-        network_mode="default" if network else "none",
+        network_mode="host" if network else "none",
         security_opt=list(SECURITY),
         devices=[f"{_FUSE}:{_FUSE}:rwm"] if fuse and Path(_FUSE).exists() else [],
     )

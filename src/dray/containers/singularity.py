@@ -13,11 +13,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import spython.utils
 
-from dray.containers import apptainer, builder
+from dray.containers import apptainer, builder, registry
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.process import Done
 
@@ -123,14 +124,6 @@ def run(
     return builder.tool(_command([*argv]), binds=binds or {}, env=env, seconds=seconds)
 
 
-def inspect(image: Path) -> dict[str, Any]:
-    """What was written into the image when it was built: labels, definition, environment, scripts."""
-    with _call(binds={image: False}, what=f"inspect {image}") as call:
-        reply = _spython().inspect(str(image))
-        _require(call, image)
-        return dict(reply["attributes"])
-
-
 def execute(
     image: Path,
     command: Sequence[str],
@@ -157,17 +150,27 @@ def instances() -> list[dict[str, Any]]:
         return list(found)
 
 
-def fetch(source: str, out: Path, *, seconds: float = FETCH_S) -> None:
-    """Make a SIF of what a registry, an OCI folder or an archive has. `out` must not exist."""
+def pull(source: str, out: Path, *, what: str, instead: str, seconds: float = FETCH_S) -> None:
+    """Make a SIF of what a registry, an OCI folder or an archive has. It is there whole, or not at all.
+
+    All that is written on the way is beside it: /tmp is small on many machines.
+    """
     archive = _archive(source)
-    with _call(
-        binds={out.parent: True, **archive}, seconds=seconds, network=not archive, what=f"fetch {source}"
-    ) as call:
-        if _REGISTRIES.fullmatch(source):
-            _spython().pull(source, name=str(out), quiet=True)
-        else:
-            _spython().build(source, str(out), sudo=False, quiet=True)
-        _require(call, source)
+    with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
+        scratch, part = Path(made), Path(made) / out.name
+        tmp = {"APPTAINER_TMPDIR": made, "SINGULARITY_TMPDIR": made}
+        with _call(
+            binds={scratch: True, **archive}, env=tmp, seconds=seconds, network=not archive, what=f"fetch {source}"
+        ) as call:
+            if not _REGISTRIES.fullmatch(source):
+                _spython().build(source, str(part), sudo=False, quiet=True)
+                _require(call, source)
+            else:
+                _spython().pull(source, name=str(part), quiet=True)
+                done = call.done[-1]
+                if done.code:
+                    raise registry.refused(what, source, done.err or done.out, instead=instead)
+        part.replace(out)
 
 
 def _archive(source: str) -> dict[Path, bool]:
@@ -194,12 +197,13 @@ def _call(
     *,
     binds: Mapping[Path, bool],
     what: str,
+    env: Mapping[str, str] | None = None,
     seconds: float = ANSWER_S,
     network: bool = False,
 ) -> Iterator[_Call]:
     """One call of spython's, whose way to end is ours: no exit of the process, and none of its exceptions."""
-    env = {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"} if network else {}
-    call = _Call(binds=binds, env=env, seconds=seconds, network=network)
+    uncached = {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"} if network else {}
+    call = _Call(binds=binds, env={**uncached, **(env or {})}, seconds=seconds, network=network)
     before = _CALL.set(call)
     try:
         yield call

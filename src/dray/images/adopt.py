@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import dray
 from dray import __version__, interrupts, process
+from dray.config import mirrors
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.containers import singularity
 from dray.contract.findings import ConfigError, UnfitError
@@ -59,8 +61,10 @@ def adopt(
             fix=f"give another one: --name {name}-2; or replace it: --force",
         )
     build.mkdir(exist_ok=True)
+    # A refusal keeps what took hours to fetch.
+    kept = build / "fetched" / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.sif"
     with interrupts.stoppable(), TemporaryDirectory(dir=build, prefix=".adopt-") as scratch:
-        new = _fetched(source, Path(scratch) / file.name, say)
+        new = _fetched(source, Path(scratch) / file.name, kept, say)
         sif = sif_format.read(new)
         if sif.architecture != MACHINES.get(platform.machine()):
             raise ConfigError(
@@ -98,6 +102,7 @@ def adopt(
             put.rename(folder)
             record.write(file, made)
             new.rename(file)  # last: without it there is no image of this name
+            kept.unlink(missing_ok=True)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             described.unlink(missing_ok=True)
@@ -148,10 +153,18 @@ def _require(holds: bool, problem: str, where: str, *, wanted: str, found: objec
         )
 
 
-def _fetched(source: str, out: Path, say: Callable[[str], None]) -> Path:
+def _fetched(source: str, out: Path, kept: Path, say: Callable[[str], None]) -> Path:
     if re.match(r"[a-z-]+:", source) and not Path(source).exists():
-        say(f"dray: fetch {source}")
-        singularity.fetch(source, out)
+        if kept.exists():
+            say(f"dray: take what was fetched before ({kept}; remove it to fetch again)")
+        else:
+            say(f"dray: fetch {source}")
+            kept.parent.mkdir(exist_ok=True)
+            name = source.removeprefix("docker://")
+            address = source if name == source else f"docker://{mirrors.image(name)}"
+            instead = "or bring it as a file: dray image adopt FILE.sif"
+            singularity.pull(address, kept, what="the image", instead=instead)
+        inputs.link(kept, out)
         return out
     sif = sif_format.read(Path(source).expanduser())
     say(f"dray: {sif.path}")

@@ -39,8 +39,7 @@ class Remote(NamedTuple):
 
 def file() -> Path:
     """Where the names are kept."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or checkout.home() / ".config")
-    return config / "dray" / "remotes.toml"
+    return checkout.configuration() / "remotes.toml"
 
 
 def parse(name: str, place: str) -> Remote:

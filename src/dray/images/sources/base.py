@@ -6,10 +6,10 @@ import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from dray.config import mirrors
 from dray.containers import builder, singularity
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError
 
 _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
@@ -36,8 +36,10 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
         )
     pulled = checkout / "build" / "base" / f"{hashlib.sha256(base.encode()).hexdigest()[:16]}.sif"
     if not pulled.exists():
-        say(f"dray: pull {base}")
-        _pull(base, pulled)
+        source = reference(base)
+        say(f"dray: pull {source.removeprefix('docker://')}")
+        pulled.parent.mkdir(parents=True, exist_ok=True)
+        singularity.pull(source, pulled, what="the base", instead=f"or make one: {_MAKE}")
     return pulled
 
 
@@ -50,20 +52,10 @@ def identity(base: str, file: Path) -> str:
 
 
 def reference(base: str) -> str:
-    """As Apptainer wants it, which refuses a tag beside a digest; the digest alone says which image is meant."""
+    """As Apptainer wants it, which refuses a tag beside a digest; the digest alone says which image is meant.
+
+    It names the user's mirror, where there is one.
+    """
     scheme, _, name = base.rpartition("://")
-    return f"{scheme or 'docker'}://{re.sub(r':[^:/@]+(?=@)', '', name)}"
-
-
-def _pull(base: str, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
-        try:
-            singularity.fetch(reference(base), Path(made) / out.name)
-        except DrayError as error:
-            lines = (error.finding.found or error.problem).splitlines()
-            failures = [line for line in lines if "FATAL" in line or "rror" in line]
-            raise UnfitError(
-                "the base cannot be pulled", wanted=base, found="\n".join(failures[-3:] or lines), fix=_MAKE
-            ) from error
-        (Path(made) / out.name).replace(out)
+    name = re.sub(r":[^:/@]+(?=@)", "", name)
+    return f"{scheme or 'docker'}://{mirrors.image(name) if scheme in ('', 'docker') else name}"

@@ -8,15 +8,20 @@ import platform
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
+from dray.config import mirrors
 from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
 from dray.images.rootfs import PROGRAM
 
+INSTALLED = "installed"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+# Ends a lock's line of a package that the base has too: it is locked only for a base that has an older one.
+_OF_BASE = "base"
 
 
 def lock_file(checkout: Path, architecture: str = "") -> Path:
@@ -30,14 +35,12 @@ def fetch(
 ) -> Path:
     """The folder with the packages for this base, fetched if it is not there yet; refused if they are not as locked."""
     containers = checkout / "containers"
-    sources = _sources()
     path = lock_file(checkout)
     locked = path.read_text() if path.exists() else ""
-    asked = [identity, locked, *((containers / name).read_text() for name in ("debian.in", "debs.sh"))]
-    asked += [sources.read_text()] if sources else []
+    read = [(containers / name).read_text() for name in ("debian.in", "debs.sh", "debian.sh")]
+    asked = [identity, locked, *read, mirrors.sed()]
     folder = checkout / "build" / "debs" / hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
     if not folder.exists():
-        say("dray: Debian packages")
         _download(checkout, folder, base=base, locked=locked, say=say)
     moved = differences(folder, path)
     if moved and as_locked:
@@ -45,8 +48,8 @@ def fetch(
             "Debian's packages are not as locked",
             where=path,
             found="\n".join(moved),
-            fix="APT_SOURCES=FILE, a sources.list with a snapshot of the lock's date;\n"
-            "or dray image lock debian, which locks these; or --debian current (make: DEBIAN=current) to take them",
+            fix="--debian current (make: DEBIAN=current) takes them as they are\n"
+            "or another base: containers/base/make-base.sh bookworm build/base/bookworm.tar; or dray image lock debian",
         )
     for difference in moved:
         say(f"dray: not as locked: {difference}")
@@ -56,40 +59,72 @@ def fetch(
 def lock(checkout: Path, *, base: Path, say: Callable[[str], None], check: bool = False) -> list[str]:
     """What has changed in today's sources, for each architecture; its lock is written, unless this is a `check`."""
     changed = []
+    now = datetime.now(UTC)
     for architecture in _ARCHITECTURES.values():
         path = lock_file(checkout, architecture)
         with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as scratch:
             folder = Path(scratch) / "debs"
             _download(checkout, folder, base=base, locked="", say=say, architecture=architecture)
-            changed += [f"{architecture}: {one}" for one in differences(folder, path)]
+            before, found = _locked(path), _found(folder)
+            names = _installed(folder)
+            for name in found.keys() & names.keys():
+                found[name] += f" {_OF_BASE}"
+            changed += [
+                f"{architecture}: {name} {_version(before.get(name))} -> {_version(found.get(name))}"
+                for name in sorted(before.keys() | found.keys())
+                if before.get(name) != found.get(name)
+            ]
             if not check:
-                path.write_text("".join(f"{line}\n" for line in _found(folder)))
+                lines = "".join(f"{line}\n" for _, line in sorted(found.items()))
+                path.write_text(f"# archive {now:%Y%m%dT%H%M%SZ}\n{lines}")
     return changed
 
 
 def differences(folder: Path, lock: Path) -> list[str]:
-    """What is there in another version than the lock's, or with other bytes."""
-    written = lock.read_text() if lock.exists() else ""
-    locked = {line.split()[0]: line for line in written.splitlines()}
-    found = {line.split()[0]: line for line in _found(folder)}
-    return [
-        f"{name} {_version(locked.get(name))} -> {_version(found.get(name))}"
-        for name in sorted(locked.keys() | found.keys())
-        if locked.get(name) != found.get(name)
-    ]
+    """What an image would have in another version than the lock's, or with other bytes.
+
+    What belongs to the base already may be newer there.
+    """
+    locked, found, installed = _locked(lock), _found(folder), _installed(folder)
+    other = []
+    for name in sorted(locked.keys() | found.keys()):
+        wanted, own = locked.get(name, ""), installed.get(name, "")
+        of_base = wanted.endswith(f" {_OF_BASE}")
+        line = wanted.removesuffix(f" {_OF_BASE}")
+        if name in found:
+            if found[name] != line:
+                other.append(f"{name} {_version(line)} -> {_version(found[name])}")
+        elif not own:
+            other.append(f"{name} {_version(line)} -> none")
+        elif own != _version(line) and not of_base:
+            other.append(f"{name} {_version(line)} -> {own}, in the base")
+    return other
 
 
 def _version(line: str | None) -> str:
     return line.split()[1] if line else "none"
 
 
-def _found(folder: Path) -> list[str]:
-    """NAME VERSION ARCHITECTURE SHA256 of each package."""
-    lines = []
+def _locked(lock: Path) -> dict[str, str]:
+    """The lines of a lock by their packages; the first one has the date of Debian's archive."""
+    lines = lock.read_text().splitlines() if lock.exists() else []
+    return {line.split()[0]: line for line in lines if line and not line.startswith("#")}
+
+
+def _found(folder: Path) -> dict[str, str]:
+    """NAME VERSION ARCHITECTURE SHA256 of each package that was fetched."""
+    lines = {}
     for deb in sorted(folder.glob("*.deb")):
         name, version, architecture = deb.stem.split("_")
-        lines.append(f"{name} {unquote(version)} {architecture} {hashlib.sha256(deb.read_bytes()).hexdigest()}")
+        digest = hashlib.sha256(deb.read_bytes()).hexdigest()
+        lines[name] = f"{name} {unquote(version)} {architecture} {digest}"
     return lines
+
+
+def _installed(folder: Path) -> dict[str, str]:
+    """The version of each package that the base has."""
+    lines = (folder / INSTALLED).read_text().splitlines()
+    return {line.split()[0]: line.split()[1] for line in lines}
 
 
 def _download(
@@ -101,7 +136,7 @@ def _download(
         inputs, out, work = scratch / "inputs", scratch / "out", scratch / "work"
         for each in (inputs, out, work):
             each.mkdir()
-        for source in ("debian.in", "debs.sh", "debs.def"):
+        for source in ("debian.in", "debian.sh", "debs.sh", "debs.def"):
             shutil.copy2(containers / source, inputs)
         (inputs / "debian.lock").write_text(locked)
         _host(inputs, os.environ, architecture)
@@ -130,7 +165,7 @@ def _build(checkout: Path) -> Path:
 
 
 def _host(folder: Path, environment: Mapping[str, str], architecture: str = "") -> None:
-    """What apt needs of this machine: the proxies, the certificates, sources of the user's own. None of it is kept.
+    """What apt needs of this machine: the proxies, the certificates, the mirrors. None of it is kept.
 
     And the architecture, where that is another one.
     """
@@ -142,14 +177,4 @@ def _host(folder: Path, environment: Mapping[str, str], architecture: str = "") 
     bundle = builder.certificates()
     if bundle:
         shutil.copyfile(bundle, folder / "ca.crt")
-    sources = _sources()
-    if sources:
-        shutil.copyfile(sources, folder / "sources.list")
-
-
-def _sources() -> Path | None:
-    """A sources.list of the user's own, such as that of a snapshot."""
-    named = os.environ.get("APT_SOURCES")
-    if named and not Path(named).is_file():
-        raise ConfigError("apt's sources are not there", where="APT_SOURCES", found=named)
-    return Path(named) if named else None
+    (folder / "mirrors.sed").write_text(mirrors.sed())

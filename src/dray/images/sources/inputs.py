@@ -129,7 +129,8 @@ def lay_out(
     shutil.copytree(containers / "steps", folder / "steps", ignore=shutil.ignore_patterns("__pycache__"))
     if image.source:
         (folder / "sources.json").write_text(json.dumps([source.model_dump() for source in image.source], indent=1))
-    debian = [path for path in sorted(packages.iterdir()) if path.name.partition("_")[0] not in image.without]
+    packed = [path for path in sorted(packages.iterdir()) if path.name != debs.INSTALLED]
+    debian = [path for path in packed if path.name.partition("_")[0] not in image.without]
     for name, files in (("wheels", fetched), ("sources", tars), ("debs", debian), ("dray", [own])):
         (folder / name).mkdir()
         for file in files:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dray import process
+from dray.config import mirrors
 from dray.config.image import Image
 from dray.contract.findings import DrayError, UnfitError
 from dray.images.sources.lock import SOURCE_ONLY, Pin
@@ -25,6 +26,7 @@ PLATFORMS = (
 )
 
 _WITH_HASHES = (26, 1)
+_NOT_FOUND = "No matching distribution"
 
 # Of dozens of files, those that take a while.
 _LARGE = re.compile(r"\s*Downloading \S+ \((\d\d+\.\d MB|\S+ GB)")
@@ -69,8 +71,13 @@ def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path)
     ]
 
 
-def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """All of them, or none. A file that comes out has the right hash and is in place."""
+def download(
+    pins: Sequence[Pin], *, image: Image, folder: Path, index: str = "", say: Callable[[str], None]
+) -> list[Path]:
+    """All of them, or none. A file that comes out has the right hash and is in place.
+
+    With a vendor's `index`, it is asked for what is not found where the user's own configuration of pip looks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".new-") as made:
         scratch = Path(made)
@@ -79,8 +86,8 @@ def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[
         files.mkdir()
         _stand_in(scratch / "setuptools")
         argv = download_argv(requirements=requirements, python=image.python, folder=files)
-        if _indexes(pins, image):
-            # A vendor's index that a firewall swallows would cost more than a minute otherwise.
+        if index:
+            # An index that a firewall swallows would cost more than a minute otherwise.
             argv += ["--retries", "2"]
         path = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
         lines: list[str] = []
@@ -93,8 +100,14 @@ def download(pins: Sequence[Pin], *, image: Image, folder: Path, say: Callable[[
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines. A constraint in the user's
         # configuration of pip could only refuse what the lock names by its hash.
         env = {"PYTHONPATH": path, "TMPDIR": made, "PIP_CONSTRAINT": os.devnull}
-        if process.follow(argv, on_line=on_line, env=env) != 0:
-            raise _failed(pins, image, _reason(lines))
+        failed = process.follow(argv, on_line=on_line, env=env) != 0
+        if failed and index and any(_NOT_FOUND in line for line in lines):
+            lines.clear()
+            contacted = mirrors.url(index)
+            say(f"dray: look in {contacted}")
+            failed = process.follow([*argv, "--index-url", contacted], on_line=on_line, env=env) != 0
+        if failed:
+            raise _failed(pins, image, index, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
 
 
@@ -104,27 +117,22 @@ def _stand_in(package: Path) -> None:
     shutil.copyfile(Path(__file__).with_name("sdist.py"), package / "build_meta.py")
 
 
-def _indexes(pins: Sequence[Pin], image: Image) -> list[str]:
-    names = {pin.name for pin in pins}
-    return list(dict.fromkeys(vendor.index for vendor in image.vendor if vendor.name in names))
-
-
-def _failed(pins: Sequence[Pin], image: Image, text: str) -> DrayError:
+def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayError:
     """Why pip has not fetched everything, and what to do."""
     if "DO NOT MATCH THE HASHES" in text:
         fix = "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
         return DrayError("a fetched file is not the one that is locked", found=text.partition("\n")[2], fix=fix)
-    if "No matching distribution" not in text:
+    if _NOT_FOUND not in text:
         return DrayError("pip cannot fetch the locked files", found=text)
-    indexes = _indexes(pins, image)
-    if indexes:
+    if index:
         cp = "cp" + image.python.replace(".", "")
         ending = f"{cp}-{cp}-*_{platform.machine()}.whl"
         return UnfitError(
             "pip cannot find a wheel of the image",
             wanted="\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins),
+            where=mirrors.url(index),
             found=text,
-            fix=f"pip config set global.extra-index-url {' '.join(indexes)}\n"
+            fix=f'where only a mirror can be reached: "{index}" = "https://..." below [mirrors] in {mirrors.path()}\n'
             f"or bring the files in a folder: make image-{image.variant} WHEELS=FOLDER\n"
             f"or, where there is no network, from a machine that has them: dray image bundle {image.variant}",
         )

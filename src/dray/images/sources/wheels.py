@@ -35,18 +35,24 @@ def fetch(
     pins = {pin.name: pin for path in locks for pin in lock.read(path)}
     found = _find(pins, [wheels, folder] if wheels else [folder], image.python)
     present = {_name(path) for path in found}
-    versions = {vendor.name: vendor.version for vendor in image.vendor}
+    vendors = {vendor.name: vendor for vendor in image.vendor}
     missing = [
-        replace(pin, version=versions.get(name, pin.version)) for name, pin in pins.items() if name not in present
+        replace(pin, version=vendors[name].version) if name in vendors else pin
+        for name, pin in pins.items()
+        if name not in present
     ]
     if wheels:
         _refuse_others(missing, wheels, image.python)
-    # Vendors' first and alone: the rest is not worth its minutes where one of these is missing.
-    for of_vendors in (True, False):
-        wanted = [pin for pin in missing if (pin.name in versions) is of_vendors]
-        if wanted:
-            say(f"dray: fetch {len(wanted)} of {len(pins)} packages")
-            found += pip.download(wanted, image=image, folder=folder, say=say)
+    if missing:
+        say(f"dray: fetch {len(missing)} of {len(pins)} packages")
+    # Vendors' first: the rest is not worth its minutes where one of these is missing. And each alone, by its own index.
+    for pin in missing:
+        if pin.name in vendors:
+            index = vendors[pin.name].index
+            found += pip.download([pin], image=image, folder=folder, index=index, say=say)
+    others = [pin for pin in missing if pin.name not in vendors]
+    if others:
+        found += pip.download(others, image=image, folder=folder, say=say)
     return sorted(found, key=lambda path: path.name)
 
 

@@ -1,0 +1,51 @@
+# shellcheck shell=bash
+# Sourced where apt runs in a base: by debs.sh for an image's packages, by cluster/tools.sh for the builder. /mnt has what
+# the host gives: its mirrors as a script of sed's, its certificates.
+
+debian::setup() {
+    # A base has no certificates, and behind a proxy with its own they would not serve.
+    options=(--quiet=2 -o APT::Sandbox::User=root -o Acquire::Retries=3)
+    [[ ! -s /mnt/ca.crt ]] || options+=(-o Acquire::https::CAInfo=/mnt/ca.crt)
+    find /etc/apt/sources.list /etc/apt/sources.list.d -type f 2>/dev/null | while read -r file; do
+        debian::by_mirrors <"$file" >/tmp/sources
+        cat /tmp/sources >"$file"
+    done
+    rm -f /tmp/sources
+}
+
+debian::by_mirrors() { if [[ -s /mnt/mirrors.sed ]]; then sed --regexp-extended --file=/mnt/mirrors.sed; else cat; fi; }
+
+debian::apt() { DEBIAN_FRONTEND=noninteractive apt-get "${options[@]}" "$@"; }
+
+# debian::archived STAMP: the base's sources, with Debian's dated archive as it was then in place of each mirror. The image
+# that is pulled has its address in a comment above the mirror's. Its Release files are past their date.
+debian::archived() {
+    # shellcheck disable=SC2016  # awk's
+    find /etc/apt/sources.list.d -name '*.sources' ! -name zz-archive.sources -exec cat {} + 2>/dev/null |
+        awk -v stamp="$1" -v RS= -v ORS='\n\n' '
+            match($0, /# *https?:[^\n ]*\/[0-9]+T[0-9]+Z/) {
+                address = substr($0, RSTART, RLENGTH)
+                sub(/^# */, "", address)
+                sub(/[0-9]+T[0-9]+Z$/, stamp, address)
+                gsub(/#[^\n]*\n/, "")
+                sub(/URIs:[^\n]*/, "URIs: " address "\nCheck-Valid-Until: no")
+                print
+            }' | debian::by_mirrors
+}
+
+# debian::see_archive STAMP: what the mirrors have still comes from them, since apt takes a version from its first source.
+debian::see_archive() {
+    local -r sources=/etc/apt/sources.list.d/zz-archive.sources
+    debian::archived "$1" >"$sources"
+    if [[ ! -s $sources ]]; then
+        echo "dray: this base's apt sources do not say where Debian's dated archive is"
+        rm "$sources"
+        return 1
+    fi
+    echo "dray: look in Debian's archive of $1 for what the mirrors no longer have"
+    debian::apt -o Acquire::Retries=0 -o Acquire::http::ConnectionTimeout=10 update || {
+        echo "dray: Debian's archive does not answer: $(sed -n 's/^URIs: //p' "$sources" | head -n 1)"
+        rm "$sources"
+        return 1
+    }
+}

@@ -1,0 +1,85 @@
+"""The user's own mirrors: what dray contacts in the place of a container registry, a vendor's index or an archive."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from dray.config.checkout import configuration
+from dray.config.model import Spec, load
+from dray.contract import files
+from dray.contract.findings import ConfigError
+
+_REGISTRY = "docker.io"
+# No blank and no quote, which apt's sources could not hold; no user or password, which logs and commands would show.
+_PLACE = r"^(https?://)?[A-Za-z0-9._-]+(:\d+)?(/[A-Za-z0-9._/~+-]*)?$"
+Place = Annotated[str, Field(pattern=_PLACE)]
+
+
+class Mirrors(Spec):
+    """The file ~/.config/dray/mirrors.toml."""
+
+    mirrors: dict[Place, Place] = Field(default_factory=dict)
+    """By registry ("docker.io", "nvcr.io/nvidia") or URL: what is contacted in its place. The longest one counts."""
+
+
+def path() -> Path:
+    """Where the file is: DRAY_MIRRORS, else the user's configuration."""
+    named = os.environ.get("DRAY_MIRRORS")
+    return Path(named).expanduser() if named else configuration() / "mirrors.toml"
+
+
+def table() -> dict[str, str]:
+    """All of it, the longest first; empty where there is no file."""
+    file = path()
+    if not os.environ.get("DRAY_MIRRORS") and not file.exists():
+        return {}
+    try:
+        trouble = files.open_to_others(file.resolve())
+    except FileNotFoundError:
+        raise ConfigError("the file of mirrors is not there", where="DRAY_MIRRORS", found=file) from None
+    if trouble:
+        fix = f"chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
+        raise ConfigError("the file of mirrors is not yours alone", where=file, found=trouble, fix=fix)
+    entries = load(Mirrors, file).mirrors
+    for name, mirror in entries.items():
+        if ("://" in name) != ("://" in mirror):
+            raise ConfigError(
+                "a mirror is of another kind than what it stands for",
+                where=file,
+                wanted="two URLs, or two registries without https://",
+                found=f"{name} = {mirror}",
+            )
+    trimmed = {name.rstrip("/"): mirror.rstrip("/") for name, mirror in entries.items()}
+    return {name: trimmed[name] for name in sorted(trimmed, key=len, reverse=True)}
+
+
+def url(address: str) -> str:
+    """What is contacted for a URL."""
+    for name, mirror in table().items():
+        if address == name or address.startswith(f"{name}/"):
+            return mirror + address.removeprefix(name)
+    return address
+
+
+def image(reference: str) -> str:
+    """What is pulled for a reference such as debian:bookworm-slim@sha256:...; without a mirror it stays as it is."""
+    first, slash, _ = reference.partition("/")
+    if not slash:
+        full = f"{_REGISTRY}/library/{reference}"
+    elif re.search(r"[.:]", first) or first == "localhost":
+        full = reference
+    else:
+        full = f"{_REGISTRY}/{reference}"
+    found = url(full)
+    return reference if found == full else found
+
+
+def sed() -> str:
+    """The same for apt's sources, as a script for sed --regexp-extended: one mirror a line."""
+    urls = {re.sub(r"([.+])", r"\\\1", name): mirror for name, mirror in table().items() if "://" in name}
+    return "".join(f"s#{name}(/|[[:space:]]|$)#{mirror}\\1#;t\n" for name, mirror in urls.items())

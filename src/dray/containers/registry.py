@@ -1,0 +1,47 @@
+"""Why an image was not pulled from a registry: whose fault it was, and what helps."""
+
+from __future__ import annotations
+
+import re
+
+from dray.config import mirrors
+from dray.contract.findings import UnfitError
+
+# What Apptainer, Docker and Podman say, in the words of Go's network library and of registries.
+_CERTIFICATE = re.compile(r"x509|certificate", re.IGNORECASE)
+_NETWORK = re.compile(
+    r"no such host|dial tcp|i/o timeout|connection (refused|reset)|name resolution|unreachable|handshake timeout|"
+    r"proxyconnect|deadline exceeded|unexpected EOF",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(r"unauthorized|denied|authentication required|toomanyrequests|rate limit", re.IGNORECASE)
+_UNKNOWN = re.compile(r"manifest unknown|not found|name unknown|does not exist", re.IGNORECASE)
+_SHOWN = 3
+
+
+class PullError(UnfitError):
+    """An image was not pulled, for a reason of the registry, of the network to it, or of its name."""
+
+
+def refused(what: str, reference: str, text: str, *, instead: str) -> PullError:
+    """The error of a pull, from what the program said; `instead` is what does without the registry."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    failures = [line for line in lines if "FATAL" in line or "rror" in line]
+    shown = "\n".join(failures[-_SHOWN:] or lines[-_SHOWN:])
+    mirror = f"or name a mirror below [mirrors] in {mirrors.path()}"
+    if _CERTIFICATE.search(text):
+        reason = "the registry's certificate is not trusted"
+        fix = "SSL_CERT_FILE=BUNDLE, with the certificate of the site's proxy; Docker wants it in /etc/docker/certs.d"
+    elif _LOGIN.search(text):
+        reason = "the registry wants a login, or refuses so many pulls"
+        fix = f"docker login, or apptainer registry login; {mirror}"
+    elif _NETWORK.search(text):
+        reason = "the registry cannot be reached"
+        fix = f"set http_proxy and https_proxy where the site has a proxy; {mirror}"
+    elif _UNKNOWN.search(text):
+        reason = "the registry does not have it"
+        fix = "correct the name; or the mirror lacks it" if mirrors.table() else "correct the name"
+    else:
+        reason, fix = "", ""
+    problem = f"{what} cannot be pulled{f': {reason}' if reason else ''}"
+    return PullError(problem, wanted=reference, found=shown, fix="\n".join(filter(None, [fix, f"{instead}"])))
