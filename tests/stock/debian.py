@@ -42,11 +42,11 @@ class Key:
     """What signs."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         self.home = folder
         self._gpg("--passphrase", "", "--quick-generate-key", "dray's test of the stock path", "rsa3072", "sign", "2d")
         self.public = self._gpg("--export")
-        self.ring = folder / "public.gpg"
+        self.ring = folder.with_suffix(".public")
         self.ring.write_bytes(self.public)
 
     def signed(self, text: str) -> bytes:

@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -34,10 +34,24 @@ class Walk:
     machine: machine.Machine
     checkout: Path
     debian: debian.Debian
-    registry: str
-    ca: Path
+    index: str
+    """The host of torch's."""
+    address: str
+    """Of the registry."""
     seen: list[servers.Request]
-    logs: Path
+    times: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def typed(self, command: str, *, log: str, umask: str = "022") -> machine.Ended:
+        """What a user types in the checkout; its minutes and bytes count."""
+        before = len(self.seen)
+        ended = self.machine.run(command, folder=self.checkout, log=log, umask=umask)
+        self.times[log] = (ended.seconds, sum(request.size for request in self.seen[before:]))
+        return ended
+
+    def write_table(self) -> None:
+        """What each command took, for people."""
+        lines = [f"{log:24}  {seconds:6.0f} s  {size / 1e6:6.0f} MB\n" for log, (seconds, size) in self.times.items()]
+        (self.machine.logs / "table.txt").write_text("".join(lines))
 
 
 @contextmanager
@@ -81,7 +95,12 @@ def prepared(kept: Path, logs: Path) -> Iterator[Walk]:
         _clone(checkout, digests, mirror)
         running.root(f"chown -R {machine.USER}: '{checkout.parent}'")
         yield Walk(
-            machine=running, checkout=checkout, debian=mirror, registry=where, ca=signed.ca, seen=seen, logs=logs
+            machine=running,
+            checkout=checkout,
+            debian=mirror,
+            index=str(index.hostname),
+            address=f"{block}.2",
+            seen=seen,
         )
 
 
@@ -130,8 +149,17 @@ def _clone(checkout: Path, digests: dict[str, str], mirror: debian.Debian) -> No
 
 def differences(checkout: Path) -> list[str]:
     """What a checkout has otherwise than its HEAD, apart from digests."""
-    git = ["git", "-c", f"safe.directory={checkout}", "-C", checkout, "diff", "--unified=0"]
-    lines = subprocess.run(git, capture_output=True, text=True, check=True).stdout.splitlines()
-    changed = [_DIGEST.sub("DIGEST", line) for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    before, after = ([line[1:] for line in changed if line[0] == sign] for sign in "-+")
-    return [] if before == after else changed
+    lines = _git(checkout, "diff", "--unified=0").splitlines()
+    found = [_DIGEST.sub("DIGEST", line) for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    before, after = ([line[1:] for line in found if line[0] == sign] for sign in "-+")
+    return [] if before == after else found
+
+
+def changed(checkout: Path) -> set[str]:
+    """The files that are not as in its HEAD."""
+    return set(_git(checkout, "diff", "--name-only").splitlines())
+
+
+def _git(checkout: Path, *words: str) -> str:
+    argv = ["git", "-c", f"safe.directory={checkout}", "-C", checkout, *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
