@@ -43,7 +43,8 @@ debian::see_archive() {
         return 1
     fi
     echo "dray: look in Debian's archive of $1 for what the mirrors no longer have"
-    debian::apt -o Acquire::Retries=0 -o Acquire::http::ConnectionTimeout=10 update || {
+    debian::apt -o Acquire::Retries=0 -o Acquire::http::ConnectionTimeout=10 -o APT::Update::Error-Mode=any \
+        -o "Dir::Etc::sourcelist=$sources" -o Dir::Etc::sourceparts=/dev/null -o APT::Get::List-Cleanup=0 update || {
         echo "dray: Debian's archive does not answer: $(sed -n 's/^URIs: //p' "$sources" | head -n 1)"
         rm "$sources"
         return 1

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from dray.config import mirrors
 from dray.config.image import ACCELERATORS, Image, Source
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.sources import archives, arrival, debs, inputs
@@ -152,7 +153,8 @@ class TestFetch:
             f"  where:  {URL}\n"
             "  wanted: tool-1.tar.gz\n"
             "  found:  <urlopen error no route to host>\n"
-            "  fix:    bring that file in a folder: make image-cuda WHEELS=FOLDER\n"
+            f"  fix:    where only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
+            "          or bring that file in a folder: make image-cuda WHEELS=FOLDER\n"
             "          or, where there is no network, from a machine that has it: dray image bundle cuda"
         )
         assert left(tmp_path / "kept") == []

@@ -9,6 +9,7 @@ import pytest
 
 from dray.config import mirrors
 from dray.contract.findings import ConfigError
+from dray.fitness import doctor
 
 DIGEST = f"sha256:{'a' * 64}"
 FILE = """[mirrors]
@@ -122,3 +123,16 @@ def test_what_cannot_be_a_mirror(file, line, found):
     with pytest.raises(ConfigError, match=found) as refused:
         mirrors.table()
     assert "hunter2" not in str(refused.value)
+
+
+def test_doctor_shows_the_table(file):
+    assert [finding.line() for finding in doctor._mirrors()][:2] == [
+        f"ok      mirror: http://mirror.example/debian -> https://artifactory.example/debian ({file})",
+        f"ok      mirror: https://wheels.example/whl -> https://artifactory.example/api/pypi/vendor ({file})",
+    ]
+    file.chmod(0o622)
+    (finding,) = doctor._mirrors()
+    assert finding.line() == (
+        "error   mirrors: the file of mirrors is not yours alone: a file that others may write, mode 0622\n"
+        f"        fix:    chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
+    )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dray import __version__, process
-from dray.config import checkout, sites
+from dray.config import checkout, mirrors, sites
 from dray.config.image import ACCELERATORS, Image
 from dray.config.model import load
 from dray.config.preflight import Preflight
@@ -31,7 +31,7 @@ _PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image"
 def check(chosen: sites.Choice) -> list[Finding]:
     """Everything; with a site file, also what it expects of its nodes."""
     of_machine = [*_machine(), *_engines(), *_slurm(), *_gpus(), *_network(), *_room(), *_hf_home(), *_images()]
-    return [*of_machine, *_site(chosen)]
+    return [*of_machine, *_mirrors(), *_site(chosen)]
 
 
 def _ok(subject: str, found: str) -> Finding:
@@ -220,6 +220,17 @@ def _images() -> Iterator[Finding]:
         yield _note(
             "image", f"none in {root / 'build'}", "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"
         )
+
+
+def _mirrors() -> Iterator[Finding]:
+    """What is contacted in the place of what, when an image is built or adopted."""
+    try:
+        table = mirrors.table()
+    except DrayError as error:
+        yield _unfit("mirrors", f"{error.problem}: {error.finding.found}", error.finding.fix)
+        return
+    for name, mirror in table.items():
+        yield _ok("mirror", f"{name} -> {mirror} ({mirrors.path()})")
 
 
 def _driver(variant: str, wanted: str | None) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
+from dray.config import mirrors
 from dray.config.image import Image, Source
 from dray.containers import builder
 from dray.contract.findings import ConfigError, UnfitError
@@ -39,7 +40,7 @@ def _fetched(source: Source, image: Image, folder: Path, own: Path | None, say: 
         brought = [own / f"{source.file}{ending}" for ending in (".gz", "")] if own else []
         file = next((path for path in brought if path.is_file()), None)
         if file is None:
-            say(f"dray: fetch {source.url}")
+            say(f"dray: fetch {mirrors.url(source.url)}")
             file = Path(made) / f"{source.file}.gz"
             _download(source, image, file)
             _unpack(source, file, tar, where=source.url)
@@ -51,16 +52,18 @@ def _fetched(source: Source, image: Image, folder: Path, own: Path | None, say: 
 def _download(source: Source, image: Image, out: Path) -> None:
     """By urllib, which knows the proxies' variables, and with the host's own certificates."""
     trusted = ssl.create_default_context(cafile=builder.certificates())
+    address = mirrors.url(source.url)
     try:
-        with urllib.request.urlopen(source.url, timeout=_TIMEOUT_S, context=trusted) as answer, out.open("wb") as file:  # noqa: S310  https, as the description demands
+        with urllib.request.urlopen(address, timeout=_TIMEOUT_S, context=trusted) as answer, out.open("wb") as file:  # noqa: S310  http or https, as descriptions and mirrors demand
             _copy(source, answer, file, where=source.url)
     except (OSError, HTTPException) as error:  # refused, timed out, or not found
         raise UnfitError(
             "a source of the image cannot be fetched",
-            where=source.url,
+            where=address,
             wanted=f"{source.file}.gz",
             found=str(error),
-            fix=f"bring that file in a folder: make image-{image.variant} WHEELS=FOLDER\n"
+            fix=f"where only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
+            f"or bring that file in a folder: make image-{image.variant} WHEELS=FOLDER\n"
             f"or, where there is no network, from a machine that has it: dray image bundle {image.variant}",
         ) from error
 
