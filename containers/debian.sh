@@ -6,7 +6,7 @@ debian::setup() {
     # A base has no certificates, and behind a proxy with its own they would not serve.
     options=(--quiet=2 -o APT::Sandbox::User=root -o Acquire::Retries=3)
     [[ ! -s /mnt/ca.crt ]] || options+=(-o Acquire::https::CAInfo=/mnt/ca.crt)
-    find /etc/apt/sources.list /etc/apt/sources.list.d -type f 2>/dev/null | while read -r file; do
+    find /etc/apt -path '/etc/apt/sources.list*' -type f | while read -r file; do
         debian::by_mirrors <"$file" >/tmp/sources
         cat /tmp/sources >"$file"
     done
