@@ -71,7 +71,7 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
       image=*)
         # Besides dray's own, an adopted one, which is a file here.
         [[ "${answer#*=}" =~ ^[a-z0-9][a-z0-9_-]*$ && -d "$DRAY_HOME/build/dray-${answer#*=}" ]] ||
-          plan::known image "${answer#*=}" cpu cuda cuda12 rocm
+          plan::known image "${answer#*=}" cpu cuda cuda12 rocm rocm6
         image="$(engine::image "${answer#*=}")" || exit
         ;;
       layer=*)

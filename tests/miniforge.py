@@ -1,25 +1,29 @@
-"""A stand-in for Miniforge: it makes an environment of the base's Python and installs the pip section, as Conda does.
+"""Stand-ins for what `cotainr build` fetches: Miniforge with Conda, and package indexes of this machine's wheels.
 
-cotainr knows one address of its installer. Here a proxy answers for that address, with a certificate of its own.
+As a program, `miniforge.py FOLDER COMMAND`, it runs the command, and answers for each host that has a folder.
 """
 
 from __future__ import annotations
 
-import hashlib
+import os
+import re
 import ssl
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
 
-ASKED = "/conda-forge/miniforge/releases/latest/download/Miniforge3-Linux-x86_64.sh"
+# Where cotainr looks for it, and a mirror that the user's pip is set to.
+MINIFORGE = "github.com/conda-forge/miniforge/releases/latest/download/Miniforge3-Linux-x86_64.sh"
+MIRROR = "mirror.test/simple"
 
+# It makes an environment of the base's Python, and has pip install the list as Conda has it.
 INSTALLER = r"""#!/bin/bash
 set -eu
 [[ "$*" == "-b -s -p /opt/cotainr/conda" ]]
-mkdir -p "$4"/{condabin,conda-meta,envs,etc/profile.d}
+mkdir -p "$4"/{condabin,envs,etc/profile.d}
 cat >"$4/etc/profile.d/conda.sh" <<'SH'
 export PATH="/opt/cotainr/conda/condabin:$PATH"
 conda() {
@@ -32,38 +36,25 @@ conda() {
 }
 SH
 cat >"$4/condabin/conda" <<'PYTHON'
-#!/usr/bin/python3.11
-import json, os, pathlib, platform, subprocess, sys, tempfile, time
+#!/usr/bin/python3
+import pathlib, subprocess, sys, yaml
 
 PREFIX = pathlib.Path("/opt/cotainr/conda")
 words = [word for word in sys.argv[1:] if word not in ("-q", "-v")]
-print("conda", *words, file=sys.stderr)
-# Nothing of this machine but what the build lends: no home, no files in /tmp, no setting of pip's.
-assert not os.path.exists(os.environ["HOME"]) or os.path.samefile(os.environ["HOME"], os.environ["TMPDIR"])
-assert not [name for name in os.environ if name.startswith(("CONDA_E", "PYTHONPATH", "SECRET"))], os.environ
 if words == ["info", "--base"]:
     print(PREFIX)
 elif words == ["update", "-y", "-n", "base", "-c", "conda-forge", "conda"] or words == ["clean", "-y", "-a"]:
     pass
 elif words[:3] == ["env", "create", "-f"] and words[4:] == ["-n", "conda_container_env"]:
     file, env = pathlib.Path(words[3]), PREFIX / "envs" / words[5]
-    text = file.read_text()
-    head, _, pip = text.partition("  - pip:\n")
-    channels = "channels: [conda-forge, nodefaults]"
-    assert head.splitlines()[1:] == [channels, "dependencies:", "  - python=3.11", "  - pip"], head
-    subprocess.run([sys.executable, "-m", "venv", env], check=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".txt") as asked:
-        asked.writelines(json.loads(line.removeprefix("      - ")) + "\n" for line in pip.splitlines())
-        asked.flush()
-        install = [env / "bin" / "python", "-m", "pip", "install", "-U", "-r", asked.name, "--exists-action=b"]
-        subprocess.run(install, cwd=file.parent, check=True)
-    meta = env / "conda-meta"
-    meta.mkdir()
-    (meta / "history").write_text(time.ctime())
-    (meta / "python-3.11.json").write_text(json.dumps({
-        "name": "python", "version": platform.python_version(), "build": "h0_cpython", "subdir": "linux-64",
-        "channel": "https://conda.invalid/conda-forge/linux-64", "license": "Python-2.0", "sha256": "ab" * 32,
-    }))
+    *conda, pip = yaml.safe_load(file.read_text())["dependencies"]
+    assert conda == ["python=3.11", "pip"], conda
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
+    requirements = file.with_name("condaenv.requirements.txt")
+    requirements.write_text("\n".join(pip["pip"]))
+    install = ["install", "-U", "-r", requirements, "--exists-action=b"]
+    subprocess.run([sys.executable, "-m", "pip", "--python", env / "bin" / "python", *install], check=True)
+    requirements.unlink()
 else:
     sys.exit(f"the stand-in for Conda knows no {words}")
 PYTHON
@@ -71,47 +62,51 @@ chmod +x "$4/condabin/conda"
 """
 
 
-def digest() -> str:
-    """As dray records it."""
-    return f"sha256:{hashlib.sha256(INSTALLER.encode()).hexdigest()}"
+def lay_out(folder: Path, wheels: Path, seen: str, indexes: dict[str, str]) -> None:
+    """What the program serves: Miniforge, and each wheel at the index of its package, else at the mirror.
 
-
-@contextmanager
-def served(folder: Path, address: str) -> Iterator[dict[str, str]]:
-    """What a build's environment needs, to get the stand-in in Miniforge's place."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    The program sees the folder of wheels as `seen`.
+    """
+    installer = folder / MINIFORGE
+    installer.parent.mkdir(parents=True)
+    installer.write_text(INSTALLER)
+    for wheel in wheels.glob("*.whl"):
+        name = re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
+        page = folder / indexes.get(name, MIRROR) / name
+        page.mkdir(parents=True)
+        (page / wheel.name).symlink_to(Path(seen, wheel.name))
+    names = ",".join(f"DNS:{host.name}" for host in folder.iterdir())
     argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    argv += ["-subj", "/CN=github.com", "-addext", "subjectAltName=DNS:github.com", "-keyout", key, "-out", certificate]
-    subprocess.run(argv, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    argv += ["-subj", "/CN=miniforge", "-addext", f"subjectAltName={names}"]
+    files = ["-keyout", folder / "key.pem", "-out", folder / "certificate.pem"]
+    subprocess.run([*argv, *files], check=True, capture_output=True)
+    (folder / "key.pem").chmod(0o644)
 
-    class Handler(StreamRequestHandler):
-        def handle(self) -> None:
-            asked = self._request(self.rfile)
-            self.wfile.write(
-                b"HTTP/1.1 200 OK\r\n\r\n" if asked == "CONNECT github.com:443" else b"HTTP/1.1 403 no\r\n\r\n"
-            )
-            with suppress(OSError), context.wrap_socket(self.connection, server_side=True) as secure:
-                stream = secure.makefile("rwb")
-                found = self._request(stream) == f"GET {ASKED}"
-                body = INSTALLER.encode() if found else b""
-                stream.write(
-                    f"HTTP/1.1 {200 if found else 404} .\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-                )
-                stream.flush()
 
-        def _request(self, stream) -> str:
-            first, *_ = iter(stream.readline, b"\r\n")  # to the end of its headers
-            return first.decode().rpartition(" ")[0]
+class Proxy(SimpleHTTPRequestHandler):
+    """A tunnel to a host ends in the folder of its name."""
 
-    class Server(ThreadingTCPServer):
-        daemon_threads = True
+    def do_CONNECT(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(Path(self.directory, "certificate.pem"), Path(self.directory, "key.pem"))
+        host = Path(self.directory, self.path.partition(":")[0])
+        with context.wrap_socket(self.connection, server_side=True) as secure:
+            SimpleHTTPRequestHandler(secure, self.client_address, self.server, directory=host)
+        self.close_connection = True
 
-    with Server((address, 0), Handler) as server:
+
+def main(folder: Path, *command: str) -> int:
+    """The command's exit code."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Proxy, directory=folder)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        proxy = f"http://{address}:{server.server_address[1]}"
-        try:
-            yield {"https_proxy": proxy, "SSL_CERT_FILE": str(certificate)}
-        finally:
-            server.shutdown()
+        network = {"https_proxy": f"http://127.0.0.1:{server.server_port}", "PIP_INDEX_URL": f"https://{MIRROR}"}
+        trust = {"SSL_CERT_FILE": str(folder / "certificate.pem")}
+        code = subprocess.run(command, env={**os.environ, **network, **trust}, check=False).returncode
+        server.shutdown()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -48,7 +48,7 @@ def checkout(tmp_path) -> Path:
         inputs.link(made, copy / "build" / "base" / made.name)
     folder = copy / "containers" / "rocm"
     described = (folder / "image.toml").read_text()
-    for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("pytorch-triton-rocm", "triton", "3.7.1")):
+    for vendor, stand_in, version in (("torch", "torch", "2.13.0+cpu"), ("triton-rocm", "triton", "3.7.1")):
         described, replaced = re.subn(
             rf'name = "{vendor}"\nversion = ".*"\nsha256 = \[[^]]*\]',
             f'name = "{stand_in}"\nversion = "{version}"\nsha256 = {json.dumps(list(pins[stand_in].hashes))}',

@@ -144,21 +144,6 @@ def python(site: Path, digests: Digests) -> Iterator[Json]:
         yield _component(about["Name"], key[1], purl, python_licenses(about), digests.get(key))
 
 
-def conda(root: Path) -> Iterator[Json]:
-    """What cotainr's Conda holds, and what it has put beside Python; the hashes are those that its channel named."""
-    parts = {}
-    for about in (file for where in ("cotainr/conda", "dray") for file in root.glob(f"opt/{where}/conda-meta/*.json")):
-        one = json.loads(about.read_text())
-        name, version, system = one["name"], one["version"], one["subdir"]
-        channel = one["channel"].rstrip("/").removesuffix(f"/{system}").rpartition("/")[2]
-        origin = f"build={quote(one['build'])}&channel={quote(channel)}&subdir={system}"
-        purl = f"pkg:conda/{quote(name)}@{quote(version)}?{origin}"
-        parts[purl] = _component(
-            name, version, purl, licenses([*filter(None, [one.get("license")])]), one.get("sha256")
-        )
-    yield from parts.values()
-
-
 def sources(inputs: Path) -> Iterator[Json]:
     """What a step compiled from a release's tar; image.toml says what it is."""
     about = inputs / "sources.json"
@@ -207,7 +192,7 @@ def sbom(root: Path, inputs: Path, *, variant: str, epoch: int) -> Json:
     """Of the image in this root, built from these inputs; the same again for the same."""
     known = digests(inputs)
     site = next(root.glob("opt/dray/lib/python3*/site-packages"))
-    found = [*debian(root, known), *python(site, known), *conda(root), *sources(inputs)]
+    found = [*debian(root, known), *python(site, known), *sources(inputs)]
     parts = sorted(found, key=lambda part: str(part["purl"]))
     version = next(part["version"] for part in parts if part["purl"].startswith("pkg:pypi/dray@"))
     image = {"type": "container", "bom-ref": f"dray-{variant}", "name": f"dray-{variant}", "version": version}

@@ -1,81 +1,98 @@
-"""cotainr itself builds an image, which trains on the cluster by plain sbatch; Miniforge alone is a stand-in."""
+"""cotainr builds an image of a conda file, and dray adopts it; Miniforge, Conda and the indexes are stand-ins."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from docker.types import Mount
 
 import miniforge
-import rocm
-from dray.containers import builder
+from dray.containers import builder, docker, sandbox, singularity
+from dray.images import adopt, store
+from dray.images.sif import format as sif_format
 from dray.images.sif import record
-from dray.images.sources import wheels
+from dray.images.sources import inputs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.sif]
+pytestmark = [pytest.mark.docker, pytest.mark.sif]
 
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    pytest.importorskip("cotainr", reason="cotainr is not installed (make .venv/cotainr)")
-    copy = rocm.checkout(tmp_path_factory.mktemp("rocm"))
-    locked = rocm.dray("lock", "rocm", checkout=copy)
-    assert locked.returncode == 0, locked.stderr
-    # It is built before the way out ends at the stand-in.
-    wheels.own(checkout=copy, folder=copy / "build" / "wheels" / "dray")
-    return copy
-
-
-@pytest.fixture(scope="module")
-def build(checkout, tmp_path_factory) -> Callable[[str], Path]:
-    """By the name of the variant; the second time it must be there."""
-    with builder.engine() as client:
-        networks = client.networks.get("bridge").attrs["IPAM"]["Config"] if client else []
-    address = networks[0]["Gateway"] if networks else "127.0.0.1"
-    served = tmp_path_factory.mktemp("served")
-
-    def by_cotainr(variant: str) -> Path:
-        words = ["build", variant, "--with", "cotainr", "--accept-licenses", "--wheels", checkout.parent / "wheels"]
-        words += ["--miniforge", miniforge.digest()]
-        with miniforge.served(served, address) as env:
-            built = rocm.dray(*words, checkout=checkout, env=env)
-        assert built.returncode == 0, built.stderr
-        again = rocm.dray(*words, checkout=checkout)
-        assert "dray: found, built from the same inputs" in again.stderr
-        return checkout / "build" / f"dray-{variant}.sif"
-
-    return by_cotainr
+NAME = "cotainr-by-a-test"
+# The base of `--system`: the CPU image's Debian with Python, and pip beside it; what dray has put there is gone.
+BUILD = """
+set -e
+unsquashfs -no-progress -no-xattrs -quiet -offset "$1" -dest /tmp/base -excludes /tmp/cpu.sif \\
+  opt/dray .singularity.d environment singularity .exec .run .shell .test >/dev/null
+cp -r /tmp/work/packages/* /tmp/base/usr/lib/python3/dist-packages/
+cd /tmp/work
+exec python3 miniforge.py /tmp/work/hosts \\
+  python3 -m cotainr build x.sif --system=here --conda-env=environment.yml --accept-licenses --no-color
+"""
 
 
-def test_rocm_with_the_cpu_s_wheels(build, checkout):
-    """What it is made of; it cannot train, for it wants GPUs of AMD's, which this torch does not drive."""
-    made = build("rocm")
-    found = record.read(made)
-    assert found is not None
-    assert found.tools["cotainr"] == "2025.7.1"
-    assert found.tools["miniforge"] == miniforge.digest()
-    verified = rocm.dray("verify", made, "--no-signature", checkout=checkout)
-    assert verified.returncode == 0, verified.stderr
-    looked = rocm.dray("inspect", made, checkout=checkout)
-    assert looked.returncode == 0, looked.stderr
-    assert "2.13.0+cpu" in looked.stdout
-    bom = json.loads(rocm.dray("sbom", made, checkout=checkout).stdout)
-    purls = {part["purl"].partition("?")[0] for part in bom["components"]}
-    assert {"pkg:conda/python@3.11.2", "pkg:pypi/torch@2.13.0%2Bcpu", "pkg:pypi/dray@0.1.0"} <= purls
+def package(name: str) -> Path:
+    """The folder of its modules."""
+    return Path(pytest.importorskip(name, reason=f"{name} is not installed (make .venv/cotainr)").__file__).parent
 
 
-def test_cpu_trains_on_two_nodes(build, cluster, sbatch, short, plain, losses_of):
-    """The same losses as in dray's own image."""
-    made, shared = build("cpu"), cluster.shared / "cotainr-test"
-    shared.mkdir(exist_ok=True)
+@pytest.fixture
+def built(root: Path, tmp_path: Path) -> Path:
+    """x.sif, by cotainr in the builder's container as an ordinary user, who has no network."""
+    work = tmp_path / "work"
+    for name, folder in (("pip", "packages"), ("yaml", "packages"), ("cotainr", "site")):
+        shutil.copytree(package(name), work / folder / name)
+    (work / "site" / "systems.json").write_text(json.dumps({"here": {"base-image": "/tmp/base"}}))
+    shutil.copy(miniforge.__file__, work)
+    shutil.copy(root / "containers" / "cpu" / "environment.yml", work)
+    indexes = {one.name: one.index.removeprefix("https://") for one in inputs.image(root, "cpu").vendor}
+    miniforge.lay_out(work / "hosts", root / "build" / "wheels", "/tmp/wheels", indexes)
+    os.chown(work, *sandbox.caller())
+    sif = sif_format.read(root / "build" / "dray-cpu.sif")
+    seen = {work: "/tmp/work", root / "build" / "wheels": "/tmp/wheels", sif.path: "/tmp/cpu.sif"}
+    client = docker.client()
+    with sandbox.started(
+        client,
+        builder.image(client, root, on_line=print),
+        ["sh", "-c", BUILD, "sh", str(sif.system.offset)],
+        mounts=[Mount(target, str(path), type="bind", read_only=path != work) for path, target in seen.items()],
+        environment={"PYTHONPATH": "/tmp/work/site", "PIP_NO_CACHE_DIR": "1",
+                     "APPTAINER_MKSQUASHFS_ARGS": "-comp zstd -Xcompression-level 1"},
+    ) as running:  # fmt: skip
+        for line in sandbox.lines(running.logs(stream=True)):
+            print(line)
+        assert running.wait()["StatusCode"] == 0
+    client.close()
+    return work / "x.sif"
+
+
+@pytest.fixture
+def adopted(root: Path, built: Path) -> Iterator[adopt.Adopted]:
+    file = store.sif(root, NAME)
     try:
-        for path in (made, record.path_for(made)):
-            shutil.copy(path, shared)
-        env = {"DRAY_IMAGE": f"/shared/cotainr-test/{made.name}"}
-        ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *short, env=env)
+        yield adopt.adopt(root, str(built), name=NAME, force=True)
     finally:
-        shutil.rmtree(shared)
-    assert losses_of(ended) == plain
+        for path in (file, record.path_for(file)):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(file.with_suffix(""), ignore_errors=True)
+
+
+def test_it_is_adopted_and_trains(adopted, root: Path) -> None:
+    """Each package came by its hash, torch from the vendor's index, and dray's trainer lacks none."""
+    assert (adopted.variant, adopted.brought, adopted.lacks) == ("cpu", (), ())
+    torch = {vendor.name: vendor.version for vendor in inputs.image(root, "cpu").vendor}["torch"]
+    assert adopted.versions["torch"] == torch
+    environment = [f"PYTHONPATH={adopted.file.with_suffix('')}", f"DRAY_HOME={root}"]
+    recipe = [str(root / "recipes" / "smoke-cpu.toml"), "train.steps=5", "train.warmup_steps=0", "nodes=1"]
+    done = singularity.execute(
+        adopted.file,
+        ["env", *environment, "python3", "-m", "dray", "run", *recipe, "--engine", "bare", "--runs", "/tmp/runs"],
+        options=["--contain", f'--mount=type=bind,"src={root}","dst={root}",ro'],
+        binds={root: False},
+        seconds=600,
+    )
+    assert done.code == 0, done.err
+    assert "\nsmoke-cpu: 2 ranks on 1 node (bare)\n" in done.out
+    assert "\ndone: 5 steps, loss 5.555 -> 3.750, " in done.out

@@ -29,7 +29,7 @@ def test_without_its_wheels_it_says_what_to_do_within_a_minute():
     vendors = sorted(inputs.image(ROOT, "rocm").vendor, key=lambda vendor: vendor.name)
     wheels = [f"{vendor.name.replace('-', '_')}-{vendor.version}-cp311-cp311-*_x86_64.whl" for vendor in vendors]
     assert f"  wanted: {wheels[0]}\n          {wheels[1]}\n" in refused.stderr
-    assert "https://download.pytorch.org/whl/rocm6.4" in refused.stderr
+    assert "https://download.pytorch.org/whl/rocm7.1" in refused.stderr
     assert "make image-rocm WHEELS=FOLDER" in refused.stderr
     assert there.exists() is before
     assert not list(ROOT.glob("build/wheels/.new-*"))

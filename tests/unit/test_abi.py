@@ -127,6 +127,48 @@ class TestFit:
         (row,) = rows(image, library(tmp_path / "host/libcxi.so.1", "libcxi.so.1", machine=183))
         assert row.problems == ("is built for aarch64, and this node is x86_64",)
 
+    @pytest.mark.parametrize(
+        ("host", "bound", "problems"),
+        [
+            (34, (), ()),
+            (57, (57,), ()),
+            (57, (), ("needs IBVERBS_PRIVATE_34 of libibverbs.so.1; {} has IBVERBS_PRIVATE_57",)),
+            (57, (60,), ("needs IBVERBS_PRIVATE_34 of libibverbs.so.1; {} has IBVERBS_PRIVATE_57",)),
+        ],
+    )
+    def test_the_host_s_libibverbs_and_the_image_s_drivers_of_cards(
+        self, tmp_path: Path, image: list[str], library: Write, host: int, bound: tuple[int, ...], problems: tuple[str]
+    ) -> None:
+        """rdma-core's own rule: another private version, and no card is there, without a word."""
+        self.verbs(library, Path(image[0]), 34)
+        self.driver(library, Path(image[0], "libibverbs"), 34)
+        verbs = self.verbs(library, tmp_path / "host", host)
+        drivers = [self.driver(library, tmp_path / "host", version) for version in bound]
+        row = rows(image, verbs, *drivers)[0]
+        told = "no driver of a network card fits it: libmlx5-rdmav34.so "
+        assert row.problems == tuple(told + one.format(verbs) for one in problems)
+        assert rows(image, verbs, *drivers, configured=image[0])[0].problems == ()  # the image's own is loaded
+
+    def test_the_host_s_driver_of_a_card_and_the_image_s_libibverbs(
+        self, tmp_path: Path, image: list[str], library: Write
+    ) -> None:
+        own = self.verbs(library, Path(image[0]), 34)
+        drivers = [self.driver(library, tmp_path / "host", version) for version in (34, 57)]
+        assert [row.problems for row in rows(image, *drivers)] == [
+            (),
+            (f"needs IBVERBS_PRIVATE_57 of libibverbs.so.1; {own} has IBVERBS_PRIVATE_34",),
+        ]
+
+    def verbs(self, library: Write, folder: Path, private: int) -> Path:
+        gives = ("libibverbs.so.1", "IBVERBS_1.0", "IBVERBS_1.14", f"IBVERBS_PRIVATE_{private}")
+        return library(folder / "libibverbs.so.1", "libibverbs.so.1", gives=gives)
+
+    def driver(self, library: Write, folder: Path, private: int) -> Path:
+        """Its name and its need, as rdma-core makes both."""
+        wants = {"libibverbs.so.1": ("IBVERBS_1.0", f"IBVERBS_PRIVATE_{private}")}
+        name = f"libmlx5-rdmav{private}.so"
+        return library(folder / name, name, needed=["libibverbs.so.1"], wants=wants)
+
     def test_which_copy_is_loaded(self, tmp_path: Path, image: list[str], library: Write) -> None:
         path = library(tmp_path / "host/libz.so.1", "libz.so.1")
         (row,) = rows(image, path)

@@ -210,7 +210,9 @@ class TestStarted:
         [
             ({"cuda": "13.0", "nccl": "2.29.7"}, "cuda"),
             ({"cuda": "12.8"}, "cuda12"),
-            ({"hip": "6.4.2", "nccl": "2.22.3"}, "rocm"),
+            ({"hip": "6.4.2", "nccl": "2.22.3"}, "rocm6"),
+            ({"hip": "7.0.51831-a3e329ad8", "nccl": "2.26.6"}, "rocm"),
+            ({"hip": "7.1.25424"}, "rocm"),
             ({}, "cpu"),
         ],
     )
@@ -231,7 +233,7 @@ class TestStarted:
         known = record.read(made.file)
         assert known is not None
         assert (known.variant, f"sha256:{known.sif.sha256}") == (variant, made.digest)
-        assert known.tools.get("RCCL" if variant == "rocm" else "NCCL") == torch.get("nccl")
+        assert known.tools.get("RCCL" if "hip" in torch else "NCCL") == torch.get("nccl")
         with pytest.raises(DrayError, match="there is an image of this name"):
             adopt.adopt(checkout, str(made.file), name="mine", say=lambda _: None)
 

@@ -56,6 +56,11 @@ def test_gpus_of_another_kind() -> None:
     (half,) = notes("image=cuda12", "train.precision=bf16")
     assert half.problem == "GPUs before A100 (V100) emulate bf16"
     assert notes("image=cuda12", "train.precision=fp16", site="iris") == []
+    (newer,) = notes("image=rocm", site="lumi")
+    assert (newer.problem, newer.found) == ("site lumi has GPUs for image=rocm6", "image=rocm")
+    assert newer.source.startswith(
+        "MI250X, and a driver 6.3, which AMD and LUMI give for ROCm 6.1 to 7.0: the rocm image"
+    )
 
 
 def test_weights_that_hardly_move() -> None:
@@ -64,11 +69,11 @@ def test_weights_that_hardly_move() -> None:
 
 
 def test_a_fabric_that_wants_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert notes("image=rocm", site="lumi") == []  # it takes the image's
+    assert notes("image=rocm6", site="lumi") == []  # it takes the image's
     lumi = (ROOT / "slurm" / "sites" / "lumi.toml").read_text()
     (tmp_path / "without.toml").write_text(lumi.replace('plugin = "image"\n', "").replace('"lumi"', '"without"'))
     monkeypatch.setenv("DRAY_SITES", str(tmp_path))
-    (problem,) = problems("image=rocm", site="without")
+    (problem,) = problems("image=rocm6", site="without")
     assert problem.startswith("site without names no NCCL or RCCL plugin for cxi; ")
     assert notes(site="without") == []  # on CPUs
 

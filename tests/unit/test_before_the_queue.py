@@ -118,7 +118,7 @@ class TestTheImage:
     @pytest.mark.parametrize(
         ("overrides", "more", "variant", "why"),
         [
-            ((), {"site": "lumi"}, "rocm", "for the GPUs of site lumi, since the recipe names none"),
+            ((), {"site": "lumi"}, "rocm6", "for the GPUs of site lumi, since the recipe names none"),
             (("image=cpu",), {"site": "lumi"}, "cpu", "the recipe says so"),
             ((), {"site": "generic"}, "cpu", "the default, since the recipe names none"),
             ((), {"site": "lumi", "scheduler": "local"}, "cpu", "the default, since the recipe names none"),
@@ -131,7 +131,7 @@ class TestTheImage:
             (
                 (),
                 {"site": "lumi", "image_given": True, "image_variant": "mine"},
-                "rocm",
+                "rocm6",
                 "for the GPUs of site lumi, since the recipe names none",
             ),
         ],
@@ -146,24 +146,24 @@ class TestTheImage:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "train.py").touch()
         made = planned("train.py", site="lumi", gpus_per_node=8)
-        assert (made.variant, made.recipe.image, made.world.size) == ("rocm", "rocm", 8)
+        assert (made.variant, made.recipe.image, made.world.size) == ("rocm6", "rocm6", 8)
         assert made.pass_env == ("ROCR_VISIBLE_DEVICES",)
-        assert made.reasons["image"] == "rocm: for the GPUs of site lumi, since the recipe names none"
-        with pytest.raises(ConfigError, match="a rocm run needs GPUs, and the scheduler gave none"):
+        assert made.reasons["image"] == "rocm6: for the GPUs of site lumi, since the recipe names none"
+        with pytest.raises(ConfigError, match="a rocm6 run needs GPUs, and the scheduler gave none"):
             planned("train.py", site="lumi")
 
     def test_what_does_not_go_with_it_is_told(self) -> None:
         recipe = read_recipe(ROOT / "recipes" / "bert-mlm-analog.toml")
         table = recipe.model_dump(exclude_unset=True)
         named = type(recipe).model_validate({name: value for name, value in table.items() if name != "image"})
-        with pytest.raises(ConfigError, match="the recipe with image=rocm has 1 error"):
+        with pytest.raises(ConfigError, match="the recipe with image=rocm6 has 1 error"):
             image.chosen(named, sites.find("lumi"), facts())
 
     def test_a_jobs_planner_asks_for_it(self) -> None:
         recipe = read_recipe(None, (), RAW)
         guessed = facts(image_variant="cpu", site="lumi")
-        assert questions.ask(recipe, sites.find("lumi"), guessed) == "image=rocm"
-        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update={"image_variant": "rocm"})) == ""
+        assert questions.ask(recipe, sites.find("lumi"), guessed) == "image=rocm6"
+        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update={"image_variant": "rocm6"})) == ""
 
     @pytest.mark.parametrize(
         ("content", "found"), [(b"", "an empty file"), (b"#!/bin/sh\necho", "'#!/bin/sh\\necho'"), (b"\xff" * 99, None)]

@@ -192,18 +192,23 @@ def test_amd_s_driver_s_version(content: str, version: str | None, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("variant", "accelerator", "found", "fits"),
+    ("variant", "accelerator", "found", "other"),
     [
-        ("cuda12", "cuda", "525.60.13", True),  # CUDA 12.8 with the oldest driver of CUDA 12
-        ("cuda12", "cuda", "550.54.15", True),
-        ("cuda12", "cuda", "525.60", False),
-        ("cuda12", "cuda", "470.256.02", False),
-        ("cuda", "cuda", "580", True),
-        ("cuda", "cuda", "580.65.06", True),
-        ("cuda", "cuda", "575.57.08", False),
-        ("rocm", "rocm", "6.7.0", True),
-        ("rocm", "rocm", "6.12.12", True),  # not a number of two digits
-        ("rocm", "rocm", "6.3.6", False),
+        ("cuda12", "cuda", "525.60.13", None),  # CUDA 12.8 with the oldest driver of CUDA 12
+        ("cuda12", "cuda", "550.54.15", None),
+        ("cuda12", "cuda", "525.60", ""),
+        ("cuda12", "cuda", "470.256.02", ""),
+        ("cuda", "cuda", "580", None),
+        ("cuda", "cuda", "580.65.06", None),
+        ("cuda", "cuda", "575.57.08", "cuda12"),
+        ("cuda", "cuda", "470.256.02", ""),
+        ("rocm", "rocm", "6.12.12", None),  # of ROCm 6.4
+        ("rocm", "rocm", "6.16.6", None),  # of ROCm 7.1
+        ("rocm", "rocm", "6.10.5", "rocm6"),  # of ROCm 6.3, as LUMI has it
+        ("rocm", "rocm", "6.3.6", ""),
+        ("rocm6", "rocm", "6.7.0", None),  # of ROCm 6.1
+        ("rocm6", "rocm", "6.12.12", None),  # not a number of two digits
+        ("rocm6", "rocm", "6.3.6", ""),
     ],
 )
 def test_a_driver_is_compared_where_a_gpu_is_seen(
@@ -215,9 +220,10 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     variant: str,
     accelerator: str,
     found: str,
-    fits: bool,
+    other: str | None,
 ) -> None:
-    """By image.toml, in whose CUDA all minor versions are compatible."""
+    """By image.toml, in whose CUDA all minor versions are compatible; `other` is the image for an older driver."""
+    fits = other is None
     torch = pytest.importorskip("torch")
     from dray.checks import device, gpu, health
 
@@ -242,7 +248,17 @@ def test_a_driver_is_compared_where_a_gpu_is_seen(
     assert bool(told) != fits
     for one in told:
         assert (one["problem"][:7], one["code"], one["wanted"]) == ("GPU 0: ", 69, f"{definition['driver']} or newer")
-        assert ("image=cuda12" in one["fix"]) == (accelerator == "cuda")
+        named = f", or image={other}, which runs with this one" if other else ""
+        assert one["fix"] == f"a node with a newer driver{named}"
+
+
+@pytest.mark.parametrize(("accelerator", "variant"), [("cuda", "cuda12"), ("rocm", "rocm6")])
+def test_the_image_for_an_older_driver_is_known_by_its_own_description(
+    root: Path, accelerator: str, variant: str
+) -> None:
+    oldest = tomllib.loads((root / "containers" / variant / "image.toml").read_text())["driver"]
+    assert node.image_for(accelerator, oldest) == variant
+    assert node.image_for(accelerator, f"{int(oldest.split('.')[0]) - 1}.99") == ""
 
 
 def test_a_driver_whose_version_nobody_tells_is_tried() -> None:

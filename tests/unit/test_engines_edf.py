@@ -97,7 +97,8 @@ def test_the_plan_says_why() -> None:
     [
         (["image=cuda"], 2, "cuda13"),
         (["image=cuda12"], 2, "cuda12"),
-        (["image=rocm"], 2, "rocm6"),
+        (["image=rocm6"], 2, "rocm6"),
+        (["image=rocm"], 2, None),  # there is no plugin for ROCm 7
         (["image=cuda"], 1, None),  # one node has no network between nodes
         ([], 2, None),
     ],

@@ -113,9 +113,9 @@ class TestDescription:
 
     def test_the_cpu_image_compiles_none_and_gets_no_package_for_it(self, root: Path) -> None:
         images = {variant: inputs.image(root, variant) for variant in ACCELERATORS}
-        gpus = [images[name].source for name in ("cuda", "cuda12", "rocm")]
+        gpus = [images[name].source for name in ("cuda", "cuda12", "rocm", "rocm6")]
         assert [one.name for one in gpus[0]] == ["aws-ofi-nccl", "libfabric"]
-        assert gpus[0] == gpus[1] == gpus[2]
+        assert gpus[0] == gpus[1] == gpus[2] == gpus[3]
         assert images["cpu"].source == []
         assert [name for name, one in images.items() if one.without] == ["cpu"]
         for architecture in ("amd64", "arm64"):

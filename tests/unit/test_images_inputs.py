@@ -158,7 +158,16 @@ def test_every_variant_is_described(root, variant):
     assert (folder / "Containerfile").resolve() == root / "containers" / "Containerfile"
     lock.require_fresh(root, image)
     torch = {pin.name: pin for pin in lock.read(folder / "requirements.lock")}["torch"]
-    assert torch.version == {"cpu": "2.13.0", "cuda": "2.13.0", "cuda12": "2.9.1", "rocm": "2.8.0+rocm6.4"}[variant]
+    versions = {
+        "cpu": "2.13.0",
+        "cuda": "2.13.0",
+        "cuda12": "2.9.1",
+        "rocm": "2.10.0+rocm7.1",
+        "rocm6": "2.8.0+rocm6.4",
+    }
+    assert torch.version == versions[variant]
+    described = image.labels["org.opencontainers.image.description"]
+    assert described.endswith(f"for ROCm {torch.version.partition('+rocm')[2]}") == (image.accelerator == "rocm")
 
 
 @pytest.mark.parametrize(

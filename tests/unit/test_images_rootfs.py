@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -464,3 +465,33 @@ def test_a_base_without_root(tmp_path):
         "  fix:    run it as root; or, as root: apt-get install uidmap, and usermod --add-subuids 100000-165535 "
         "--add-subgids 100000-165535 USER\n",
     )
+
+
+def test_what_the_builder_is_made_from(root, tmp_path, monkeypatch):
+    """Every file that the Containerfile copies, with the user's mirrors; its key changes with each but those."""
+    shutil.copytree(root / "containers", tmp_path / "a checkout" / "containers", symlinks=True)
+    mirror = tmp_path / "mirrors.toml"
+    mirror.write_text('[mirrors]\n"http://mirror.example/debian" = "https://site.example/debian"\n')
+    mirror.chmod(0o600)
+    monkeypatch.setenv("DRAY_MIRRORS", str(mirror))
+    with builder.context(tmp_path / "a checkout") as folder:
+        found = {path.name: path.read_text() for path in folder.iterdir()}
+    text = found["Containerfile"]
+    copied = {name for line in re.findall(r"^COPY ((?!--).*) \S+$", text, re.MULTILINE) for name in line.split()}
+    assert found.keys() == copied | {"Containerfile"}
+    assert (
+        found["mirrors.sed"] == "s#http://mirror\\.example/debian(/|[[:space:]]|$)#https://site.example/debian\\1#;t\n"
+    )
+    assert [path.name for path in builder._read(root)] == ["debian.sh", "Containerfile", "tools.sh", "tools.lock"]
+
+
+def test_the_builders_tools_are_pinned(root):
+    head, *lines = (root / "containers" / "cluster" / "tools.lock").read_text().splitlines()
+    assert re.fullmatch(r"# archive \d{8}T\d{6}Z", head)
+    rows = [line.split() for line in lines]
+    assert [(name, machine) for name, _, machine, _, _ in rows] == [
+        (name, machine) for name in ("apptainer", "squashfs-tools") for machine in ("amd64", "arm64")
+    ]
+    for name, version, machine, digest, path in rows:
+        assert re.fullmatch("[0-9a-f]{64}", digest)
+        assert path.endswith(f"/{name}_{version.rpartition(':')[2]}_{machine}.deb")

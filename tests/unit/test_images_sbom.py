@@ -185,28 +185,6 @@ def test_what_was_compiled_from_a_release(sbom, image, inputs):
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(found)) is None
 
 
-def test_what_conda_has_brought(sbom, image, inputs):
-    """Once, where the base environment has it too; Conda's own licence and hash."""
-    channel = "https://conda.invalid/conda-forge/linux-64"
-    one = {"name": "python", "version": "3.11.14", "build": "h1_0_cpython", "subdir": "linux-64",
-           "channel": channel, "license": "Python-2.0", "sha256": "8" * 64}  # fmt: skip
-    before = sbom.sbom(image, inputs, variant="rocm", epoch=0)["components"]
-    for folder in ("opt/dray", "opt/cotainr/conda"):
-        write(image / folder / "conda-meta/python-3.11.14.json", json.dumps(one))
-    write(
-        image / "opt/cotainr/conda/conda-meta/tzdata.json",
-        json.dumps({"name": "tzdata", "version": "1", "build": "0", "subdir": "noarch", "channel": "conda-forge"}),
-    )
-    write(image / "opt/dray/conda-meta/history", "==> now <==")
-    found = sbom.sbom(image, inputs, variant="rocm", epoch=0)["components"]
-    purl = "pkg:conda/python@3.11.14?build=h1_0_cpython&channel=conda-forge&subdir=linux-64"
-    timezones = "pkg:conda/tzdata@1?build=0&channel=conda-forge&subdir=noarch"
-    assert [part for part in found if part not in before] == [
-        component("python", "3.11.14", purl, "8" * 64, {"license": {"id": "Python-2.0"}}),
-        {"type": "library", "bom-ref": timezones, "name": "tzdata", "version": "1", "purl": timezones},
-    ]
-
-
 def test_the_schema_takes_it(sbom, image, inputs):
     found = json.dumps(sbom.sbom(image, inputs, variant="cpu", epoch=0))
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(found) is None

@@ -22,7 +22,7 @@ from helpers import runs, until
 from nodes import Start, ended
 
 WANTED = {"timeout_s": 60, "megabytes": 1, "free_gb": 0.001, "shared_memory_gb": 0.001, "memory_gb": 0.001}
-FABRIC = {"kind": "unknown"}
+FABRIC = {"kind": "unknown", "transport": []}
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # a limit of files would cut it off
 
 
@@ -207,8 +207,10 @@ def test_what_is_looked_at(several: dict[str, Any]) -> None:
         "shared memory", "room in /tmp", "the node's own folder", "room in the run folder", "the run folder", "memory",
     ]  # fmt: skip
     assert names(several) == every
-    assert names(several | {"variant": "rocm"}) == [*every, "locked memory"]
-    assert names(several | {"variant": "cuda12"}) == [*every, "locked memory", "the kernel's log"]
+    assert names(several | {"variant": "rocm6"}) == [*every, "locked memory", "RDMA cards"]
+    assert names(several | {"variant": "cuda12"}) == [*every, "locked memory", "RDMA cards", "the kernel's log"]
+    slingshot = {"variant": "rocm", "fabric": {"kind": "slingshot"}}
+    assert names(several | slingshot) == [*every, "locked memory"]
     gpus = [one.name for one in check.parts(several | {"variant": "cuda"})]
     assert gpus == ["node", "GPU 0", "GPU 1"]
 
@@ -237,7 +239,7 @@ def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     several["world"]["nodes"] = several["world"]["nodes"][:nodes]
-    plan = several | {"variant": variant, "fabric": {"kind": kind}}
+    plan = several | {"variant": variant, "fabric": {"kind": kind, "transport": []}}
     found = [one for name, look in here.checks(plan) if name == "locked memory" for one in here.found(name, look)]
     assert [one.level for one in found] == ([level] if level else [])
     for one in found:

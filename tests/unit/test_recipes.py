@@ -153,8 +153,8 @@ SEEDS = {
     "taiwania2": ("gpt2-wikitext-ddp", "image=cuda12", "train.precision=fp16"),
     "iris": ("opt125m-yelp", "image=cuda12", "train.precision=fp16"),
     "meluxina": ("opt125m-yelp",),
-    "lumi-1": ("gpt-neo-imdb", "image=rocm"),
-    "lumi-2": ("gpt-neo-imdb", "image=rocm"),
+    "lumi-1": ("gpt-neo-imdb", "image=rocm6"),
+    "lumi-2": ("gpt-neo-imdb", "image=rocm6"),
 }
 
 

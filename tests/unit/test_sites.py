@@ -16,9 +16,10 @@ from dray.config import sites
 from dray.config.image import PLUGIN
 from dray.config.model import load
 from dray.config.site import Fabric, Site, SiteBind, SiteVariable
-from dray.contract.findings import ConfigError
+from dray.contract import node
+from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
-from dray.fitness import site_file
+from dray.fitness import doctor, site_file
 from dray.planning.plan import plan
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
@@ -61,10 +62,10 @@ def test_each_value_says_why_and_from_where(path: Path) -> None:
 
 def test_the_plan_for_lumi(root: Path) -> None:
     """What `dray plan -v --site lumi --nodes 4` shows: masks, binds and the fabric, each with its source."""
-    words = ("recipes/smoke-cpu.toml", "image=rocm", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
+    words = ("recipes/smoke-cpu.toml", "image=rocm6", "batch.global_size=128", "--site", "lumi", "--nodes", "4")
     ended = dray(root, "plan", "-v", *words, "--runs", "/scratch/project_1/runs", SBATCH_ACCOUNT="project_1")
     assert (ended.returncode, ended.stderr) == (0, "")
-    text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm.sif"), "/dray/build/dray-rocm.sif")
+    text = ended.stdout.replace(shlex.quote(f"{root}/build/dray-rocm6.sif"), "/dray/build/dray-rocm6.sif")
     text = text.replace(str(root), "/dray").rstrip("\n")
     run = next(line.split()[-1] for line in text.splitlines() if line.startswith("  id"))
     text = text.replace(run, "RUN") + "\n"
@@ -245,6 +246,7 @@ PLUGIN_OF_OURS = Fabric(strategy="host", libraries=("/usr/lib64/libcxi.so.1",), 
         (("image=cuda",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
         (("image=cuda12",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
         (("image=rocm",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
+        (("image=rocm6",), 2, "apptainer", PLUGIN_OF_OURS, PLUGIN),
         (("image=rocm", "env.NCCL_NET_PLUGIN=none"), 2, "apptainer", PLUGIN_OF_OURS, "none"),
         ((), 2, "apptainer", PLUGIN_OF_OURS.model_copy(update={"plugin": ""}), None),  # gloo has no plugins
         (("image=cuda",), 2, "docker", Fabric(transport=("cxi",)), None),  # nothing of the host gets in
@@ -265,6 +267,17 @@ def test_a_run_gets_the_plugin_of_drays_own_images(
     script = render.node_script(made)
     assert ("libcxi.so.1" in script) == bool(fabric.libraries)
     assert 'node::bind "$newest" ro' not in script  # it is in the image
+
+
+def test_an_adopted_image_has_no_plugin_of_drays(root: Path) -> None:
+    recipe = read_recipe(root / "recipes" / "smoke-cpu.toml", ("image=rocm", "adopted=mine"))
+    site = Site(name="s", about="", fabric=PLUGIN_OF_OURS)
+    several = {"nodelist": "n[1-2]", "nodes": 2, "gpus_per_node": 2, "engine": "apptainer", "image_variant": "rocm"}
+    theirs = {"image": "/c/dray-mine.sif", "adopted": "/c/dray-mine", "adopted_path": "/c/dray-mine"}
+    seen = Facts.model_validate({**SEEN, **several, **theirs})
+    made = plan(recipe, site, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
+    assert made.fabric == PLUGIN_OF_OURS.model_copy(update={"plugin": ""})
+    assert "NCCL_NET_PLUGIN" not in {variable.name for variable in made.env}
 
 
 def test_the_seven_sites_with_slingshot_take_it() -> None:
@@ -361,6 +374,46 @@ def test_doctor_is_one_page_and_json(root: Path) -> None:
     missing = "/pfs does not exist (the other folders are links into it)"
     assert missing in [item["found"] for item in items if item["level"] == "error"]
     assert f"error   bind: {missing}\n" in dray(root, "doctor", "--site", "lumi").stdout
+
+
+@pytest.mark.parametrize(
+    ("variant", "wanted", "found", "fix"),
+    [
+        ("rocm", "6.12", "6.10.5", "image=rocm6, which runs with it, or the site's own image (dray image adopt FILE)"),
+        ("rocm", "6.12", "6.3.6", "the site's own image (dray image adopt FILE)"),
+        ("rocm6", "6.7", "6.3.6", "the site's own image (dray image adopt FILE)"),
+        ("cuda", "580", "550.54", "image=cuda12, which runs with it, or the site's own image (dray image adopt FILE)"),
+        ("rocm", "6.12", "6.12.12", None),
+        ("rocm", "6.12", None, None),
+        ("cpu", None, None, None),
+    ],
+)
+def test_doctor_names_the_image_for_this_driver(
+    monkeypatch: pytest.MonkeyPatch, variant: str, wanted: str | None, found: str | None, fix: str | None
+) -> None:
+    monkeypatch.setattr(node, "driver", lambda accelerator: found)
+    told = f"{found}, and the {variant} image needs {wanted} or newer"
+    unless = f"unless the compute nodes have a newer one: {fix}"
+    assert list(doctor._driver(variant, wanted)) == (
+        [Finding("driver", found=told, fix=unless, kind="note")] if fix else []
+    )
+
+
+def test_doctor_says_which_image_a_site_s_driver_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lumi = sites.find("lumi")
+    monkeypatch.setenv("DRAY_HOME", str(tmp_path))
+    (tmp_path / "containers" / "steps").mkdir(parents=True)
+    (tmp_path / "build").mkdir()
+    for variant in ("cpu", "rocm", "rocm6"):
+        (tmp_path / "build" / f"dray-{variant}.sif").touch()
+    (found,) = doctor._other_variants(lumi)
+    assert found == Finding(
+        "image",
+        found=f"rocm, and lumi is for image=rocm6: {' '.join(lumi.why['image'].split())}",
+        fix="make image-rocm6, or dray image adopt FILE for the site's own",
+        kind="note",
+    )
+    assert list(doctor._other_variants(lumi.model_copy(update={"image": None}))) == []
 
 
 class TestHostLibraries:

@@ -18,6 +18,8 @@ from dray.contract import exit_codes
 
 INJECTED = Path("/.singularity.d/libs")
 _MACHINE = platform.machine()
+# rdma-core: a driver of network cards is libmlx5-rdmav34.so and needs IBVERBS_PRIVATE_34, which one libibverbs has.
+_VERBS, _DRIVERS = "libibverbs.so.1", "lib*-rdmav*.so"
 _DEFAULT = (f"/lib/{_MACHINE}-linux-gnu", f"/usr/lib/{_MACHINE}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
@@ -59,6 +61,8 @@ def check(
         problems, unresolved = _needs(headers, libraries, folders, loaded)
         # The image's LD_LIBRARY_PATH comes before the engine's folder; since 1.5 the image's other folders do, too.
         before = "image" if copy and str(Path(copy).parent) in library_path else "host"
+        if headers.soname == _VERBS and before == "host":
+            problems += _without_drivers(library, libraries, folders)
         checked.append(
             Library(
                 path=str(library),
@@ -71,6 +75,16 @@ def check(
             )
         )
     return checked
+
+
+def _without_drivers(verbs: Path, libraries: Iterable[Path], folders: Iterable[str]) -> list[str]:
+    """The host's libibverbs loads only drivers of cards that were built with it, from rdma-core of the same version."""
+    own = [driver for folder in folders for driver in sorted(Path(folder, "libibverbs").glob(_DRIVERS))]
+    bound = [library for library in libraries if library.match(_DRIVERS)]
+    lacking = [_lacking(_VERBS, elf.read(driver).needed_versions.get(_VERBS, ()), str(verbs)) for driver in own + bound]
+    if not lacking or not all(lacking):
+        return []
+    return [f"no driver of a network card fits it: {own[0].name if own else bound[0].name} {lacking[0]}"]
 
 
 def image_folders() -> list[str]:

@@ -20,10 +20,11 @@ def require(wanted: str | None, found: str | None, accelerator: str) -> str:
     if found is None:
         raise Skip(f"the {module}'s version is not seen here")
     if wanted and node.older(found, than=wanted):
+        other = node.image_for(accelerator, found)
         raise UnfitError(
             f"{module} {found}",
             wanted=f"{wanted} or newer",
-            fix="a node with a newer driver" + ", or image=cuda12: CUDA 12 runs with 525" * (accelerator == "cuda"),
+            fix="a node with a newer driver" + (f", or image={other}, which runs with this one" if other else ""),
         )
     return f"{module} {found}"
 

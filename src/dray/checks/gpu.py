@@ -76,7 +76,7 @@ def _present(plan: dict[str, Any], local: int, count: int) -> None:
 
 def _why_none(variant: str) -> str:
     try:
-        if variant == "rocm":
+        if variant.startswith("rocm"):
             drivers.explain_amd()
         else:
             drivers.explain_nvidia(image.declared().driver, node.nvidia_driver())
@@ -86,7 +86,7 @@ def _why_none(variant: str) -> str:
 
 
 def _driver(variant: str) -> None:
-    accelerator = "rocm" if variant == "rocm" else "cuda"
+    accelerator = "rocm" if variant.startswith("rocm") else "cuda"
     try:
         drivers.require(image.declared().driver, node.driver(accelerator), accelerator)
     except Skip:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from dray.config.image import ACCELERATORS
 from dray.containers import builder
 from dray.contract.findings import ConfigError
 from dray.images import build as make
-from dray.images import cotainr, store
+from dray.images import store
 from dray.images.log import build_log
 from dray.images.rootfs import ROOTFS
 from dray.images.sources import bundle, inputs
@@ -62,12 +61,6 @@ class Format(enum.StrEnum):
     PODMAN = "podman"
 
 
-class Tool(enum.StrEnum):
-    """What else may bring Python and its packages."""
-
-    COTAINR = "cotainr"
-
-
 @app.command("build")
 def build(
     variant: Variant,
@@ -88,13 +81,6 @@ def build(
     ] = False,
     force: Annotated[bool, typer.Option(help="Build also what is there already, of the same inputs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where the SIF goes; else build/dray-VARIANT.sif.")] = None,
-    tool: Annotated[
-        Tool | None, typer.Option("--with", help="Python and its packages come by cotainr, which needs a network.")
-    ] = None,
-    accept_licenses: Annotated[
-        bool, typer.Option("--accept-licenses", help="That of Miniforge, which cotainr downloads.")
-    ] = False,
-    miniforge: Annotated[str, typer.Option(help="sha256:... of the Miniforge that cotainr may run; else any.")] = "",
 ) -> None:
     """Build build/dray-VARIANT.sif, or the Docker image dray:VARIANT, or both from the same files.
 
@@ -110,11 +96,6 @@ def build(
         raise ConfigError(
             "--signers is for --bundle", found=signers, fix="dray image verify checks who signed an image"
         )
-    if tool:
-        _require_for_cotainr(formats, bundled=bundled, twice=twice, miniforge=miniforge)
-        cotainr.require_licenses(accepted=accept_licenses)
-    elif accept_licenses or miniforge:
-        raise ConfigError("--accept-licenses and --miniforge are for cotainr", fix="--with cotainr")
     built = make.build(
         checkout.root(build=True),
         variant,
@@ -128,25 +109,9 @@ def build(
         twice=twice,
         from_nothing=from_nothing,
         force=force,
-        by_cotainr=tool is Tool.COTAINR,
-        miniforge=miniforge,
     )
     for image in built:
         print(image)
-
-
-def _require_for_cotainr(formats: list[Format], *, bundled: Path | None, twice: bool, miniforge: str) -> None:
-    if formats != [Format.SIF]:
-        raise ConfigError("cotainr makes a SIF", found=f"--format {formats[-1]}", fix="leave out --format")
-    if bundled:
-        raise ConfigError("cotainr needs a network, and a bundle is for machines without one", found=bundled)
-    if twice:
-        raise ConfigError(
-            "two builds by cotainr differ", found="--twice", wanted="Conda's packages are not locked, and have times",
-            fix="leave out --twice; or build without --with cotainr, which gives the same bytes",
-        )  # fmt: skip
-    if miniforge and not re.fullmatch("sha256:[0-9a-f]{64}", miniforge):
-        raise ConfigError("not a digest", wanted="sha256: and 64 digits, 0 to 9 and a to f", found=miniforge)
 
 
 @app.command("bundle")

@@ -11,7 +11,7 @@ from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.images.log import build_log
 from dray.images.sources import base as base_files
-from dray.images.sources import debs, inputs, targets, venv
+from dray.images.sources import conda, debs, inputs, targets, venv
 from dray.images.sources import lock as locks
 
 
@@ -28,6 +28,8 @@ def lock(
 ) -> None:
     """Resolve requirements.in to requirements.lock, debian.in to debian-*.lock, or .venv's packages to venv.lock.
 
+    A variant's environment.yml, its lock as a conda file, is written too.
+
     dray image lock cuda --check
     """
     root = checkout.root(build=True)
@@ -39,12 +41,17 @@ def lock(
     for name in [variant] if variant else all_:
         image = None if name == venv.NAME else inputs.image(root, name)
         if check:
-            locks.require_fresh(root, image) if image else venv.require_fresh(root)
+            if image:
+                locks.require_fresh(root, image)
+                conda.require_fresh(root, image)
+            else:
+                venv.require_fresh(root)
             print(f"{name}: the lock is fresh")
             for served in targets.of_image(root, image) if image else targets.of_hosts(root):
                 print(f"{name}: {served}")
         else:
             changes = locks.update(root, image, upgrade=upgrade) if image else venv.update(root, upgrade=upgrade)
+            changes += conda.update(root, image) if image else []
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
 
 

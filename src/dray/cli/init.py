@@ -26,7 +26,13 @@ from dray.fitness import host, scheduler
 from dray.images import store
 from dray.runs.write import recipe_name
 
-_GPUS = {"cuda": "NVIDIA A100 and newer", "cuda12": "NVIDIA V100, or an older driver", "rocm": "AMD", "cpu": "none"}
+_GPUS = {
+    "cuda": "NVIDIA A100 and newer",
+    "cuda12": "NVIDIA V100, or an older driver",
+    "rocm": "AMD",
+    "rocm6": "AMD, with an older driver",
+    "cpu": "none",
+}
 # What Slurm calls a GPU in GRES, gpu:v100:4.
 _OLD, _AMD = re.compile("v100|p100|gtx|rtx20", re.IGNORECASE), re.compile(r"mi\d|amd|radeon", re.IGNORECASE)
 _SMALL = "small"
@@ -46,7 +52,7 @@ def init(
     partition: Annotated[str, typer.Option(help="Slurm's partition; else the site's, or that with most GPUs.")] = "",
     account: Annotated[str, typer.Option(help="Slurm's account.")] = "",
     gpu: Annotated[
-        str, typer.Option(help="cuda, cuda12, rocm or cpu.", autocompletion=candidates.one_of(ACCELERATORS))
+        str, typer.Option(help="cuda, cuda12, rocm, rocm6 or cpu.", autocompletion=candidates.one_of(ACCELERATORS))
     ] = "",
     model: Annotated[
         str, typer.Option(help="A model of the hub, or a folder; small: a GPT-2 of 1 M parameters from scratch.")

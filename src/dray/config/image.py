@@ -8,9 +8,9 @@ from pydantic import Field
 
 from dray.config.model import Spec
 
-Variant = Literal["cpu", "cuda", "cuda12", "rocm"]
+Variant = Literal["cpu", "cuda", "cuda12", "rocm", "rocm6"]
 # The GPUs of each variant.
-ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}
+ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", "rocm": "rocm", "rocm6": "rocm"}
 # NCCL's and RCCL's plugin for libfabric, where containers/steps/56-fabric.sh puts it.
 PLUGIN = "/opt/dray/fabric/libnccl-net-ofi.so"
 # The name of an adopted image, which a variant's own must not be.

@@ -179,7 +179,7 @@ class Recipe(Spec):
         if self.analog and self.analog.enabled and train and not sharding.analog:
             others = ", ".join(name for name, other in STRATEGIES.items() if other.analog)
             raise ValueError(f"[analog] goes with {others}; train.strategy is {train.strategy}")
-        if self.analog and self.analog.enabled and self.image in ("cuda12", "rocm"):
+        if self.analog and self.analog.enabled and self.image in ("cuda12", "rocm", "rocm6"):
             raise ValueError(f"[analog] wants the cpu or the cuda image; aihwkit-lightning has none for {self.image}")
         if self.analog and self.analog.enabled and self.lora and self.lora.enabled:
             raise ValueError("[analog] and [lora] both put other layers in the place of the model's; take one")

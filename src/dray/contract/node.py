@@ -16,6 +16,8 @@ OWN = f"{SCRATCH}/dray-"  # and the user's number, and what nobody can guess: a 
 _NVIDIA = "/proc/driver/nvidia/version"
 _AMD = "/sys/module/amdgpu/version"  # of AMD's own packages; the kernel's own module has none
 _KERNEL_LOG = "/dev/kmsg"  # mostly root's alone
+# The image for older drivers, and the oldest that it runs with, which its image.toml explains.
+_OLDER_IMAGES = {"cuda": ("cuda12", "525.60.13"), "rocm": ("rocm6", "6.7")}
 # NVIDIA's numbers of errors after which a GPU needs a reset or a repair; most others are a program's own fault.
 _XIDS = {
     48: "an ECC error of two bits",
@@ -69,6 +71,12 @@ def older(version: str, than: str) -> bool:
         return [int(part) for part in text.split(".")]
 
     return numbers(version) < numbers(than)
+
+
+def image_for(accelerator: str, driver: str) -> str:
+    """The variant that runs with a driver which is too old for the newest; empty where none does."""
+    variant, oldest = _OLDER_IMAGES[accelerator]
+    return "" if older(driver, than=oldest) else variant
 
 
 def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:

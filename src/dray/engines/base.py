@@ -93,7 +93,7 @@ class Engine:
     devices: ClassVar[dict[str, str]] = {}
     """For images of this kind: the file of bash whose `node::FILE ENGINE KIND NAME...` fills `devices` with options."""
     fabric: ClassVar[dict[tuple[str, str], str]] = {}
-    """How it brings the host's libraries for a kind of fabric and of GPUs, in place of those that the site names."""
+    """How it brings the host's libraries for a kind of fabric and a variant, in place of those that the site names."""
     takes_annotations: ClassVar[bool] = False
     """Whether it has hooks that annotations turn on."""
     binds_layers: ClassVar[bool] = False

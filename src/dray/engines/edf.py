@@ -14,7 +14,8 @@ from dray.engines.pyxis import Pyxis, pairs
 
 FILE = "edf.toml"
 # The builds of NCCL's plugin that CSCS has. A plugin of the host is linked with one version of CUDA or ROCm.
-_PLUGINS = {"cuda": "cuda13", "cuda12": "cuda12", "rocm": "rocm6"}
+# There is none for ROCm 7: rocm6 needs libamdhip64.so.6.
+_PLUGINS = {"cuda": "cuda13", "cuda12": "cuda12", "rocm6": "rocm6"}
 # Without it NVIDIA's hook leaves the driver's libraries out; images of NVIDIA's set it themselves.
 _GPUS = {"cuda": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}}
 
@@ -30,7 +31,7 @@ class Edf(Pyxis):
         "rocm": "the node's devices, which the Container Engine always puts in",
     }
     fabric: ClassVar[dict[tuple[str, str], str]] = dict.fromkeys(
-        (("slingshot", "cuda"), ("slingshot", "rocm")),
+        (("slingshot", variant) for variant in _PLUGINS),
         "hooks of the Container Engine do it: cxi with the host's libfabric, aws_ofi_nccl with a plugin",
     )
 

@@ -34,9 +34,9 @@ class Shifter(Engine):
         "cuda": "the site's module for Shifter, by --module",
         "rocm": "the host's /dev; ROCm itself is in the image",
     }
-    fabric: ClassVar[dict[tuple[str, str], str]] = {
-        ("slingshot", "cuda"): "the site's module for Shifter does it, by --module"
-    }
+    fabric: ClassVar[dict[tuple[str, str], str]] = dict.fromkeys(
+        (("slingshot", variant) for variant in _PLUGINS), "the site's module for Shifter does it, by --module"
+    )
 
     def annotations(self, variant: str, fabric: str, site: Mapping[str, str]) -> dict[str, str]:
         """The modules of Shifter; without any it would take the site's own, which put an MPI into the image."""

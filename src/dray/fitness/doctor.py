@@ -218,7 +218,9 @@ def _images() -> Iterator[Finding]:
         yield _ok("image", f"{file.stem.removeprefix('dray-')}, adopted as {store.variant(file)}: {file}")
     if not files and not adopted:
         yield _note(
-            "image", f"none in {root / 'build'}", "make image-cpu (or -cuda, -cuda12, -rocm), or copy one to build/"
+            "image",
+            f"none in {root / 'build'}",
+            "make image-cpu (or -cuda, -cuda12, -rocm, -rocm6), or copy one to build/",
         )
 
 
@@ -237,9 +239,9 @@ def _driver(variant: str, wanted: str | None) -> Iterator[Finding]:
     """Of this machine; those of compute nodes may be newer."""
     found = node.driver(ACCELERATORS[variant])
     if found and wanted and node.older(found, than=wanted):
-        fix = (
-            "unless the compute nodes have a newer one: image=cuda12, which runs with 525" if variant == "cuda" else ""
-        )
+        other = node.image_for(ACCELERATORS[variant], found)
+        runs = f"image={other}, which runs with it, or " if other else ""
+        fix = f"unless the compute nodes have a newer one: {runs}the site's own image (dray image adopt FILE)"
         yield _note("driver", f"{found}, and the {variant} image needs {wanted} or newer", fix)
 
 
@@ -257,10 +259,25 @@ def _site(chosen: sites.Choice) -> Iterator[Finding]:
         fix = "run dray doctor on a compute node; if it stays, correct interfaces in the site file"
         yield _unfit("interface", f"this machine has none of {', '.join(site.interfaces)}", fix)
     yield from _libraries(site)
+    yield from _other_variants(site)
     cpus = os.cpu_count() or 0
     if site.cpus_per_node and cpus != site.cpus_per_node:
         found = f"{cpus}, and a node of the site has {site.cpus_per_node}"
         yield _note("CPUs", found, "is this a compute node of that partition?")
+
+
+def _other_variants(site: Site) -> Iterator[Finding]:
+    """Images for the site's GPUs that ask for another driver than its nodes have."""
+    try:
+        root = checkout.root()
+    except DrayError:  # _images() has said so
+        return
+    for variant, accelerator in ACCELERATORS.items():
+        other = site.image and variant != site.image and accelerator == ACCELERATORS[site.image]
+        if other and store.sif(root, variant).exists():
+            why = " ".join(site.why.get("image", "its site file says so").split())
+            found = f"{variant}, and {site.name} is for image={site.image}: {why}"
+            yield _note("image", found, f"make image-{site.image}, or dray image adopt FILE for the site's own")
 
 
 def _libraries(site: Site) -> Iterator[Finding]:

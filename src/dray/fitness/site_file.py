@@ -29,7 +29,7 @@ _SCRATCH = (
 )
 # What no machine shows, as a reader fills it in; `dray site keys` has all of them.
 _COMMENTED = (
-    '# image = "cuda"           # the variant for its GPUs: cuda, cuda12 (older drivers) or rocm',
+    '# image = "cuda"           # the variant for its GPUs: cuda, rocm; for older drivers cuda12, rocm6',
     "# gpu_memory_gb = 40       # of one GPU: what does not fit is refused before the queue",
     '# account = "project_1"    # an example, where the cluster requires --account',
     '# gpu_option = "gres"      # where sbatch wants --gres=gpu:N in place of --gpus-per-node=N',

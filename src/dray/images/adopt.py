@@ -191,7 +191,7 @@ def _require_name(name: str) -> None:
 def _variant(torch: Mapping[str, str]) -> str:
     """The variant of ours that it takes the place of."""
     if torch["hip"]:
-        return "rocm"
+        return "rocm" if beside.numbers(torch["hip"]) >= (7,) else "rocm6"
     if torch["cuda"]:
         return "cuda" if beside.numbers(torch["cuda"]) >= (13,) else "cuda12"
     return "cpu"

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from dray import __version__
 from dray.containers import builder, images
 from dray.contract.findings import ConfigError, DrayError
-from dray.images import cotainr, store
+from dray.images import store
 from dray.images.log import build_log
 from dray.images.rootfs import LAYER, PROGRAM, ROOTFS, SIF, TOOLS
 from dray.images.sif import record
@@ -40,13 +40,9 @@ def build(
     twice: bool = False,
     from_nothing: bool = False,
     force: bool = False,
-    by_cotainr: bool = False,
-    miniforge: str = "",
 ) -> list[str]:
     """Make the image, and put it where a run looks for it: a line a format. A failure leaves the images of before."""
     started = time.monotonic()
-    if by_cotainr:
-        cotainr.package()
     sif = (out or store.sif(checkout, variant)).absolute()
     sif.parent.mkdir(parents=True, exist_ok=True)
     with build_log(checkout / "build" / "logs" / f"{variant}.log", out=sif.parent) as say, builder.engine():
@@ -54,8 +50,6 @@ def build(
             source = bundle.opened(checkout, bundled, variant, signers=signers)
         else:
             source = inputs.gather(checkout, variant, base=base, own_wheels=wheels, as_locked=as_locked, say=say)
-        if by_cotainr:
-            cotainr.lay_out(checkout, source, miniforge=miniforge)
         again = twice or from_nothing or force
         found = {} if again else _found(source, sif, formats)
         asked = [name for name in formats if name not in found]
@@ -63,9 +57,7 @@ def build(
             say("dray: found, built from the same inputs (--force builds it again)")
             return [found[name] for name in formats]
         unpacked = sif if "sif" in found else None
-        make = partial(
-            _made, checkout, source, near=sif, formats=asked, unpacked=unpacked, by_cotainr=by_cotainr, say=say
-        )
+        make = partial(_made, checkout, source, near=sif, formats=asked, unpacked=unpacked, say=say)
         with make(from_nothing=from_nothing) as scratch:
             if twice:
                 say("dray: build it once more")
@@ -104,7 +96,6 @@ def _made(
     near: Path,
     formats: Sequence[str],
     unpacked: Path | None,
-    by_cotainr: bool,
     from_nothing: bool,
     say: Say,
 ) -> Iterator[Path]:
@@ -125,13 +116,12 @@ def _made(
         if images.engines(formats):
             tag = store.docker_tag(source.image.variant)
             argv += ["--docker", tag, "--label", INPUTS_LABEL, source.digest]
-        argv += ["--cotainr", cotainr.VERSION] if by_cotainr else []
         if unpacked:
             binds[unpacked] = False
             argv += ["--unpack", unpacked]
         try:
             saved = source.inputs / inputs.BUILDER
-            builder.run(checkout, argv, binds=binds, on_line=say, saved=saved, network=by_cotainr)
+            builder.run(checkout, argv, binds=binds, on_line=say, saved=saved)
         except builder.BuildError as error:
             _keep_failed(store.failed(checkout, source.image.variant), source, scratch, error)
             raise

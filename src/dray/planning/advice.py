@@ -40,8 +40,8 @@ def find(plan: Plan, site: Site, facts: Facts, files: Files) -> Iterator[Finding
         yield _note(f"{key} = {path} does not exist on this machine", fix=fix)
 
 
-def _note(problem: str, *, found: str = "", fix: str = "") -> Finding:
-    return Finding(problem, found=found, fix=fix, kind="note")
+def _note(problem: str, *, found: str = "", fix: str = "", source: str = "") -> Finding:
+    return Finding(problem, found=found, fix=fix, source=source, kind="note")
 
 
 def _options(options: Sequence[str]) -> Iterator[Finding]:
@@ -72,7 +72,8 @@ def _launchers(plan: Plan) -> Iterator[Finding]:
 
 def _gpus(plan: Plan, site: Site) -> Iterator[Finding]:
     if plan.variant != "cpu" and site.image not in (None, plan.variant):
-        yield _note(f"site {site.name} has GPUs for image={site.image}", found=f"image={plan.variant}")
+        why = " ".join(site.why.get("image", "").split())
+        yield _note(f"site {site.name} has GPUs for image={site.image}", found=f"image={plan.variant}", source=why)
     if plan.recipe.train and plan.recipe.train.precision == "bf16" and plan.variant == "cuda12" and site.bf16:
         fix = "train.precision=fp16, and bf16 = false in the site file"
         yield _note("GPUs before A100 (V100) emulate bf16", fix=fix)

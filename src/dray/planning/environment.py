@@ -87,13 +87,13 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     if recipe.train and ACCELERATORS[recipe.image] == "cuda" and not _names(recipe, site) & _ALLOCATOR:
         why = "freed memory serves tensors of any size; not on ROCm 6.4, nor in programs that may share it by CUDA IPC"
         yield ours("PYTORCH_ALLOC_CONF", "expandable_segments:True", why)
-    if recipe.train and recipe.image in ("cuda12", "rocm"):
+    if recipe.train and recipe.image in ("cuda12", "rocm", "rocm6"):
         yield ours("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "a hang shows collectives; newer torches have it by default")
     if recipe.train:
         yield ours("TORCH_GLOO_LAZY_INIT", "1", "a rank connects to 2 log2 N others as it needs them, not to all N")
     for setting in deterministic.settings(recipe):
         yield ours(setting.name, setting.values[0], setting.why)
-    if recipe.image == "rocm":
+    if ACCELERATORS[recipe.image] == "rocm":
         for name in ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
             yield ours(name, f"{scratch}/miopen", "MIOpen's SQLite locks fail on a shared disk")
     if recipe.image == "cpu":

@@ -66,7 +66,7 @@ class Plan(BaseModel):
     stage_by: tuple[staging.Way, ...] = ()
     """How the image comes to the folder `stage` of each node; what did not come, the node copies."""
     variant: str
-    """The variant of the image: cpu, cuda, cuda12 or rocm."""
+    """The variant of the image: cpu, cuda, cuda12, rocm or rocm6."""
     site: str
     """The site, as `site NAME`."""
     sbatch: tuple[str, ...]

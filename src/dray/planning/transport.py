@@ -18,12 +18,13 @@ def fabric(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Choice[F
     why = " ".join(site.why.get("fabric", f"site {site.name}").split())
     if facts.nodes == 1 and site.fabric.strategy != "none":
         return Choice(site.fabric.model_copy(update=_NOTHING), "one node has no network between nodes")
-    brought = engine.fabric.get((site.fabric.kind, ACCELERATORS[recipe.image]))
+    brought = engine.fabric.get((site.fabric.kind, recipe.image))
     if facts.nodes > 1 and brought:
         return Choice(site.fabric.model_copy(update=_NOTHING), brought)
     if site.fabric.strategy == "host" and not engine.host_libraries:
         return Choice(site.fabric.model_copy(update=_NOTHING), why)
-    if site.fabric.plugin == "image" and ACCELERATORS[recipe.image] == "cpu":  # gloo has no plugins
+    # gloo has no plugins, and an adopted image has one of its own, under a name of its own, or none.
+    if site.fabric.plugin == "image" and (ACCELERATORS[recipe.image] == "cpu" or facts.adopted):
         return Choice(site.fabric.model_copy(update={"plugin": ""}), why)
     return Choice(site.fabric, why)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from dray.contract import exit_codes, node
 from dray.contract.findings import Finding
+from dray.runner import rdma
 
 Check = Callable[[], "Finding | list[Finding]"]
 
@@ -29,9 +30,11 @@ def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
     yield "the run folder", lambda: node.writable(folder)
     yield "memory", lambda: node.memory(wanted["memory_gb"])
     if variant != "cpu":
-        rdma = plan["fabric"]["kind"] in ("infiniband", "slingshot") and len(plan["world"]["nodes"]) > 1
-        yield "locked memory", lambda: node.locked_memory(needed=rdma)
-    if variant in ("cuda", "cuda12"):
+        several, kind = len(plan["world"]["nodes"]) > 1, plan["fabric"]["kind"]
+        yield "locked memory", lambda: node.locked_memory(needed=several and kind in ("infiniband", "slingshot"))
+        if several and kind != "slingshot":
+            yield "RDMA cards", lambda: rdma.cards(needed=kind == "infiniband" or "IB" in plan["fabric"]["transport"])
+    if variant.startswith("cuda"):
         yield "the kernel's log", node.xids
 
 

@@ -85,7 +85,9 @@ def forget(own: str, node: str, names: Iterable[str]) -> None:
 
 def about(plan: Mapping[str, Any], me: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """What this node is."""
-    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm"}.get(plan.get("variant", ""), "cpu")
+    accelerator = {"cuda": "cuda", "cuda12": "cuda", "rocm": "rocm", "rocm6": "rocm"}.get(
+        plan.get("variant", ""), "cpu"
+    )
     seen = hardware.look(accelerator, environ, packages=me == 0)
     return {"node": me, "name": plan["world"]["nodes"][me]["name"], **seen}
 

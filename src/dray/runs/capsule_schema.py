@@ -31,7 +31,7 @@ class Image(_Model):
     engine: str
     """What started the container."""
     variant: str
-    """The variant of the image: cpu, cuda, cuda12 or rocm."""
+    """The variant of the image: cpu, cuda, cuda12, rocm or rocm6."""
     file: str
     """Its file or reference; for bare, the Python that has the training stack."""
     sha256: str

@@ -12,7 +12,7 @@ from dray import process
 from dray.containers import apptainer
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError
-from dray.images.rootfs import LAYER, SIF, TOOLS, cotainr, layer, make, squash
+from dray.images.rootfs import LAYER, SIF, TOOLS, layer, make, squash
 
 
 def main() -> None:
@@ -23,20 +23,13 @@ def main() -> None:
     os.umask(0o022)
     if asked.sif:
         squash.require()
-    tools, base = _versions() if asked.sif else {}, asked.base
-    mounts: tuple[Path, ...] = ()
-    if asked.cotainr:
-        made = cotainr.build(inputs=inputs, base=base, scratch=asked.scratch, epoch=asked.epoch)
-        base, mounts = made.sif, made.mounts
-        tools |= {"cotainr": asked.cotainr, "miniforge": made.miniforge}
+    tools = _versions() if asked.sif else {}
     if asked.unpack:
         rootfs = make.unpack(asked.unpack, asked.scratch)
     else:
         rootfs = make.build(
-            definition=asked.definition, binds=binds, base=base, scratch=asked.scratch, epoch=asked.epoch
+            definition=asked.definition, binds=binds, base=asked.base, scratch=asked.scratch, epoch=asked.epoch
         )
-        for path in mounts:
-            (rootfs / path).rmdir()
         if asked.sif:
             _label(rootfs, inputs)
     if asked.sif:
@@ -55,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
     parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--unpack", type=Path, metavar="SIF", help="take the files of this one, and build nothing")
-    parser.add_argument("--cotainr", metavar="VERSION", help="Python comes by it, before the definition's steps")
     parser.add_argument("--sif", action="store_true")
     parser.add_argument("--docker", metavar="TAG")
     parser.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")

@@ -16,6 +16,7 @@ MAIN = (
     "torch",
     "triton",
     "pytorch-triton-rocm",
+    "triton-rocm",
     "transformers",
     "accelerate",
     "deepspeed",

@@ -1,0 +1,81 @@
+"""environment.yml: a variant's lock as a conda file, for cotainr and for Conda itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dray.config.image import Image
+from dray.contract.findings import ConfigError
+from dray.images.sources import lock
+from dray.images.sources.lock import SOURCE_ONLY, Pin
+
+# Conda hands the list under `pip:` to pip as the lines of a requirements file, options too.
+_HEAD = """\
+# `dray image lock {variant}` writes this file: the packages of requirements.lock, for cotainr or Conda.
+#   cotainr build x.sif --system=SYSTEM --conda-env=containers/{variant}/environment.yml
+# dray is not in it: `dray image adopt x.sif` puts dray beside the image.
+name: dray-{variant}
+channels:
+  - conda-forge
+  - nodefaults
+dependencies:
+  - python={python}
+  - pip
+  - pip:
+"""
+_OPTIONS = ("--require-hashes", '"--only-binary :all:"')  # what ends with a colon is else a key of YAML's
+# accelerate imports a DeepSpeed that is there, and one without operators or a compiler breaks scripts that need none.
+_SOURCE_ONLY = """\
+# DeepSpeed, for zero1 to zero3, has no wheel. If you need it, uncomment the next three lines: pip builds it by a
+# setuptools without a hash, and without operators. A job compiles those that it uses, by the image's compiler.
+"""
+
+
+def path(checkout: Path, variant: str) -> Path:
+    """Where the file of a variant is."""
+    return checkout / "containers" / variant / "environment.yml"
+
+
+def text(image: Image, pins: Iterable[Pin]) -> str:
+    """Python and pip by Conda, then each package by its hashes, and the vendors' indexes."""
+    versions = {vendor.name: vendor.version for vendor in image.vendor}
+    indexes = dict.fromkeys(f"--extra-index-url {vendor.index}" for vendor in image.vendor)
+    lines = [f"- {option}" for option in (*_OPTIONS, *indexes)]
+    for pin in pins:
+        package = [f"- {pin.name}=={versions.get(pin.name, pin.version)}"]
+        package += [f"  --hash=sha256:{digest}" for digest in pin.hashes]
+        if pin.name == SOURCE_ONLY:
+            lines += _SOURCE_ONLY.splitlines()
+            package = [f"# {line}" for line in (f"- --no-binary {pin.name}", *package)]
+        lines += package
+    head = _HEAD.format(variant=image.variant, python=image.python)
+    return head + "".join(f"      {line}\n" for line in lines)
+
+
+def update(checkout: Path, image: Image) -> list[str]:
+    """Write what the lock gives; what changed."""
+    file = path(checkout, image.variant)
+    if _is_fresh(checkout, image):
+        return []
+    file.write_text(_wanted(checkout, image), encoding="utf-8")
+    return [f"{file.name}: written anew"]
+
+
+def require_fresh(checkout: Path, image: Image) -> None:
+    """Refuse a file that is not what the lock gives."""
+    if not _is_fresh(checkout, image):
+        raise ConfigError(
+            "the conda file is not what the lock gives",
+            where=path(checkout, image.variant),
+            fix=f"dray image lock {image.variant}",
+        )
+
+
+def _is_fresh(checkout: Path, image: Image) -> bool:
+    file = path(checkout, image.variant)
+    return file.is_file() and file.read_text(encoding="utf-8") == _wanted(checkout, image)
+
+
+def _wanted(checkout: Path, image: Image) -> str:
+    return text(image, lock.read(checkout / "containers" / image.variant / "requirements.lock"))
