@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ printf '%s\\n' "$HOSTS" >>/etc/hosts
 cat "$CA" >>/etc/ssl/certs/ca-certificates.crt
 cp "$CA" /etc/ssl/certs/stock.pem
 ln -s stock.pem "/etc/ssl/certs/$(openssl x509 -noout -hash -in "$CA").0"
+touch /etc/subuid /etc/subgid
 getent group docker >/dev/null || groupadd --system docker
 useradd --no-create-home --home-dir "$USER_HOME" --groups docker --shell /bin/bash "$USER_NAME"
 mkdir -p "$USER_HOME"
@@ -93,9 +95,8 @@ class Machine:
 @contextmanager
 def started(*, hosts: Mapping[str, Iterable[str]], ca: Path, scratch: Path, logs: Path) -> Iterator[Machine]:
     """The machine; `hosts` are names by address."""
-    over, home, data = scratch / "over", scratch / "home", scratch / "docker"
-    for folder in (over, data):
-        folder.mkdir()
+    home = scratch / "home"
+    over, data = (Path(tempfile.mkdtemp(prefix=name, dir=scratch)) for name in ("etc-", "docker-"))
     log = logs / "dockerd.txt"
     given = {
         "OVER": over, "CA": ca, "DATA": data, "LOG": log, "USER_NAME": USER, "USER_HOME": home,

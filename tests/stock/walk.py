@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 from helpers import ROOT
 from stock import debian, machine, registry, servers
 
+HERE = Path(__file__).parent
 ARCHIVE = "archive.dray.test"
 HUB = ("registry-1.docker.io", "index.docker.io", "auth.docker.io")
 # A small package of every image, on whose exact version no other depends.
@@ -36,15 +37,20 @@ class Walk:
     debian: debian.Debian
     index: str
     """The host of torch's."""
-    address: str
-    """Of the registry."""
+    block: str
+    """The first three numbers of the servers' addresses."""
+    signed: servers.Authority
+    scratch: Path
     seen: list[servers.Request]
     times: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def typed(self, command: str, *, log: str, umask: str = "022") -> machine.Ended:
+    def typed(
+        self, command: str, *, log: str, umask: str = "022", env: Mapping[str, str] | None = None,
+        on: machine.Machine | None = None,
+    ) -> machine.Ended:  # fmt: skip
         """What a user types in the checkout; its minutes and bytes count."""
         before = len(self.seen)
-        ended = self.machine.run(command, folder=self.checkout, log=log, umask=umask)
+        ended = (on or self.machine).run(command, folder=self.checkout, log=log, umask=umask, env=env)
         self.times[log] = (ended.seconds, sum(request.size for request in self.seen[before:]))
         return ended
 
@@ -75,8 +81,8 @@ def prepared(kept: Path, logs: Path) -> Iterator[Walk]:
         mirror = debian.Debian(hosts, locked=debian.read(lock), gone=GONE, key=key, kept=kept / "debian")
         wheel = _wheel(kept, torch)
         answers = dict.fromkeys(hosts.values(), mirror.mirror)
-        answers |= {ARCHIVE: mirror.archive, f"{block}.1": mirror.archive}
-        answers[str(index.hostname)] = _index(index.path, torch["name"], wheel)
+        answers |= {ARCHIVE: mirror.archive, str(index.hostname): _index(index.path, torch["name"], wheel)}
+        answers[f"{block}.1"] = _first(list(answers.values()))
         seen = stack.enter_context(servers.serving(f"{block}.1", answers, signed))
         where = stack.enter_context(registry.serving(f"{block}.2", signed, scratch / "registry", logs / "registry.txt"))
         digests = {}
@@ -89,6 +95,7 @@ def prepared(kept: Path, logs: Path) -> Iterator[Walk]:
                 suite, packed=packed, dated=f"http://{ARCHIVE}/archive", mirrors=mirrors, key=key.public, folder=scratch
             )
             digests[suite] = registry.push(where, signed.ca, "library/debian", layer)
+            registry.push(where, signed.ca, "hub/library/debian", layer)
         seen.clear()
         running = stack.enter_context(machine.started(hosts=names, ca=signed.ca, scratch=scratch, logs=logs))
         checkout = scratch / "a stock machine" / "dray"
@@ -129,6 +136,11 @@ def _index(path: str, package: str, wheel: Path) -> servers.Answer:
     link = f'<a href="{path}/{quote(wheel.name)}#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}">'
     page = f"<!DOCTYPE html><html><body>{link}{wheel.name}</a></body></html>".encode()
     return {f"{path}/{package}/": page, f"{path}/{wheel.name}": wheel}.get
+
+
+def _first(answers: list[servers.Answer]) -> servers.Answer:
+    """A server that has what all of these have."""
+    return lambda path: next((found for answer in answers if (found := answer(path)) is not None), None)
 
 
 def _clone(checkout: Path, digests: dict[str, str], mirror: debian.Debian) -> None:
