@@ -127,8 +127,13 @@ def tool(
         ) from error
     with closing(client), docker.attempt(f"run {argv[0]} in a container"):
         tools = image(client, checkouts.root(), on_line=lambda _: None)
-        mounts = [sandbox.bind(path, read_only=not writes) for path, writes in binds.items()]
-        environment = dict(env or {})
+        # Apptainer finds no mount whose path has a space.
+        inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds) if " " in str(path)}
+        mounts = [
+            Mount(target=inside.get(path, str(path)), source=str(path), type="bind", read_only=not writes)
+            for path, writes in binds.items()
+        ]
+        environment = {name: sandbox.renamed(value, inside) for name, value in (env or {}).items()}
         if network:
             mounts, environment = [*mounts, *_certificate(environment)], {**proxies(os.environ), **environment}
         # As the caller, root or not: what is written is the caller's.
@@ -136,7 +141,7 @@ def tool(
         with sandbox.started(
             client,
             tools,
-            list(argv),
+            [sandbox.renamed(word, inside) for word in argv],
             mounts=mounts,
             environment=environment,
             network=network,
@@ -149,7 +154,10 @@ def tool(
                 if seconds is None:
                     raise
                 raise process.no_answer(argv, seconds) from late
-            out, err = (running.logs(stdout=out, stderr=not out).decode(errors="replace") for out in (True, False))
+            out, err = (
+                sandbox.named(running.logs(stdout=out, stderr=not out).decode(errors="replace"), inside)
+                for out in (True, False)
+            )
     return Done(argv=tuple(argv), code=code, out=out, err=err)
 
 

@@ -119,6 +119,13 @@ def mapped(word: str | Path, inside: Mapping[Path, str]) -> str:
     return str(word)
 
 
+def renamed(word: str, inside: Mapping[Path, str]) -> str:
+    """A word with the container's names of all paths in it."""
+    for path in sorted(inside, key=lambda path: len(str(path)), reverse=True):
+        word = word.replace(str(path), inside[path])
+    return word
+
+
 def named(line: str, inside: Mapping[Path, str]) -> str:
     """Paths as the user knows them."""
     for path, target in inside.items():
