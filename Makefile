@@ -127,11 +127,11 @@ release: .venv/dev ## Build and try dist/: the wheel and the sources, the same b
 	@.ci/release
 
 clean: ## Remove what was fetched and installed here; images, the cluster's folder and runs stay
-	@[[ ! -d build ]] || find build -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name cluster -exec rm -rf {} +
+	@[[ ! -d build ]] || find build -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name 'cotainr-*.sif' ! -name cluster -exec rm -rf {} +
 	@rm -rf .venv
 
 clean-images: ## Remove the images, layers and adopted images of build/, after asking (YES=1 does not ask)
-	@shopt -s nullglob; images=(build/dray-*); \
+	@shopt -s nullglob; images=(build/dray-* build/cotainr-*.sif); \
 	if ((!$${#images[@]})); then echo "there is no image in build/"; exit; fi; \
 	du --summarize --human-readable -- "$${images[@]}"; \
 	if [[ "$(YES)" != 1 && ! -t 0 ]]; then \

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from dray.containers.progress import Progress, Silence, pulled
 from dray.images import log, progress
 from dray.images.log import build_log
-from dray.images.progress import Progress, Silence, pulled
 
 MB = 1_000_000
 

@@ -15,7 +15,7 @@ import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
 from dray.config import checkout, mirrors
-from dray.containers import endpoint, registry
+from dray.containers import endpoint, progress, registry
 from dray.contract.findings import ConfigError, DrayError
 
 # One silent step of a build (an unpacking, a compile) may take this long before its next line.
@@ -52,7 +52,7 @@ def attempt(what: str, *, fix: str | None = None) -> Iterator[None]:
         raise DrayError(f"Docker failed to {what}", found=reason, fix=fix) from error
 
 
-def base_image(client: docker.DockerClient, base: str) -> str:
+def base_image(client: docker.DockerClient, base: str, *, say: Callable[[str], None]) -> str:
     """A local image reference for `base`: an image reference, or the path of a rootfs tar."""
     path = Path(base).expanduser()
     if path.is_file():
@@ -63,7 +63,7 @@ def base_image(client: docker.DockerClient, base: str) -> str:
         with attempt(f"look for the image {name}"), suppress(ImageNotFound):
             client.images.get(name)
             return name
-    _pull(client, name)
+    _pull(client, name, say)
     return name
 
 
@@ -71,13 +71,15 @@ def _how_to_make(tar: str) -> str:
     return f"make one: containers/base/make-base.sh trixie {tar}"
 
 
-def _pull(client: docker.DockerClient, base: str) -> None:
+def _pull(client: docker.DockerClient, base: str, say: Callable[[str], None]) -> None:
+    say(f"dray: pull {base}")
     try:
-        client.images.pull(base)
+        problem = progress.pulled(client.api.pull(base, stream=True, decode=True), "the builder's base", say=say)
     except (DockerException, OSError) as error:
-        text = str(getattr(error, "explanation", None) or error)
+        problem = str(getattr(error, "explanation", None) or error)
+    if problem:
         instead = f"or {_how_to_make('build/base/trixie.tar')}"
-        raise registry.refused("the builder's base", base, text, instead=instead) from error
+        raise registry.refused("the builder's base", base, problem, instead=instead)
 
 
 def _imported(client: docker.DockerClient, rootfs: Path) -> str:

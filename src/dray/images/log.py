@@ -15,8 +15,8 @@ from threading import Event, Lock, Thread
 
 from dray import interrupts
 from dray.containers.builder import BuildError
+from dray.containers.progress import Silence
 from dray.contract.findings import DrayError, UnfitError
-from dray.images.progress import Silence
 
 # dray's own lines, pip's on large files, and Docker's on the steps of the builder's image.
 _SHOWN = re.compile(r"dray: |Downloading |Step \d+/\d+ : ")

@@ -19,8 +19,8 @@ from typing import IO
 from dray.config import mirrors
 from dray.config.image import Image, Source
 from dray.containers import builder
+from dray.containers.progress import Progress
 from dray.contract.findings import ConfigError, UnfitError
-from dray.images.progress import Progress
 
 _TIMEOUT_S = 60
 _LARGEST = 512 << 20  # bytes, packed or not: what is fetched is checked only once it is on the disk

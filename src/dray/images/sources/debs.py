@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
 from dray.config import mirrors
-from dray.containers import builder, sandbox
+from dray.containers import builder, progress, sandbox
 from dray.contract.findings import ConfigError
-from dray.images import progress
 from dray.images.rootfs import PROGRAM
 
 INSTALLED = "installed"

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from dray import process
 from dray.config import mirrors
 from dray.config.image import Image
+from dray.containers import progress
 from dray.contract.findings import DrayError, UnfitError
-from dray.images import progress
 from dray.images.sources.lock import SOURCE_ONLY, Pin
 
 # pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
