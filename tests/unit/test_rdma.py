@@ -131,7 +131,7 @@ def test_a_container_without_the_device_s_file_or_without_the_library(tmp_path: 
     sys = sysfs(tmp_path, ["none_0"])
     (Path(sys) / "class/infiniband_verbs/uverbs0").rename(Path(sys) / "class/infiniband_verbs/uverbs4000")
     (found,) = rdma.cards(needed=True, sys=sys, library=verbs([], []))
-    assert found.problem == "the container has no /dev/infiniband/uverbs4000: RDMA would be off"
+    assert found.problem == "the container's /dev/infiniband lacks them: RDMA would be off"
     (found,) = rdma.cards(needed=True, sys=sys, library=str(tmp_path / "none" / "libibverbs.so.1"))
     assert found.problem.startswith("the image cannot load libibverbs: ")
     assert found.problem.endswith("No such file or directory: RDMA would be off")

@@ -23,15 +23,15 @@ _FIX = "use an image whose drivers fit the node's kernel, or bind the node's own
 
 def cards(*, needed: bool, sys: str = "/sys", library: str = _LIBRARY) -> list[Finding]:
     """What libibverbs leaves out: an error where RDMA is needed and no card is left."""
-    there = _devices(sys)
-    if not there:
+    present = _devices(sys)
+    if not present:
         return []
     try:
         usable, warnings = _ask(library)
     except OSError as error:
-        return [_finding(f"the image cannot load libibverbs: {error}", list(there), [], needed=needed)]
+        return [_finding(f"the image cannot load libibverbs: {error}", list(present), [], needed=needed)]
     reasons: dict[str, list[str]] = {}
-    for device, uverbs in there.items():
+    for device, uverbs in present.items():
         if device in usable:
             continue
         reason = _refused(device, warnings)
@@ -72,7 +72,7 @@ def _refused(device: str, warnings: Iterable[str]) -> str:
 
 def _absent(uverbs: str, warnings: Iterable[str]) -> str:
     if not os.path.exists(f"/dev/infiniband/{uverbs}"):
-        return f"the container has no /dev/infiniband/{uverbs}"
+        return "the container's /dev/infiniband lacks them"
     unloaded = [told[0] for line in warnings if (told := _UNLOADED.search(line))]
     return "; ".join(unloaded) or "the image has no driver for the node's RDMA cards"
 
@@ -83,14 +83,14 @@ def _ask(library: str) -> tuple[list[str], list[str]]:
     verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
     verbs.ibv_get_device_name.restype = ctypes.c_char_p
     verbs.ibv_get_device_name.argtypes = [ctypes.c_void_p]
-    count, error_output, said = ctypes.c_int(0), os.dup(2), os.memfd_create("warnings")
-    os.dup2(said, 2)
+    count, error_output, output = ctypes.c_int(0), os.dup(2), os.memfd_create("warnings")
+    os.dup2(output, 2)
     try:
         devices = verbs.ibv_get_device_list(ctypes.byref(count))
     finally:
         os.dup2(error_output, 2)
         os.close(error_output)
-    with open(said, encoding="utf-8", errors="replace") as file:
+    with open(output, encoding="utf-8", errors="replace") as file:
         file.seek(0)
         lines = file.read().splitlines()
     names = [verbs.ibv_get_device_name(devices[number]) for number in range(count.value)] if devices else []
