@@ -98,7 +98,7 @@ image-%-docker: ## Build the Docker image dray:% (likewise)
 	@$(MAKE) --silent --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
-# Apptainer takes no reference with both a tag and a digest.
+# Without the tag: not every Apptainer takes both a tag and a digest.
 pinned = $(shell sed -nE 's|^base = "(.*):[^:/]+(@.*)"|docker://\1\2|p' containers/$(1)/image.toml)
 # cotainr asks before it accepts Miniforge's licence, unless ACCEPT_LICENSES=1 has, and before it replaces an image.
 image-%-cotainr: known-% .venv/cotainr ## Build build/cotainr-%.sif with cotainr, for dray image adopt (BASE= as Apptainer names it, ACCEPT_LICENSES=1)
@@ -107,7 +107,7 @@ image-%-cotainr: known-% .venv/cotainr ## Build build/cotainr-%.sif with cotainr
 	@mkdir -p build
 	@$(BIN)/cotainr build build/cotainr-$*.sif --base-image="$(or $(BASE),$(call pinned,$*))" \
 	  --conda-env=containers/$*/environment.yml $(if $(ACCEPT_LICENSES),--accept-licenses)
-	@echo "to use it: $(BIN)/dray image adopt build/cotainr-$*.sif"
+	@[[ -e build/cotainr-$*.sif ]] && echo "to use it: $(BIN)/dray image adopt build/cotainr-$*.sif"
 
 image-%: ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
 	$(call look,sif)
