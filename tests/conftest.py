@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -130,18 +131,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Markers are the table's keys."""
     for marker in NEEDS:
         config.addinivalue_line("markers", f"{marker}: runs only where this part is there")
-    config.addinivalue_line("markers", "slow: in slow.txt; .ci/run leaves it out")
+    config.addinivalue_line("markers", "slow: in slow.txt; .ci/run takes another tenth of them each day")
     config.addinivalue_line("markers", "hostile(group): a hostile or unlucky case, which `make hostile` counts")
     if measured := os.environ.get("COVERAGE_PROCESS_CONFIG"):  # make coverage
         _measure_subprocesses(measured)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt, which has no other."""
+    """Mark the tests of slow.txt, which has no other; those of DRAY_TEST_TENTH (0 to 9) run with the fast ones."""
+    tenth = os.environ.get("DRAY_TEST_TENTH")
     slow = [line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if not line.startswith("#")]
     by_id = {item.nodeid: item for item in items}
     files = {item.nodeid.partition("::")[0] for item in items}
     for name in slow:
+        if name in by_id and str(crc32(name.encode()) % 10) == tenth:
+            continue
         if name in by_id:
             by_id[name].add_marker("slow")
         elif name.partition("::")[0] in files and not any("::" in word for word in config.args):

@@ -35,7 +35,7 @@ def test_a_rank_that_fails_is_named_with_its_lines(sbatch) -> None:
     assert {path.name for path in paths.logs.iterdir()} - {"srun.log"} == {"node-0.log", "node-1.log"}
     assert [path.name for path in paths.nodes.iterdir()] == ["nodes.jsonl"]
     assert {path.name for path in paths.preflight.iterdir()} == {"report.json"}
-    assert json.loads(paths.result.read_text())["cause"]["last_lines"][-1] == "why it fails"
+    assert "why it fails" in json.loads(paths.result.read_text())["cause"]["last_lines"]
     one = logs.of(paths, rank=1, each=2, by_node=True)
     assert [line for _, line in logs.joined(one, paths) if b"begins" in line] == [b"rank 1 begins"]
 

@@ -16,11 +16,8 @@ def test_a_job_is_told_why_it_failed(sbatch) -> None:
     ended = sbatch("slurm/multinode.sh", "launcher=python", "ranks_per_node=1", "--", "python3", "-c", code)
     assert ended.code == 1, ended.output
     cause = ended.result()["cause"]
-    assert (cause["rank"], cause["name"], cause["last_lines"][-1]) == (
-        1,
-        NAME,
-        "ModuleNotFoundError: No module named 'no_such_module'",
-    )
+    assert (cause["rank"], cause["name"]) == (1, NAME)
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in cause["last_lines"]
     assert f"\n  cause: {NAME}\n  fix: " in ended.output
     names = [line.partition(":")[0] for line in cause["evidence"]]
     assert names[:2] == ["disk of the run folder", "/dev/shm"]

@@ -362,6 +362,41 @@ def test_torch_itself(tmp_path: Path, code: str, name: str) -> None:
     assert failed(tmp_path, *python(f"import os, torch\n{code}")).name == name
 
 
+SERVER = "[W1126 18:05:57.068193087 WorkerServer.cpp:113] [c10d] Server listening to UNIX /tmp/x/beat-0.socket"
+WARNED = ["/opt/x/torch/y.py:7: FutureWarning: `a` is deprecated", "  warnings.warn("]
+TRAINER = "1 rank on 1 host, 1,040,896 parameters, 189,633 tokens"
+CLOSED = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2"
+TRACEBACK = ["Traceback (most recent call last):", '  File "/work/train.py", line 3, in <module>', "    main()", CLOSED]
+FINDING = ["the token cache is open to other users", "  wanted: a folder of your own", "  found:  mode 777"]
+
+
+@pytest.mark.parametrize(
+    ("before", "lines"),
+    [
+        ([SERVER, TRAINER, "  two words"], FINDING),
+        ([SERVER, TRAINER], [*FINDING, SERVER]),
+        ([SERVER, *WARNED, TRAINER], TRACEBACK),
+        ([f"[rank0]:{SERVER}", TRAINER], [f"[rank0]: {line}" for line in TRACEBACK]),
+        ([SERVER, TRAINER], [*TRACEBACK, "", "The above exception was the direct cause of", "", *TRACEBACK]),
+        (["    step()"], [*TRACEBACK[1:], "", "During handling of the above exception,", "", *TRACEBACK]),
+        ([SERVER], [CLOSED, TRAINER, *TRACEBACK]),  # a sign, which no traceback has to follow
+        ([SERVER, *WARNED, f"[rank12]:{SERVER}", SERVER[1:]], ["bad file", SERVER]),
+        ([], [SERVER, *WARNED]),  # all that there is
+        ([], []),
+    ],
+)
+def test_its_lines_begin_with_the_cause(before: list[str], lines: list[str]) -> None:
+    assert causes.explained(cause(*before, *lines)).last_lines == lines
+
+
+@pytest.mark.torch
+def test_its_lines_begin_with_the_cause_whatever_torch_prints(tmp_path: Path) -> None:
+    code = f"from torch._C._distributed_c10d import _WorkerServer\nserver = _WorkerServer({str(tmp_path / 's')!r})\n"
+    found = failed(tmp_path, *python(f"{code}raise SystemExit('no such model')"))
+    assert "WorkerServer" in (tmp_path / run_folder.rank_log(0)).read_text()
+    assert found.last_lines[0] == "no such model"
+
+
 def test_a_mount_that_went_away_is_try_again() -> None:
     """Whatever the rank ended with: the same again may succeed."""
     why = "killed by SIGBUS; the image is gone: [Errno 107] Transport endpoint is not connected: '/opt/dray/x.py'"

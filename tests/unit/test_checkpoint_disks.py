@@ -143,7 +143,7 @@ def test_the_run_folder_itself_is_on_the_full_disk(forks: Forks, alone: Run, sma
 @pytest.mark.hostile("disks")
 def test_a_last_save_that_fails_is_a_failure_after_the_model(run: BEGUN, small: Path) -> None:
     other = run(2, f"checkpoint.folder={small}", "checkpoint.every=4", steps="steps=8").end(69, FULL_AT="8")
-    assert "No space left on device" in other.log().read_text().splitlines()[-2]
+    assert "No space left on device" in other.log().read_text()
     assert (other.paths.final_model / "config.json").is_file()
     assert sorted(path.name for path in small.iterdir()) == ["filler", "step-4"]
     (small / "filler").unlink()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from functools import cache
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from re import Pattern
 from typing import Annotated
@@ -17,6 +19,13 @@ FOLLOWS = "another rank ended first"
 _FILE = Path(__file__).with_name("causes.toml")
 _LONGEST = 4000  # of a line that is looked at, at its beginning
 _MOST = 200  # lines
+_BY_RANK = r"(?:\[rank\d{1,9}\]: ?)?"  # which torch puts before each line of an exception, and of its log
+_TRACEBACK = re.compile(_BY_RANK + r'(?:Traceback \(most recent call last\):|  File ".{1,300}", line \d{1,9}, in )')
+_DETAIL = re.compile(r"  (?:where|wanted|found|fix): ")
+_LOGGED = re.compile(
+    _BY_RANK + r"\[?[IW]\d{4} \d\d:\d\d:\d\d|.{1,300}\.py:\d{1,9}: \w{1,60}Warning: |  warnings\.warn\("
+)
+"""What torch and Python only tell or warn of."""
 
 
 class Sign(BaseModel):
@@ -56,19 +65,30 @@ def known() -> tuple[Known, ...]:
 
 
 def explained(cause: Cause) -> Cause:
-    """The same with its name, its fix, and where these come from."""
+    """The same with its name, its fix, and where these come from; its lines begin with what tells of it."""
     lines = [line for text in (cause.why, *cause.last_lines) for line in text.splitlines()][-_MOST:]
     for one in known():
         for sign in one.sign:
             if not sign.reason and _fits(sign, cause, lines):
                 code = exit_codes.RETRY if one.again else cause.code
-                return cause.model_copy(update={"name": one.name, "fix": one.fix, "source": sign.source, "code": code})
-    return cause.model_copy(update={"name": UNKNOWN, "fix": "", "source": ""})
+                named = {"name": one.name, "fix": one.fix, "source": sign.source, "code": code}
+                return cause.model_copy(update={**named, "last_lines": _from_cause(cause.last_lines, sign.lines)})
+    named = {"name": UNKNOWN, "fix": "", "source": ""}
+    return cause.model_copy(update={**named, "last_lines": _from_cause(cause.last_lines, None)})
 
 
 def of_reason(reason: str) -> tuple[Known, Sign] | None:
     """What stopped a run, and what follows from it."""
     return next(((one, sign) for one in known() for sign in one.sign if reason in sign.reason), None)
+
+
+def _from_cause(lines: list[str], sign: Pattern[str] | None) -> list[str]:
+    """From the first traceback or finding on, or a `sign` before it; where there is neither, without torch's log."""
+    for number, (line, below) in enumerate(pairwise([*lines, ""])):
+        if _TRACEBACK.match(line) or (line[:1].strip() and _DETAIL.match(below)):
+            before = (index for index, earlier in enumerate(lines[:number]) if sign and _any(sign, [earlier]))
+            return lines[next(before, number) :]
+    return list(dropwhile(_LOGGED.match, lines)) or lines
 
 
 def _fits(sign: Sign, cause: Cause, lines: list[str]) -> bool:

@@ -53,7 +53,7 @@ class Cause(BaseModel):
     log: str | None
     """The log of the rank or the node."""
     last_lines: list[str]
-    """The last lines of that log."""
+    """The last lines of that log, from those on that tell of the cause."""
     evidence: Annotated[list[str], BeforeValidator(_evidence)] = []
     """What the node saw when it failed: memory, kernel log, disks."""
     name: str = UNKNOWN
