@@ -39,7 +39,7 @@ chown "$USER_NAME:" "$USER_HOME"
 mount -t tmpfs tmpfs /run
 mkdir -p /run/user /run/lock
 install -d -m 700 -o "$USER_NAME" -g "$USER_NAME" "/run/user/$(id -u "$USER_NAME")"
-dockerd --data-root "$DATA" --bridge none --iptables=false >"$LOG" 2>&1 &
+dockerd --data-root "$DATA" --iptables=false >"$LOG" 2>&1 &
 wait
 """
 
