@@ -79,16 +79,24 @@ check-rest:
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py
 
-VARIANTS := $(patsubst containers/%/image.toml,%,$(wildcard containers/*/image.toml))
-known-%: # before anything is installed for it
-	@[[ " $(VARIANTS) " == *" $* "* ]] || { echo "dray: there is no image $*" >&2; \
-	  echo "  fix:    make $(addprefix image-,$(firstword $(VARIANTS))); there are $(VARIANTS)" >&2; exit 78; }
+# What can be known of this machine (docs/images.md), before anything is installed, fetched or written.
+define look
+	@$(python-fits)
+	@PYTHONPATH=src $(PYTHON) -B -m dray.fitness.build $* --format $(1) \
+	  $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDLE),--bundle)
+endef
+python-fits = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 
-image-%: known-% .venv/host ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
-	@$(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
+known-%:
+	$(call look,sif)
 
-image-%-docker: known-% .venv/host ## Build the Docker image dray:% (likewise)
-	@$(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
+# .venv is no prerequisite: make might make it first. And the longer pattern comes first: make 3.81, which macOS has,
+# takes the first that fits.
+image-%-docker: ## Build the Docker image dray:% (likewise)
+	$(call look,docker)
+	@$(MAKE) --silent --no-print-directory .venv/host
+	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
 
 # Apptainer takes no reference with both a tag and a digest.
 pinned = $(shell sed -nE 's|^base = "(.*):[^:/]+(@.*)"|docker://\1\2|p' containers/$(1)/image.toml)
@@ -100,6 +108,11 @@ image-%-cotainr: known-% .venv/cotainr ## Build build/cotainr-%.sif with cotainr
 	@$(BIN)/cotainr build build/cotainr-$*.sif --base-image="$(or $(BASE),$(call pinned,$*))" \
 	  --conda-env=containers/$*/environment.yml $(if $(ACCEPT_LICENSES),--accept-licenses)
 	@echo "to use it: $(BIN)/dray image adopt build/cotainr-$*.sif"
+
+image-%: ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
+	$(call look,sif)
+	@$(MAKE) --silent --no-print-directory .venv/host
+	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
 
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
 	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker train.steps=50
@@ -114,11 +127,11 @@ release: .venv/dev ## Build and try dist/: the wheel and the sources, the same b
 	@.ci/release
 
 clean: ## Remove what was fetched and installed here; images, the cluster's folder and runs stay
-	@[[ ! -d build ]] || find build -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name cluster -exec rm -rf {} +
+	@[[ ! -d build ]] || find build -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name 'cotainr-*.sif' ! -name cluster -exec rm -rf {} +
 	@rm -rf .venv
 
 clean-images: ## Remove the images, layers and adopted images of build/, after asking (YES=1 does not ask)
-	@shopt -s nullglob; images=(build/dray-*); \
+	@shopt -s nullglob; images=(build/dray-* build/cotainr-*.sif); \
 	if ((!$${#images[@]})); then echo "there is no image in build/"; exit; fi; \
 	du --summarize --human-readable -- "$${images[@]}"; \
 	if [[ "$(YES)" != 1 && ! -t 0 ]]; then \
@@ -137,8 +150,7 @@ listed = $(shell sed -n '/^$(1) = \[/,/^]/s/^ *\("[^"]*"\).*/\1/p' pyproject.tom
 OURS := $(call listed,dependencies)
 
 .venv/host: $(LOCK) pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
+	@$(python-fits)
 ifneq ($(BUNDLE),)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 	  { echo "a bundle's wheels are for Python 3.11; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }

@@ -96,7 +96,7 @@ def test_hosts_speak_to_apptainer_by_one_client() -> None:
     names = re.compile(r"apptainer\.program\(|singularity\.name\(|builder\.APPTAINER")
     users = {str(path.relative_to(SRC)) for path in modules() if names.search(path.read_text(encoding="utf-8"))}
     client = {"containers/builder.py", "containers/singularity.py"}
-    in_words = {"fitness/doctor.py"}
+    in_words = {"fitness/build.py", "fitness/doctor.py"}
     at_a_terminal = {"images/sif/sign.py"}
     in_the_builder = {f"images/{name}" for name in ("layers/__main__.py", "rootfs/__main__.py", "rootfs/make.py")}
     assert users == client | in_words | at_a_terminal | in_the_builder

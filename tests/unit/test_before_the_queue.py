@@ -14,7 +14,7 @@ import pytest
 
 from dray.config import sites
 from dray.config.site import Site
-from dray.containers import docker
+from dray.containers import endpoint
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Facts
 from dray.fitness import doctor, site_file
@@ -386,10 +386,10 @@ class TestTheMachine:
             )
         ]
 
-        def refused() -> None:
+        def refused(_: endpoint.Endpoint) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(docker, "_knock", refused)  # root may open any socket
+        monkeypatch.setattr(endpoint, "knock", refused)  # root may open any socket
         (finding,) = doctor._engines()
         assert (finding.level, finding.found) == (
             "error",

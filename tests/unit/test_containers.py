@@ -94,12 +94,12 @@ def test_a_rootfs_is_imported_once(engine, tmp_path):
     rootfs = tmp_path / "my base.tar"
     with tarfile.open(rootfs, "w") as tar:
         tar.addfile(tarfile.TarInfo("only-in-this-test"), io.BytesIO())
-    reference = docker.base_image(engine, str(rootfs))
+    reference = docker.base_image(engine, str(rootfs), say=print)
     try:
         made = engine.images.get(reference).id
-        assert docker.base_image(engine, str(rootfs)) == reference
+        assert docker.base_image(engine, str(rootfs), say=print) == reference
         assert engine.images.get(reference).id == made
-        assert docker.base_image(engine, reference) == reference
+        assert docker.base_image(engine, reference, say=print) == reference
     finally:
         engine.images.remove(reference)
     with pytest.raises(ImageNotFound):
@@ -109,7 +109,7 @@ def test_a_rootfs_is_imported_once(engine, tmp_path):
 @pytest.mark.docker
 def test_a_rootfs_that_is_not_there(engine, tmp_path):
     with pytest.raises(ConfigError) as refused:
-        docker.base_image(engine, f"{tmp_path}/base.tar")
+        docker.base_image(engine, f"{tmp_path}/base.tar", say=print)
     assert str(refused.value) == (
         "the base image's root filesystem does not exist\n"
         f"  found:  {tmp_path}/base.tar\n"

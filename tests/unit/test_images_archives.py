@@ -9,7 +9,9 @@ import json
 import tarfile
 import urllib.error
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
+from urllib.response import addinfourl
 
 import pytest
 from pydantic import ValidationError
@@ -60,11 +62,11 @@ def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetch:
     """Fetch one source into `kept`, which the URL has as `served`, if anybody has."""
 
     def fetch(wanted: Source, *, served: bytes | None = None, own: dict[str, bytes] | None = None) -> list[Path]:
-        def answer(url: str, **_: object) -> io.BytesIO:
+        def answer(url: str, **_: object) -> addinfourl:
             if served is None:
                 raise urllib.error.URLError("no route to host")
             assert url == URL
-            return io.BytesIO(served)
+            return addinfourl(io.BytesIO(served), Message(), url)
 
         monkeypatch.setattr(archives.urllib.request, "urlopen", answer)
         folder = tmp_path / "own"

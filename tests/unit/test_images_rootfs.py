@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import builder, docker, sandbox
+from dray.containers import builder, endpoint, sandbox
 from dray.containers.builder import BuildError
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images import build
@@ -365,7 +365,7 @@ class TestWays:
     def test_docker_is_there_and_refuses(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
         refuse = PermissionError(13, "Permission denied")
-        monkeypatch.setattr(docker, "_knock", lambda: (_ for _ in ()).throw(refuse))
+        monkeypatch.setattr(endpoint, "knock", lambda _: (_ for _ in ()).throw(refuse))
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value).splitlines()[-3:] == [

@@ -15,7 +15,7 @@ from dray.fitness import doctor
 from helpers import python, runs, until
 
 PULLED = "docker://registry.example/team/image:1"
-pull = partial(singularity.pull, what="the image", instead="or copy the file")
+pull = partial(singularity.pull, what="the image", instead="or copy the file", say=print)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dray.fitness import doctor
 from helpers import ROOT
 
 pytestmark = pytest.mark.docker
+pull = partial(singularity.pull, what="the image", instead="", say=print)
 # A root file system with dash, of the container's own files.
 DASH = "cp -L --parents $(ldd /usr/bin/dash | grep -o '/[^ ]*') /usr/bin/dash . && ln -s dash usr/bin/sh"
 DASH += " && ln -s usr/bin bin && mkdir proc sys dev tmp etc && tar -cf ../layer.tar ."
@@ -55,7 +57,7 @@ def folder(machine, monkeypatch):
 def fetched(folder) -> Path:
     out = folder / "fetched.sif"
     if not out.exists():
-        singularity.pull(f"oci:{folder}/layout", out, what="the image", instead="")
+        pull(f"oci:{folder}/layout", out)
     return out
 
 
@@ -66,7 +68,7 @@ def test_an_oci_folder_becomes_a_sif_that_starts(fetched):
 
 def test_a_registry(folder):
     with oci.registry(folder / "layout") as where:
-        singularity.pull(f"docker://{where}/team/image:1", folder / "pulled.sif", what="the image", instead="")
+        pull(f"docker://{where}/team/image:1", folder / "pulled.sif", what="the image", instead="", say=print)
     assert singularity.execute(folder / "pulled.sif", ["sh", "-c", "echo $WHOSE"]).out == "theirs\n"
 
 
@@ -74,7 +76,7 @@ def test_a_registry_that_is_not_there(folder):
     with pytest.raises(
         registry.PullError, match="the image cannot be pulled: the registry cannot be reached"
     ) as refused:
-        singularity.pull("docker://127.0.0.1:1/team/image:1", folder / "none.sif", what="the image", instead="")
+        pull("docker://127.0.0.1:1/team/image:1", folder / "none.sif", what="the image", instead="", say=print)
     assert "connection refused" in refused.value.details["found"]
     assert not (folder / "none.sif").exists()
 

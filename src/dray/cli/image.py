@@ -15,6 +15,8 @@ from dray.config import checkout
 from dray.config.image import ACCELERATORS
 from dray.containers import builder
 from dray.contract.findings import ConfigError
+from dray.fitness import build as needs
+from dray.fitness.machine import Build
 from dray.images import build as make
 from dray.images import store
 from dray.images.log import build_log
@@ -87,7 +89,7 @@ def build(
     dray image build cpu
     dray image build cuda --format docker
     """
-    formats = list(dict.fromkeys(kind or [Format.SIF]))
+    root, formats = checkout.root(build=True), list(dict.fromkeys(kind or [Format.SIF]))
     if out and Format.SIF not in formats:
         raise ConfigError("--out is for --format sif", found=out, fix="docker save writes a Docker image to a file")
     if bundled and wheels:
@@ -96,8 +98,12 @@ def build(
         raise ConfigError(
             "--signers is for --bundle", found=signers, fix="dray image verify checks who signed an image"
         )
+    if not os.environ.get("DRAY_CHECKED"):  # by make, before it installed anything
+        wanted = Build(checkout=root, variant=variant, formats=formats, out=out, wheels=wheels, bundled=bool(bundled))
+        if code := needs.show(needs.check(wanted), lambda line: print(line, file=sys.stderr)):
+            raise typer.Exit(code)
     built = make.build(
-        checkout.root(build=True),
+        root,
         variant,
         formats=formats,
         base=base or None,

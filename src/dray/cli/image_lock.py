@@ -11,7 +11,7 @@ from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.images.log import build_log
 from dray.images.sources import base as base_files
-from dray.images.sources import conda, debs, inputs, targets, venv
+from dray.images.sources import conda, debs, inputs, size, targets, venv
 from dray.images.sources import lock as locks
 
 
@@ -51,7 +51,7 @@ def lock(
                 print(f"{name}: {served}")
         else:
             changes = locks.update(root, image, upgrade=upgrade) if image else venv.update(root, upgrade=upgrade)
-            changes += conda.update(root, image) if image else []
+            changes += [*conda.update(root, image), *size.update(root, image)] if image else []
             print("\n".join(f"{name}: {change}" for change in changes or ["nothing has changed"]))
 
 

@@ -113,7 +113,7 @@ class LocalCluster:
         shared = (share or root / "build/cluster/shared").resolve()
         uid, gid = _owner(root)
         _make_shared(shared, uid, gid)
-        chosen = base_image(self._client, base)
+        chosen = base_image(self._client, base, say=say)
         with context(root) as folder:
             image = build(
                 self._client,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dray.config.model import Spec
 
@@ -31,6 +31,8 @@ class Vendor(Spec):
     """The hash of each of its files that may be installed."""
     index: Annotated[str, Field(pattern=r"^https://\S+$")]
     """The vendor's index, asked for this package alone, and only if the user's own pip does not find it."""
+    mb: PositiveInt | None = None
+    """The size of its wheel in MB, which the vendor's index does not tell."""
 
 
 class Source(Spec):
@@ -53,6 +55,19 @@ class Source(Spec):
         return f"{self.name}-{self.version}.tar"
 
 
+class Size(Spec):
+    """How much a build fetches and writes, in MB of 1,000,000 bytes: it is refused where there is no room for that."""
+
+    locks: list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]]
+    """The digests in the heads of the locks whose wheels were summed; `dray image lock` writes them."""
+    wheels_mb: NonNegativeInt
+    """The locked wheels for x86_64; `dray image lock` writes it."""
+    unpacked_mb: PositiveInt
+    """All files of the image."""
+    sif_mb: PositiveInt
+    """The SIF."""
+
+
 class Image(Spec):
     """One variant of the image."""
 
@@ -62,6 +77,10 @@ class Image(Spec):
     """The base image, pinned by digest. `--base` replaces it for one build."""
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     """The base's Python, such as 3.11, which the lock's wheels are for."""
+    machines: list[Literal["x86_64", "aarch64"]] = Field(default=["x86_64"])
+    """The processors that its wheels are for, as uname -m names them."""
+    size: Size | None = None
+    """What a build takes on the disk. `dray image lock` writes it for a new variant."""
     driver: Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")] | None = None
     """The oldest host driver that it runs with."""
     architectures: list[Annotated[str, Field(pattern=r"^(\d+\.\d+|gfx[0-9a-f]+)$")]] = Field(default_factory=list)

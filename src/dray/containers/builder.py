@@ -110,8 +110,11 @@ def tool(
     env: Mapping[str, str] | None = None,
     seconds: float | None = None,
     network: bool = False,
+    on_line: Callable[[str], None] = lambda _: None,
 ) -> Done:
     """Run a program that looks into images. `binds` are the paths in argv, and whether it writes.
+
+    `on_line` takes the lines of the builder's own build, where it is not there yet.
 
     Without `network` a container has none.
     """
@@ -126,7 +129,7 @@ def tool(
             fix=f"install apptainer and squashfs-tools\nor {error.finding.fix}",
         ) from error
     with closing(client), docker.attempt(f"run {argv[0]} in a container"):
-        tools = image(client, checkouts.root(), on_line=lambda _: None)
+        tools = image(client, checkouts.root(), on_line)
         # Apptainer finds no mount whose path has a space.
         inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds) if " " in str(path)}
         mounts = [
@@ -243,7 +246,7 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
     if found:
         return str(found[0].id)
     on_line("dray: builder")
-    base = docker.base_image(client, trixie(checkout))
+    base = docker.base_image(client, trixie(checkout), say=on_line)
     with context(checkout) as folder:
         return docker.build(
             client,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,11 +14,10 @@ from typing import Any
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
-from dray.config import mirrors
-from dray.containers import registry
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.config import checkout, mirrors
+from dray.containers import endpoint, progress, registry
+from dray.contract.findings import ConfigError, DrayError
 
-_DEFAULT_HOST = "unix:///var/run/docker.sock"
 # One silent step of a build (an unpacking, a compile) may take this long before its next line.
 _SILENCE_S = 1800
 _LAST_LINES = 15
@@ -29,37 +27,17 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def host() -> str:
     """Where the engine listens."""
-    return os.environ.get("DOCKER_HOST", _DEFAULT_HOST)
+    return endpoint.find(os.environ, checkout.home()).url
 
 
 def client() -> docker.DockerClient:
     """A connection to the Docker Engine that has answered."""
+    found = endpoint.find(os.environ, checkout.home())
     try:
-        _knock()
-        return docker.from_env(timeout=_SILENCE_S)
+        endpoint.knock(found)
+        return docker.DockerClient(base_url=found.url, timeout=_SILENCE_S)
     except (DockerException, OSError) as error:
-        raise _unreachable(error) from error
-
-
-def _knock() -> None:
-    """The SDK hides why it cannot connect in a text, and leaves its socket open."""
-    if host().startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as knock:
-            knock.connect(host().removeprefix("unix://"))
-
-
-def _unreachable(error: Exception) -> UnfitError:
-    match error:
-        case PermissionError():
-            problem = "the Docker Engine does not let this user in"
-            fix = "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
-        case FileNotFoundError():
-            problem = "no Docker Engine runs on this machine"
-            fix = "install Docker Engine and start it, or set DOCKER_HOST"
-        case _:
-            problem = "the Docker Engine does not answer"
-            fix = "start it (sudo systemctl start docker), or set DOCKER_HOST to one that runs"
-    return UnfitError(problem, where=host(), found=error, fix=fix)
+        raise endpoint.unreachable(found, error, os.environ) from error
 
 
 @contextmanager
@@ -74,7 +52,7 @@ def attempt(what: str, *, fix: str | None = None) -> Iterator[None]:
         raise DrayError(f"Docker failed to {what}", found=reason, fix=fix) from error
 
 
-def base_image(client: docker.DockerClient, base: str) -> str:
+def base_image(client: docker.DockerClient, base: str, *, say: Callable[[str], None]) -> str:
     """A local image reference for `base`: an image reference, or the path of a rootfs tar."""
     path = Path(base).expanduser()
     if path.is_file():
@@ -85,7 +63,7 @@ def base_image(client: docker.DockerClient, base: str) -> str:
         with attempt(f"look for the image {name}"), suppress(ImageNotFound):
             client.images.get(name)
             return name
-    _pull(client, name)
+    _pull(client, name, say)
     return name
 
 
@@ -93,13 +71,15 @@ def _how_to_make(tar: str) -> str:
     return f"make one: containers/base/make-base.sh trixie {tar}"
 
 
-def _pull(client: docker.DockerClient, base: str) -> None:
+def _pull(client: docker.DockerClient, base: str, say: Callable[[str], None]) -> None:
+    say(f"dray: pull {base}")
     try:
-        client.images.pull(base)
+        problem = progress.pulled(client.api.pull(base, stream=True, decode=True), "the builder's base", say=say)
     except (DockerException, OSError) as error:
-        text = str(getattr(error, "explanation", None) or error)
+        problem = str(getattr(error, "explanation", None) or error)
+    if problem:
         instead = f"or {_how_to_make('build/base/trixie.tar')}"
-        raise registry.refused("the builder's base", base, text, instead=instead) from error
+        raise registry.refused("the builder's base", base, problem, instead=instead)
 
 
 def _imported(client: docker.DockerClient, rootfs: Path) -> str:

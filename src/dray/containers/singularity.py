@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import spython.utils
 
-from dray.containers import apptainer, builder, registry
+from dray.containers import apptainer, builder, progress, registry
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.process import Done
 
@@ -40,6 +40,7 @@ class _Call:
     env: Mapping[str, str]
     seconds: float
     network: bool
+    say: Callable[[str], None]
     done: list[Done] = field(default_factory=list)
 
 
@@ -49,7 +50,9 @@ _CALL: ContextVar[_Call] = ContextVar("call")
 def _door(cmd: Sequence[str], **_: object) -> dict[str, Any]:
     """In the place of `spython.utils.run_command`; its message is standard output alone, never the other stream."""
     call = _CALL.get()
-    done = builder.tool(cmd, binds=call.binds, env=call.env, seconds=call.seconds, network=call.network)
+    done = builder.tool(
+        cmd, binds=call.binds, env=call.env, seconds=call.seconds, network=call.network, on_line=call.say
+    )
     call.done.append(done)
     return {"message": [done.out], "return_code": done.code}
 
@@ -150,7 +153,7 @@ def instances() -> list[dict[str, Any]]:
         return list(found)
 
 
-def pull(source: str, out: Path, *, what: str, instead: str, seconds: float = FETCH_S) -> None:
+def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str], None]) -> None:
     """Make a SIF of what a registry, an OCI folder or an archive has. It is there whole, or not at all.
 
     All that is written on the way is beside it: /tmp is small on many machines.
@@ -159,9 +162,15 @@ def pull(source: str, out: Path, *, what: str, instead: str, seconds: float = FE
     with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
         scratch, part = Path(made), Path(made) / out.name
         tmp = {"APPTAINER_TMPDIR": made, "SINGULARITY_TMPDIR": made}
-        with _call(
-            binds={scratch: True, **archive}, env=tmp, seconds=seconds, network=not archive, what=f"fetch {source}"
-        ) as call:
+        made_by = _call(
+            binds={scratch: True, **archive},
+            env=tmp,
+            seconds=FETCH_S,
+            network=not archive,
+            what=f"fetch {source}",
+            say=say,
+        )
+        with progress.watch(scratch, what, say=say), made_by as call:
             if not _REGISTRIES.fullmatch(source):
                 _spython().build(source, str(part), sudo=False, quiet=True)
                 _require(call, source)
@@ -200,10 +209,11 @@ def _call(
     env: Mapping[str, str] | None = None,
     seconds: float = ANSWER_S,
     network: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[_Call]:
     """One call of spython's, whose way to end is ours: no exit of the process, and none of its exceptions."""
     uncached = {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"} if network else {}
-    call = _Call(binds=binds, env={**uncached, **(env or {})}, seconds=seconds, network=network)
+    call = _Call(binds=binds, env={**uncached, **(env or {})}, seconds=seconds, network=network, say=say)
     before = _CALL.set(call)
     try:
         yield call

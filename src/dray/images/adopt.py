@@ -163,7 +163,7 @@ def _fetched(source: str, out: Path, kept: Path, say: Callable[[str], None]) -> 
             name = source.removeprefix("docker://")
             address = source if name == source else f"docker://{mirrors.image(name)}"
             instead = "or bring it as a file: dray image adopt FILE.sif"
-            singularity.pull(address, kept, what="the image", instead=instead)
+            singularity.pull(address, kept, what="the image", instead=instead, say=say)
         inputs.link(kept, out)
         return out
     sif = sif_format.read(Path(source).expanduser())

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import re
 import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Lock, Thread
 
 from dray import interrupts
 from dray.containers.builder import BuildError
+from dray.containers.progress import Silence
 from dray.contract.findings import DrayError, UnfitError
 
-_SHOWN = ("dray: ", "Downloading ")
+# dray's own lines, pip's on large files, and Docker's on the steps of the builder's image.
+_SHOWN = re.compile(r"dray: |Downloading |Step \d+/\d+ : ")
+_WIDTH = 120
+_LOOK_S = 1.0
 _FULL = "no space left on device"  # programs write No, Docker no
 
 
@@ -38,12 +44,24 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
             ) from None
         file.truncate(0)
 
-        def line(text: str) -> None:
-            print(text, file=file, flush=True)
-            last.append(text)
-            if text.startswith(_SHOWN):
-                print(text, file=sys.stderr, flush=True)
+        lock, silence, ended = Lock(), Silence(), Event()
 
+        def line(text: str) -> None:
+            with lock:
+                print(text, file=file, flush=True)
+                last.append(text)
+                if _SHOWN.match(text):
+                    print(text if text.startswith("dray: ") else text[:_WIDTH], file=sys.stderr, flush=True)
+                    silence.shown(text)
+
+        def tell() -> None:
+            while not ended.wait(_LOOK_S):
+                with lock:
+                    if text := silence.line():
+                        print(text, file=sys.stderr, flush=True)
+
+        teller = Thread(target=tell, daemon=True)
+        teller.start()
         try:
             with interrupts.stoppable():
                 yield line
@@ -60,6 +78,9 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
                 raise
             written = error.filename2 or error.filename  # a copy names two files, and writes the second
             raise _disk_full(build, [Path(written)] if written else [build, out or build]) from error
+        finally:
+            ended.set()
+            teller.join()
 
 
 def _disk_full(build: Path, written: list[Path]) -> UnfitError:
@@ -70,7 +91,7 @@ def _disk_full(build: Path, written: list[Path]) -> UnfitError:
     return UnfitError(
         "the disk is full",
         where=full,
-        found=f"{shutil.disk_usage(full).free / 1e9:.1f} GB free; a build takes four times the unpacked image",
+        found=f"{shutil.disk_usage(full).free / 1e9:.1f} GB free; dray doctor --build shows what a build needs",
         fix=f"make room; {build} may be removed whole: it holds what was fetched and built" if ours else "make room",
     )
 

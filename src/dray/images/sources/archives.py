@@ -19,6 +19,7 @@ from typing import IO
 from dray.config import mirrors
 from dray.config.image import Image, Source
 from dray.containers import builder
+from dray.containers.progress import Progress
 from dray.contract.findings import ConfigError, UnfitError
 
 _TIMEOUT_S = 60
@@ -42,20 +43,21 @@ def _fetched(source: Source, image: Image, folder: Path, own: Path | None, say: 
         if file is None:
             say(f"dray: fetch {mirrors.url(source.url)}")
             file = Path(made) / f"{source.file}.gz"
-            _download(source, image, file)
+            _download(source, image, file, say)
             _unpack(source, file, tar, where=source.url)
         else:
             _unpack(source, file, tar, where=str(file))
         return tar.replace(kept)
 
 
-def _download(source: Source, image: Image, out: Path) -> None:
+def _download(source: Source, image: Image, out: Path, say: Callable[[str], None]) -> None:
     """By urllib, which knows the proxies' variables, and with the host's own certificates."""
     trusted = ssl.create_default_context(cafile=builder.certificates())
     address = mirrors.url(source.url)
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT_S, context=trusted) as answer, out.open("wb") as file:  # noqa: S310  http or https, as descriptions and mirrors demand
-            _copy(source, answer, file, where=source.url)
+            fetch = Progress(source.file, total=int(answer.headers.get("Content-Length") or 0), say=say)
+            _copy(source, answer, file, where=address, at=fetch.at)
     except (OSError, HTTPException) as error:  # refused, timed out, or not found
         raise UnfitError(
             "a source of the image cannot be fetched",
@@ -87,9 +89,17 @@ def _unpack(source: Source, file: Path, tar: Path, *, where: str) -> None:
     require_contained(tar, source)
 
 
-def _copy(source: Source, read: BufferedIOBase, out: IO[bytes], *, where: str) -> None:
+def _copy(
+    source: Source,
+    read: BufferedIOBase,
+    out: IO[bytes],
+    *,
+    where: str,
+    at: Callable[[int], None] = lambda _: None,
+) -> None:
     while piece := read.read(1 << 20):
         out.write(piece)
+        at(out.tell())
         if out.tell() > _LARGEST:
             found = f"more than {_LARGEST} bytes"
             raise ConfigError("a source is larger than any release", where=where, found=found, fix=_again(source))

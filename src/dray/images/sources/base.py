@@ -39,7 +39,7 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
         source = reference(base)
         say(f"dray: pull {source.removeprefix('docker://')}")
         pulled.parent.mkdir(parents=True, exist_ok=True)
-        singularity.pull(source, pulled, what="the base", instead=f"or make one: {_MAKE}")
+        singularity.pull(source, pulled, what="the base", instead=f"or make one: {_MAKE}", say=say)
     return pulled
 
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import unquote
 
 from dray.config import mirrors
-from dray.containers import builder, sandbox
+from dray.containers import builder, progress, sandbox
 from dray.contract.findings import ConfigError
 from dray.images.rootfs import PROGRAM
 
@@ -153,7 +153,8 @@ def _download(
             "/srv",
         ]
         binds = {inputs: False, out: True, work: True, base: False}
-        builder.run(checkout, argv, binds=binds, on_line=say, network=True)
+        with progress.watch(out, "Debian packages", say=say):
+            builder.run(checkout, argv, binds=binds, on_line=say, network=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
 

@@ -23,7 +23,7 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 SOURCE_ONLY = "deepspeed"
 _MAIN = "requirements.in"
 _PROJECT = "../../pyproject.toml"
-_PLATFORM = "x86_64-manylinux_2_28"
+PLATFORM = "x86_64-manylinux_2_28"
 # What only torch's builds for CUDA need.
 _FOR_CUDA = re.compile(r"nvidia-.*|cuda-.*|triton")
 # With a folder of wheels, whose build of torch comes out would be that folder's choice. And uv, unlike pip, knows
@@ -110,7 +110,7 @@ def _lock(source: Path, image: Image, *, upgrade: bool) -> list[str]:
         kept = (f"{pin.name}=={pin.version}\n" for pin in before)
         lock.write_text("".join(line for line in kept if _VERSION.fullmatch(line)))
     argv = [
-        *(*compiler(), "--python-version", image.python, "--python-platform", _PLATFORM),
+        *(*compiler(), "--python-version", image.python, "--python-platform", PLATFORM),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, *(["--upgrade"] if upgrade else [])),
         *("--output-file", lock.name, source.name, *([_PROJECT] if main else [])),
     ]
@@ -158,7 +158,8 @@ def changes(before: Iterable[Pin], now: Iterable[Pin]) -> Iterator[str]:
 def _origins(source: Path, image: Image) -> dict[str, str]:
     """All that a lock is made from, each with a digest of what counts in it."""
     texts = {os.path.relpath(path, source.parent): "\n".join(lines) for path, lines in _asked(source)}
-    texts["image.toml"] = json.dumps(image.model_dump(include={"python", "vendor"}), sort_keys=True)
+    counts = image.model_dump(include={"python", "vendor"}, exclude={"vendor": {"__all__": {"mb"}}})
+    texts["image.toml"] = json.dumps(counts, sort_keys=True)
     return {name: digest(text) for name, text in texts.items()}
 
 

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from dray import process
 from dray.config import mirrors
 from dray.config.image import Image
+from dray.containers import progress
 from dray.contract.findings import DrayError, UnfitError
 from dray.images.sources.lock import SOURCE_ONLY, Pin
 
@@ -100,12 +101,13 @@ def download(
         # Gigabytes pass through pip's temporary folder, and /tmp is small on many machines. A constraint in the user's
         # configuration of pip could only refuse what the lock names by its hash.
         env = {"PYTHONPATH": path, "TMPDIR": made, "PIP_CONSTRAINT": os.devnull}
-        failed = process.follow(argv, on_line=on_line, env=env) != 0
-        if failed and index and any(_NOT_FOUND in line for line in lines):
-            lines.clear()
-            contacted = mirrors.url(index)
-            say(f"dray: look in {contacted}")
-            failed = process.follow([*argv, "--index-url", contacted], on_line=on_line, env=env) != 0
+        with progress.watch(scratch, "wheels", total=_bytes(pins, image, folder), say=say):
+            failed = process.follow(argv, on_line=on_line, env=env) != 0
+            if failed and index and any(_NOT_FOUND in line for line in lines):
+                lines.clear()
+                contacted = mirrors.url(index)
+                say(f"dray: look in {contacted}")
+                failed = process.follow([*argv, "--index-url", contacted], on_line=on_line, env=env) != 0
         if failed:
             raise _failed(pins, image, index, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
@@ -115,6 +117,17 @@ def _stand_in(package: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     shutil.copyfile(Path(__file__).with_name("sdist.py"), package / "build_meta.py")
+
+
+def _bytes(pins: Sequence[Pin], image: Image, folder: Path) -> int:
+    """What is about to come: of vendors' wheels as image.toml has it, else the rest of the lock's."""
+    vendors = {vendor.name: vendor.mb or 0 for vendor in image.vendor}
+    if {pin.name for pin in pins} <= vendors.keys():
+        return sum(vendors[pin.name] for pin in pins) * 1_000_000
+    files = [path for path in folder.glob("*-*") if path.is_file()]
+    others = [path for path in files if path.name.partition("-")[0].replace("_", "-").lower() not in vendors]
+    wheels = image.size.wheels_mb - sum(vendors.values()) if image.size else 0
+    return max(0, wheels * 1_000_000 - sum(path.stat().st_size for path in others))
 
 
 def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayError:

@@ -1,0 +1,225 @@
+"""What a build of an image needs of this machine, looked at before the first byte is fetched or written.
+
+`python3 -m dray.fitness.build VARIANT` needs Python's own library alone: `make` asks it first of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dray.config import checkout as checkouts
+from dray.containers import apptainer, endpoint
+from dray.contract import exit_codes
+from dray.contract.findings import DrayError, Finding
+from dray.fitness import namespaces, room
+from dray.fitness.machine import Build, Machine
+from dray.images.rootfs import squash
+
+_BUILDER_MB = 400  # the builder's image with its own base
+_PYTHON = (3, 11)
+# What `make` prints though nothing is wrong.
+_SHOWN = ("image", "builder")
+
+
+def check(build: Build, machine: Machine | None = None) -> list[Finding]:
+    """Everything; nothing is written."""
+    machine = machine or Machine()
+    first = [*_sudo(build, machine), *_variant(build)]
+    if first:
+        return first
+    file = build.checkout / "containers" / build.variant / "image.toml"
+    about = tomllib.loads(file.read_text(encoding="utf-8"))
+    here = [*_processor(build, about, machine), *_python(build, machine)]
+    return [
+        *room.check(build, about.get("size"), machine),
+        *here,
+        *_builder(build, machine),
+        *room.disk(build, machine),
+    ]
+
+
+def show(findings: Sequence[Finding], say: Callable[[str], None]) -> int:
+    """Say what will be fetched, what is unwise and what is wrong; the exit code."""
+    for finding in findings:
+        if finding.code:
+            say(f"dray: {finding}")
+        elif finding.kind == "note":
+            say(f"dray: {finding._replace(problem=f'{finding.problem}: {finding.found}', found='')}")
+        elif finding.problem.split()[0] in _SHOWN:
+            say(f"dray: {finding.problem}: {finding.found}")
+    codes = {finding.code for finding in findings} - {exit_codes.DONE}
+    return max(codes, default=exit_codes.DONE)
+
+
+def variants(checkout: Path) -> list[str]:
+    """Those that the checkout describes."""
+    return sorted(path.parent.name for path in (checkout / "containers").glob("*/image.toml"))
+
+
+def _unfit(problem: str, *, where: object = "", wanted: str, found: str = "", fix: str) -> Finding:
+    return Finding(problem, str(where), wanted, found, fix, exit_codes.UNFIT)
+
+
+def _sudo(build: Build, machine: Machine) -> Iterator[Finding]:
+    """Root in a checkout of its own, as in CI, is no sudo."""
+    owner = build.checkout.stat().st_uid
+    if machine.uid == 0 and machine.environment.get("SUDO_UID") and owner != 0:
+        user = machine.environment.get("SUDO_USER", "$USER")
+        yield Finding(
+            "dray builds without root, and sudo would leave root's files in your checkout",
+            where=str(build.checkout),
+            wanted=f"the user whose checkout it is, number {owner}",
+            found="sudo",
+            fix=f"make image-{build.variant}, without sudo. Where Docker refuses you: sudo usermod -aG docker {user},\n"
+            "then log in again",
+            code=exit_codes.CONFIG,
+        )
+
+
+def _variant(build: Build) -> Iterator[Finding]:
+    known = variants(build.checkout)
+    if build.variant not in known:
+        fix = f"make image-{known[0] if known else 'VARIANT'}; there are {' '.join(known)}"
+        yield Finding(f"there is no image {build.variant}", fix=fix, code=exit_codes.CONFIG)
+
+
+def _processor(build: Build, about: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
+    adopt = "dray image adopt SIF there takes the site's own image"
+    machines = about.get("machines", ["x86_64"])
+    if machine.system != "Linux":
+        yield _unfit(
+            "images are built on Linux",
+            wanted=f"Linux on {' or '.join(machines)}",
+            found=f"{machine.system} on {machine.processor}",
+            fix=f"build on a Linux machine with the nodes' processor, such as a login node; or {adopt}",
+        )
+    elif machine.processor in machines:
+        yield Finding("processor", found=machine.processor, kind="ok")
+    else:
+        folder = build.checkout / "containers"
+        described = {
+            name: tomllib.loads((folder / name / "image.toml").read_text()) for name in variants(build.checkout)
+        }
+        others = [name for name, one in described.items() if machine.processor in one.get("machines", ["x86_64"])]
+        names = " or ".join(f"make image-{name}" for name in others)
+        yield _unfit(
+            f"torch's wheels of {build.variant} are not made for {machine.processor}",
+            wanted=" or ".join(machines),
+            found=machine.processor,
+            fix=f"{names}, which {'are' if others[1:] else 'is'} for {machine.processor}; or {adopt}"
+            if others
+            else f"build on {' or '.join(machines)}; or {adopt}",
+        )
+
+
+def _python(build: Build, machine: Machine) -> Iterator[Finding]:
+    version = ".".join(map(str, machine.python))
+    if machine.python < _PYTHON:
+        yield _unfit(
+            "this Python is too old for dray",
+            where=sys.executable,
+            wanted="Python 3.11 or newer",
+            found=version,
+            fix="make PYTHON=python3.11 ...; a module of the site, or uv python install 3.11, has one",
+        )
+    elif not (build.checkout / ".venv" / "host").exists() and not all(map(machine.has_module, ("venv", "ensurepip"))):
+        yield _unfit(
+            "this Python makes no virtual environments",
+            where=sys.executable,
+            wanted="its modules venv and ensurepip",
+            fix="sudo apt-get install python3-venv",
+        )
+    else:
+        yield Finding("Python", found=f"{version} ({sys.executable})", kind="ok")
+
+
+def _builder(build: Build, machine: Machine) -> Iterator[Finding]:
+    """Apptainer on this machine, or Docker with Apptainer in a container."""
+    tool = apptainer.program()
+    own = tool is not None and machine.uid != 0
+    if "podman" in build.formats and not shutil.which("podman"):
+        yield _unfit("podman is not on this machine", wanted="podman, for --format podman", fix="install it")
+    if tool and own:
+        yield Finding("builder", found=f"{tool} on this machine", kind="ok")
+        if "sif" in build.formats:
+            yield from _squash()
+        if namespaces.setuid(tool):
+            yield Finding("user namespaces", found=f"{tool} has setuid, and needs none", kind="ok")
+        else:
+            yield namespaces.check(machine.root, trial=machine.namespaces(), container=False)
+    if not own or "docker" in build.formats:
+        yield from _docker(machine, alone=not own, tool=tool)
+
+
+def _squash() -> Iterator[Finding]:
+    try:
+        squash.require()
+    except DrayError as error:
+        fix = error.finding.fix or "install squashfs-tools 4.4 or newer"
+        yield error.finding._replace(where=error.finding.where[:200], fix=fix)
+    else:
+        yield Finding("mksquashfs", found="makes the same bytes every time", kind="ok")
+
+
+def _docker(machine: Machine, *, alone: bool, tool: str | None) -> Iterator[Finding]:
+    try:
+        found = endpoint.find(machine.environment, machine.home)
+        try:
+            endpoint.knock(found)
+        except OSError as error:
+            raise endpoint.unreachable(found, error, machine.environment) from error
+    except DrayError as error:
+        other = (
+            f"run it as an ordinary user: {tool} is there" if tool else "install Apptainer, which builds without Docker"
+        )
+        yield error.finding._replace(fix=f"{error.finding.fix}\nor {other}" if alone else error.finding.fix)
+        return
+    about = endpoint.info(found)
+    yield Finding("builder" if alone else "Docker", found=f"Docker at {found}", kind="ok")
+    rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
+    own_kernel = about.get("OSType", "linux") == "linux" and about.get("KernelVersion") == platform.release()
+    if alone and own_kernel and not rootless:
+        yield namespaces.check(machine.root, trial=machine.namespaces(), container=True)
+    folder = Path(about.get("DockerRootDir", "/nonexistent"))
+    needed = _BUILDER_MB * alone
+    if own_kernel and folder.is_dir() and machine.free(folder) < needed * 1e6:
+        yield _unfit(
+            "Docker has no room for the builder's image",
+            where=folder,
+            wanted=f"{needed / 1000:.1f} GB",
+            found=f"{machine.free(folder) / 1e9:.1f} GB free",
+            fix="docker system df shows what takes it, docker system prune removes what nothing uses",
+        )
+
+
+def main() -> int:
+    """Print what `make` should say before it installs anything; the exit code."""
+    parser = argparse.ArgumentParser(prog="dray.fitness.build")
+    parser.add_argument("variant")
+    parser.add_argument("--format", action="append", choices=("sif", "docker", "podman"))
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--bundle", action="store_true")
+    asked = parser.parse_args()
+    build = Build(
+        checkout=checkouts.root(build=True),
+        variant=asked.variant,
+        formats=asked.format or ("sif",),
+        wheels=asked.wheels,
+        bundled=asked.bundle,
+    )
+    return show(check(build), lambda line: print(line, file=sys.stderr))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DrayError as error:
+        print(f"dray: {error}", file=sys.stderr)
+        sys.exit(error.finding.code)

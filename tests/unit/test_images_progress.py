@@ -1,0 +1,173 @@
+"""What a user reads while something is fetched or built, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dray.containers.progress import Progress, Silence, pulled
+from dray.images import log, progress
+from dray.images.log import build_log
+
+MB = 1_000_000
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("total", "seen", "lines"),
+    [
+        (0, [(1, 5), (4, 30)], []),  # over before a line is due
+        (0, [(6, 30), (8, 40), (11, 55)], ["6 30 MB", "11 55 MB"]),
+        (600, [(6, 30)], ["6 30 of 600 MB"]),  # too early to tell the time
+        (600, [(6, 60), (20, 300), (36, 560)],
+         ["6 60 of 600 MB, less than a minute left", "20 300 of 600 MB, less than a minute left",
+          "36 560 of 600 MB, less than a minute left"]),
+        (6000, [(60, 500)], ["60 500 of 6000 MB, about 11 min left"]),
+        (100, [(10, 101)], ["10 101 MB"]),  # the sum was no more than an estimate
+        (600, [(6, 60), (12, 60), (40, 60), (41, 60), (71, 60), (73, 70)],
+         ["6 60 of 600 MB, less than a minute left", "40 60 of 600 MB, and nothing for 34 s",
+          "71 60 of 600 MB, and nothing for 65 s", "*73 70"]),
+        (600, [(31, 0), (90, 0)], []),  # nothing has come: the step's own line says what is waited for
+    ],
+)  # fmt: skip
+def test_lines_on_bytes(total: int, seen: Sequence[tuple[float, int]], lines: list[str]) -> None:
+    clock, told = Clock(), []
+    fetch = Progress("wheels", total=total * MB, clock=clock, say=lambda line: told.append((clock.now - 100, line)))
+    for second, done in seen:
+        clock.now = 100 + second
+        fetch.at(done * MB)
+    found = [f"{second:.0f} {line.removeprefix('dray: wheels: ')}" for second, line in told]
+    wanted = [line for line in lines if not line.startswith("*")]
+    assert found[: len(wanted)] == wanted
+    assert len(found) == len(wanted)
+
+
+def test_a_folder_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what it gains; pip makes and removes folders in it."""
+    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    (tmp_path / "before").write_bytes(bytes(3 * MB))
+    said: list[str] = []
+    with progress.watch(tmp_path, "wheels", total=8 * MB, say=said.append):
+        (tmp_path / "pip unpack").mkdir()
+        (tmp_path / "pip unpack/x.whl").write_bytes(bytes(5 * MB))
+        limit = time.monotonic() + 20
+        while not said and time.monotonic() < limit:
+            pass
+    assert said[-1] == "dray: wheels: 5 of 8 MB"
+    assert progress.size(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "lines", "problem"),
+    [
+        (
+            [
+                (0, {"status": "Pulling from library/debian", "id": "bookworm"}),
+                (1, {"status": "Pulling fs layer", "progressDetail": {}, "id": "a"}),
+                (2, {"status": "Downloading", "progressDetail": {"current": 10 * MB, "total": 60 * MB}, "id": "a"}),
+                (6, {"status": "Downloading", "progressDetail": {"current": 20 * MB, "total": 60 * MB}, "id": "a"}),
+                (8, {"status": "Downloading", "progressDetail": {"current": 1 * MB, "total": 40 * MB}, "id": "b"}),
+                (9, {"status": "Download complete", "progressDetail": {}, "id": "a"}),
+                (12, {"status": "Downloading", "progressDetail": {"current": 20 * MB, "total": 40 * MB}, "id": "b"}),
+                (13, {"status": "Extracting", "progressDetail": {"current": 5 * MB, "total": 60 * MB}, "id": "a"}),
+            ],
+            ["dray: base: 20 of 60 MB", "dray: base: 80 of 100 MB, less than a minute left"],
+            "",
+        ),
+        (
+            [
+                (0, {"status": "Pulling from x"}),
+                (1, {"errorDetail": {"message": "denied"}, "error": "denied"}),
+                (2, {}),
+            ],
+            [],
+            "denied",
+        ),
+    ],
+)
+def test_a_pull_by_docker(answers: Sequence[tuple[float, dict[str, Any]]], lines: list[str], problem: str) -> None:
+    clock, said = Clock(), []
+
+    def stream():
+        for second, answer in answers:
+            clock.now = 100 + second
+            yield answer
+
+    assert pulled(stream(), "base", say=said.append, clock=clock) == problem
+    assert said == lines
+
+
+@pytest.mark.parametrize(
+    ("shown", "wanted"),
+    [
+        ([(0, "dray: step 55-deepspeed")], {15: "step 55-deepspeed: 15 s", 45: "step 55-deepspeed: 45 s",
+                                            105: "step 55-deepspeed: 105 s", 165: "step 55-deepspeed: 165 s"}),
+        ([(0, "dray: wheels"), (10, "dray: wheels: 20 of 600 MB"), (20, "dray: wheels: 40 of 600 MB")],
+         {35: "wheels: 35 s", 65: "wheels: 65 s", 125: "wheels: 125 s"}),
+        ([(0, "dray: builder"), (3, "Step 3/9 : RUN apt-get update")], {18: "Step 3/9 : RUN apt-get update: 15 s",
+         48: "Step 3/9 : RUN apt-get update: 45 s", 108: "Step 3/9 : RUN apt-get update: 105 s"}),
+        ([(0, "dray: step 10-system"), (20, "dray: step 10-system done in 20 s")],
+         {15: "step 10-system: 15 s", 35: "the build: 15 s", 65: "the build: 45 s", 125: "the build: 105 s"}),
+    ],
+)  # fmt: skip
+def test_silence_is_broken(shown: Sequence[tuple[int, str]], wanted: dict[int, str]) -> None:
+    clock, found, lines = Clock(), {}, dict(shown)
+    clock.now = 0.0
+    silence = Silence(clock)
+    for second in range(166):
+        clock.now = float(second)
+        if second in lines:
+            silence.shown(lines[second])
+        if line := silence.line():
+            found[second] = line
+    assert {second: line.removeprefix("dray: ") for second, line in found.items()} == {
+        second: f"{line} so far" for second, line in wanted.items()
+    }
+
+
+def test_what_a_user_sees_of_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All of it is in the file; on the screen are the steps, those of the builder's own build too."""
+    lines = [
+        "dray: builder",
+        "Step 1/2 : FROM debian AS builder",
+        " ---> 123456",
+        "Step 2/2 : RUN " + "x" * 200,
+        "Get:1 bookworm InRelease",
+        "Downloading torch-2.13.0.whl (526 MB)",
+        "dray: " + "y" * 200,
+    ]
+    with build_log(tmp_path / "logs/cpu.log") as say:
+        for line in lines:
+            say(line)
+    assert (tmp_path / "logs/cpu.log").read_text().splitlines() == lines
+    seen = capfd.readouterr().err.splitlines()
+    assert seen == [lines[0], lines[1], lines[3][:120], lines[5], lines[6]]
+
+
+def test_a_long_step_is_told_and_the_thread_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Silence, "_FIRST_S", 0.0)
+    monkeypatch.setattr(log, "_LOOK_S", 0.01)
+    seen = ""
+    with build_log(tmp_path / "logs/cpu.log") as say:
+        say("dray: step 55-deepspeed")
+        limit = time.monotonic() + 20
+        while "so far" not in seen and time.monotonic() < limit:
+            seen += capfd.readouterr().err
+    assert re.search(r"^dray: step 55-deepspeed: \d+ s so far$", seen, re.MULTILINE)
+    assert "so far" not in (tmp_path / "logs/cpu.log").read_text()
