@@ -49,10 +49,15 @@ class Walk:
         on: machine.Machine | None = None,
     ) -> machine.Ended:  # fmt: skip
         """What a user types in the checkout; its minutes and bytes count."""
-        before = len(self.seen)
+        before = self._bytes()
         ended = (on or self.machine).run(command, folder=self.checkout, log=log, umask=umask, env=env)
-        self.times[log] = (ended.seconds, sum(request.size for request in self.seen[before:]))
+        self.times[log] = (ended.seconds, self._bytes() - before)
         return ended
+
+    def _bytes(self) -> int:
+        """What the servers and the registry have given; PyPI's bytes are not counted."""
+        pulled = re.findall(r'"GET /v2/\S+ HTTP/\S+" 200 (\d+)', (self.machine.logs / "registry.txt").read_text())
+        return sum(map(int, pulled)) + sum(request.size for request in self.seen)
 
     def write_table(self) -> None:
         """What each command took, for people."""
