@@ -88,9 +88,6 @@ endef
 python-fits = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "dray needs Python 3.11 or newer; this is $$($(PYTHON) --version). Set PYTHON=python3.11" >&2; exit 78; }
 
-known-%:
-	$(call look,sif)
-
 # .venv is no prerequisite: make might make it first. And the longer pattern comes first: make 3.81, which macOS has,
 # takes the first that fits.
 image-%-docker: ## Build the Docker image dray:% (likewise)
@@ -101,9 +98,11 @@ image-%-docker: ## Build the Docker image dray:% (likewise)
 # Without the tag: not every Apptainer takes both a tag and a digest.
 pinned = $(shell sed -nE 's|^base = "(.*):[^:/]+(@.*)"|docker://\1\2|p' containers/$(1)/image.toml)
 # cotainr asks before it accepts Miniforge's licence, unless ACCEPT_LICENSES=1 has, and before it replaces an image.
-image-%-cotainr: known-% .venv/cotainr ## Build build/cotainr-%.sif with cotainr, for dray image adopt (BASE= as Apptainer names it, ACCEPT_LICENSES=1)
+image-%-cotainr: ## Build build/cotainr-%.sif with cotainr, for dray image adopt (BASE= as Apptainer names it, ACCEPT_LICENSES=1)
+	$(call look,sif)
 	@command -v singularity >/dev/null || { echo "dray: cotainr needs singularity on PATH" >&2; \
 	  echo "  fix:    install apptainer, which brings this name too" >&2; exit 69; }
+	@$(MAKE) --silent --no-print-directory .venv/cotainr
 	@mkdir -p build
 	@$(BIN)/cotainr build build/cotainr-$*.sif --base-image="$(or $(BASE),$(call pinned,$*))" \
 	  --conda-env=containers/$*/environment.yml $(if $(ACCEPT_LICENSES),--accept-licenses)
