@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from dray.containers import progress
 from dray.containers.progress import Progress, Silence, pulled
-from dray.images import log, progress
+from dray.images import log
 from dray.images.log import build_log
 
 MB = 1_000_000
