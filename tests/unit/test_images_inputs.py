@@ -208,6 +208,7 @@ class TestDebian:
             ("a 1 all base", "", "a 2 all", []),  # the base's own file
             ("a 1 all base", "a_1_all", "", []),
             ("a 1 all base", "a_2_all", "", ["a 1 -> 2"]),
+            ("a 1 all base", "", "", []),  # a site's base without it
             ("", "", "b 1 all", []),
         ],
     )

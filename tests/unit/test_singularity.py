@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dray.containers import registry, singularity
+from dray.containers import singularity
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.fitness import doctor
 from helpers import python, runs, until
@@ -153,13 +153,14 @@ def test_an_archive_that_is_not_there(tool, tmp_path):
             "set http_proxy",
         ),
         ("FATAL: reading manifest: manifest unknown", ": the registry does not have it", "correct the name"),
-        ("FATAL: something else", "", "or copy the file"),
+        ("FATAL: open /home/me/x: permission denied", "", "or copy the file"),
+        ("WARNING: fuse2fs not found\\nFATAL: something else", "", "or copy the file"),
     ],
 )
 def test_a_pull_that_fails_says_whose_fault_it_was(tool, tmp_path, said, reason, fix):
     """spython hands out the name of the file that is not there."""
     calls = tool(f"sys.stderr.write('INFO: looks\\n{said}\\n'); sys.exit(255)")
-    with pytest.raises(registry.PullError) as refused:
+    with pytest.raises(UnfitError) as refused:
         pull(PULLED, tmp_path / "out.sif")
     assert refused.value.problem == f"the image cannot be pulled{reason}"
     assert refused.value.details["found"] == said

@@ -17,6 +17,7 @@ _STALLED_S = 30.0
 _LOOK_S = 1.0
 # Less tells nothing of the minutes that are left.
 _ENOUGH = 50_000_000
+_LEAST = 500_000
 _WIDTH = 100
 
 
@@ -37,7 +38,7 @@ class Progress:
             self._done, self._moved = done, now
         elif now - self._moved < _STALLED_S or now - self._told < _STALLED_S:
             return
-        if done and now - self._told >= _EVERY_S:
+        if done >= _LEAST and now - self._told >= _EVERY_S:
             self._told = now
             self._say(f"dray: {self._what}: {self._line(now)}")
 

@@ -14,34 +14,33 @@ _NETWORK = re.compile(
     r"proxyconnect|deadline exceeded|unexpected EOF",
     re.IGNORECASE,
 )
-_LOGIN = re.compile(r"unauthorized|denied|authentication required|toomanyrequests|rate limit", re.IGNORECASE)
-_UNKNOWN = re.compile(r"manifest unknown|not found|name unknown|does not exist", re.IGNORECASE)
+_LOGIN = re.compile(r"unauthorized|access.*denied|authentication required|toomanyrequests|rate limit", re.IGNORECASE)
+_UNKNOWN = re.compile(r"manifest unknown|name unknown|manifest.*not found|repository.*does not exist", re.IGNORECASE)
+_FULL = re.compile(r"no space left|disk quota exceeded", re.IGNORECASE)
 _SHOWN = 3
 
 
-class PullError(UnfitError):
-    """An image was not pulled, for a reason of the registry, of the network to it, or of its name."""
-
-
-def refused(what: str, reference: str, text: str, *, instead: str) -> PullError:
+def refused(what: str, reference: str, text: str, *, instead: str) -> UnfitError:
     """The error of a pull, from what the program said; `instead` is what does without the registry."""
     lines = [line for line in text.splitlines() if line.strip()]
     failures = [line for line in lines if "FATAL" in line or "rror" in line]
     shown = "\n".join(failures[-_SHOWN:] or lines[-_SHOWN:])
     mirror = f"or name a mirror below [mirrors] in {mirrors.path()}"
-    if _CERTIFICATE.search(text):
+    if _FULL.search(shown):
+        return UnfitError(f"{what} cannot be pulled: the disk is full", wanted=reference, found=shown, fix="make room")
+    if _CERTIFICATE.search(shown):
         reason = "the registry's certificate is not trusted"
         fix = "SSL_CERT_FILE=BUNDLE, with the certificate of the site's proxy; Docker wants it in /etc/docker/certs.d"
-    elif _LOGIN.search(text):
+    elif _LOGIN.search(shown):
         reason = "the registry wants a login, or refuses so many pulls"
         fix = f"docker login, or apptainer registry login; {mirror}"
-    elif _NETWORK.search(text):
+    elif _NETWORK.search(shown):
         reason = "the registry cannot be reached"
         fix = f"set http_proxy and https_proxy where the site has a proxy; {mirror}"
-    elif _UNKNOWN.search(text):
+    elif _UNKNOWN.search(shown):
         reason = "the registry does not have it"
         fix = "correct the name; or the mirror lacks it" if mirrors.table() else "correct the name"
     else:
         reason, fix = "", ""
     problem = f"{what} cannot be pulled{f': {reason}' if reason else ''}"
-    return PullError(problem, wanted=reference, found=shown, fix="\n".join(filter(None, [fix, f"{instead}"])))
+    return UnfitError(problem, wanted=reference, found=shown, fix="\n".join(filter(None, [fix, instead])))

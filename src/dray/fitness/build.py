@@ -77,8 +77,9 @@ def _sudo(build: Build, machine: Machine) -> Iterator[Finding]:
             where=str(build.checkout),
             wanted=f"the user whose checkout it is, number {owner}",
             found="sudo",
-            fix=f"make image-{build.variant}, without sudo. Where Docker refuses you: sudo usermod -aG docker {user},\n"
-            "then log in again",
+            fix=f"make image-{build.variant}\n"
+            f"where Docker refuses you, first sudo usermod -aG docker {user}\n"
+            "and log in again",
             code=exit_codes.CONFIG,
         )
 

@@ -19,7 +19,7 @@ _SWITCHES = (
     ("kernel/unprivileged_userns_clone", "0", "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
 )
 _APPARMOR = "kernel/apparmor_restrict_unprivileged_userns"
-_KEPT = " (a line in /etc/sysctl.d keeps it after the next boot)"
+_KEPT = "\nand a line in /etc/sysctl.d, which keeps it after the next boot"
 
 
 def tried() -> str:

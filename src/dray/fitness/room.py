@@ -86,8 +86,8 @@ def disk(build: Build, machine: Machine) -> Iterator[Finding]:
             "scratch",
             where=str(folder),
             found=f"a network disk ({kind}), where a build takes many times as long",
-            fix=f"dray image build {build.variant} --out /tmp/{build.sif.name}, then move it and its .json here\n"
-            "or clone dray on a disk of this machine",
+            fix=f".venv/bin/dray image build {build.variant} --out /tmp/{build.sif.name}\n"
+            "and move it and its .json here; or clone dray on a disk of this machine",
             kind="note",
         )
 

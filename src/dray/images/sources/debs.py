@@ -20,7 +20,7 @@ from dray.images.rootfs import PROGRAM
 
 INSTALLED = "installed"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-# Ends a lock's line of a package that the base has too: it is locked only for a base that has an older one.
+# Ends a lock's line of a package that the slim image has: another base may have it in another version, or not at all.
 _OF_BASE = "base"
 
 
@@ -38,10 +38,10 @@ def fetch(
     path = lock_file(checkout)
     locked = path.read_text() if path.exists() else ""
     read = [(containers / name).read_text() for name in ("debian.in", "debs.sh", "debian.sh")]
-    asked = [identity, locked, *read, mirrors.sed()]
+    asked = [identity, locked, *read, mirrors.sed(), "" if as_locked else "current"]
     folder = checkout / "build" / "debs" / hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
     if not folder.exists():
-        _download(checkout, folder, base=base, locked=locked, say=say)
+        _download(checkout, folder, base=base, locked=locked, current=not as_locked, say=say)
     moved = differences(folder, path)
     if moved and as_locked:
         raise ConfigError(
@@ -94,9 +94,11 @@ def differences(folder: Path, lock: Path) -> list[str]:
         if name in found:
             if found[name] != line:
                 other.append(f"{name} {_version(line)} -> {_version(found[name])}")
+        elif of_base:
+            continue
         elif not own:
             other.append(f"{name} {_version(line)} -> none")
-        elif own != _version(line) and not of_base:
+        elif own != _version(line):
             other.append(f"{name} {_version(line)} -> {own}, in the base")
     return other
 
@@ -128,7 +130,14 @@ def _installed(folder: Path) -> dict[str, str]:
 
 
 def _download(
-    checkout: Path, folder: Path, *, base: Path, locked: str, say: Callable[[str], None], architecture: str = ""
+    checkout: Path,
+    folder: Path,
+    *,
+    base: Path,
+    locked: str,
+    say: Callable[[str], None],
+    current: bool = False,
+    architecture: str = "",
 ) -> None:
     containers = checkout / "containers"
     with TemporaryDirectory(dir=_build(checkout), prefix=".debs-") as made:
@@ -139,7 +148,7 @@ def _download(
         for source in ("debian.in", "debian.sh", "debs.sh", "debs.def"):
             shutil.copy2(containers / source, inputs)
         (inputs / "debian.lock").write_text(locked)
-        _host(inputs, os.environ, architecture)
+        _host(inputs, os.environ, current=current, architecture=architecture)
         argv: list[str | Path] = [
             *PROGRAM,
             inputs / "debs.def",
@@ -165,13 +174,13 @@ def _build(checkout: Path) -> Path:
     return folder
 
 
-def _host(folder: Path, environment: Mapping[str, str], architecture: str = "") -> None:
+def _host(folder: Path, environment: Mapping[str, str], *, current: bool, architecture: str) -> None:
     """What apt needs of this machine: the proxies, the certificates, the mirrors. None of it is kept.
 
-    And the architecture, where that is another one.
+    And what is asked for: today's packages, or those of an architecture.
     """
     (folder / "env").touch(mode=0o600)  # a proxy's address may hold a password
-    given = {**builder.proxies(environment), "ARCHITECTURE": architecture}
+    given = {**builder.proxies(environment), "ARCHITECTURE": architecture, "CURRENT": "1" if current else ""}
     (folder / "env").write_text("".join(f"{name}={shlex.quote(value)}\n" for name, value in given.items()))
     if os.getuid() == 0:
         os.chown(folder / "env", *sandbox.caller())
