@@ -18,7 +18,8 @@ debian::by_mirrors() { if [[ -s /mnt/mirrors.sed ]]; then sed --regexp-extended 
 debian::apt() { DEBIAN_FRONTEND=noninteractive apt-get "${options[@]}" "$@"; }
 
 # debian::archived STAMP: the base's sources, with Debian's dated archive as it was then in place of each mirror. The image
-# that is pulled has its address in a comment above the mirror's. Its Release files are past their date.
+# that is pulled has its address in a comment above the mirror's, which by_mirrors has mapped already. Its Release files are
+# past their date.
 debian::archived() {
     # shellcheck disable=SC2016  # awk's
     find /etc/apt/sources.list.d -name '*.sources' ! -name zz-archive.sources -exec cat {} + 2>/dev/null |
@@ -30,7 +31,7 @@ debian::archived() {
                 gsub(/#[^\n]*\n/, "")
                 sub(/URIs:[^\n]*/, "URIs: " address "\nCheck-Valid-Until: no")
                 print
-            }' | debian::by_mirrors
+            }'
 }
 
 # debian::see_archive STAMP: what the mirrors have still comes from them, since apt takes a version from its first source.

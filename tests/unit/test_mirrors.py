@@ -39,6 +39,9 @@ def file(tmp_path, monkeypatch) -> Path:
         ("docker.io/library/debian", "harbor.example/official/debian"),
         ("rocm/pytorch:7", "harbor.example:8443/hub/rocm/pytorch:7"),
         ("docker.io/rocm/pytorch", "harbor.example:8443/hub/rocm/pytorch"),
+        ("docker://index.docker.io/rocm/pytorch", "docker://harbor.example:8443/hub/rocm/pytorch"),
+        ("oras://docker.io/team/image", "oras://harbor.example:8443/hub/team/image"),
+        ("https://wheels.example/whl/x.sif", "https://artifactory.example/api/pypi/vendor/x.sif"),
         ("nvcr.io/nvidia/pytorch:26.01", "nvcr.io/nvidia/pytorch:26.01"),
         ("localhost/mine", "localhost/mine"),
         ("127.0.0.1:5000/mine", "127.0.0.1:5000/mine"),
@@ -64,7 +67,7 @@ def test_a_url(file, address, contacted):
 def test_apts_sources(file, tmp_path):
     sources = (
         "deb http://mirror.example/debian bookworm main\ndeb [arch=amd64] http://mirror.example/debian/ sid main\n"
-        "URIs: http://mirror.example/debian\nURIs: http://mirrorXexample/debian\n"
+        "URIs: http://mirror.example/debian http://mirror.example/debian/\nURIs: http://mirrorXexample/debian\n"
         "# http://mirror.example/debian-security\n"
     )
     script = tmp_path / "sed"
@@ -74,7 +77,8 @@ def test_apts_sources(file, tmp_path):
     assert done.stdout == (
         "deb https://artifactory.example/debian bookworm main\n"
         "deb [arch=amd64] https://artifactory.example/debian/ sid main\n"
-        "URIs: https://artifactory.example/debian\nURIs: http://mirrorXexample/debian\n"
+        "URIs: https://artifactory.example/debian https://artifactory.example/debian/\n"
+        "URIs: http://mirrorXexample/debian\n"
         "# http://mirror.example/debian-security\n"
     )
 

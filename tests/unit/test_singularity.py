@@ -154,18 +154,19 @@ def test_an_archive_that_is_not_there(tool, tmp_path):
         ),
         ("FATAL: reading manifest: manifest unknown", ": the registry does not have it", "correct the name"),
         ("FATAL: open /home/me/x: permission denied", "", "or copy the file"),
-        ("WARNING: fuse2fs not found\\nFATAL: something else", "", "or copy the file"),
+        ("FATAL: something else", "", "or copy the file"),
+        ("FATAL: write x: no space left on device", ": the disk is full", "make room"),
     ],
 )
 def test_a_pull_that_fails_says_whose_fault_it_was(tool, tmp_path, said, reason, fix):
     """spython hands out the name of the file that is not there."""
-    calls = tool(f"sys.stderr.write('INFO: looks\\n{said}\\n'); sys.exit(255)")
+    calls = tool(f"sys.stderr.write('WARNING: fuse2fs not found\\n{said}\\n'); sys.exit(255)")
     with pytest.raises(UnfitError) as refused:
         pull(PULLED, tmp_path / "out.sif")
     assert refused.value.problem == f"the image cannot be pulled{reason}"
     assert refused.value.details["found"] == said
     assert refused.value.details["fix"].startswith(fix)
-    assert refused.value.details["fix"].endswith("or copy the file")
+    assert refused.value.details["fix"].endswith("or copy the file" if "disk" not in reason else "make room")
     verb, option, part, source = calls.read_text().split()[1:]
     assert (verb, option, source) == ("pull", "--name", PULLED)
     assert Path(part).parents[1] == tmp_path

@@ -12,6 +12,7 @@ import pytest
 
 import oci
 from dray.containers import builder, docker, singularity
+from dray.contract.findings import UnfitError
 from dray.fitness import doctor
 from helpers import ROOT
 

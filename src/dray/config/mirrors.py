@@ -15,6 +15,7 @@ from dray.contract import files
 from dray.contract.findings import ConfigError
 
 _REGISTRY = "docker.io"
+_MARK = "\x01"
 # No blank and no quote, which apt's sources could not hold; no user or password, which logs and commands would show.
 _PLACE = r"^(https?://)?[A-Za-z0-9._-]+(:\d+)?(/[A-Za-z0-9._/~+-]*)?$"
 Place = Annotated[str, Field(pattern=_PLACE)]
@@ -67,10 +68,17 @@ def url(address: str) -> str:
 
 
 def image(reference: str) -> str:
-    """What is pulled for a reference such as debian:bookworm-slim@sha256:...; without a mirror it stays as it is."""
+    """What is pulled for debian:bookworm-slim@sha256:... or oras://ghcr.io/x; without a mirror it stays as it is."""
+    scheme, separator, name = reference.rpartition("://")
+    if scheme in ("http", "https"):
+        return url(reference)
+    if separator:
+        return f"{scheme}://{image(name)}"
     first, slash, _ = reference.partition("/")
     if not slash:
         full = f"{_REGISTRY}/library/{reference}"
+    elif first == "index.docker.io":
+        full = reference.replace(first, _REGISTRY, 1)
     elif re.search(r"[.:]", first) or first == "localhost":
         full = reference
     else:
@@ -80,6 +88,13 @@ def image(reference: str) -> str:
 
 
 def sed() -> str:
-    """The same for apt's sources, as a script for sed --regexp-extended: one mirror a line."""
+    """The same for apt's sources, as a script for sed --regexp-extended: the longest entry that fits, for each URL.
+
+    What was written is marked until the end, so that a shorter entry leaves it alone.
+    """
     urls = {re.sub(r"([.+])", r"\\\1", name): mirror for name, mirror in table().items() if "://" in name}
-    return "".join(f"s#{name}(/|[[:space:]]|$)#{mirror}\\1#;t\n" for name, mirror in urls.items())
+    lines = [
+        f":a{number}\ns#(^|[^{_MARK}]){name}(/|[[:space:]]|$)#\\1{_MARK}{mirror}\\2#\nta{number}\n"
+        for number, (name, mirror) in enumerate(urls.items())
+    ]
+    return "".join([*lines, f"s#{_MARK}##g\n"] if lines else [])

@@ -160,9 +160,8 @@ def _fetched(source: str, out: Path, kept: Path, say: Callable[[str], None]) -> 
         else:
             say(f"dray: fetch {source}")
             kept.parent.mkdir(exist_ok=True)
-            name = source.removeprefix("docker://")
-            address = source if name == source else f"docker://{mirrors.image(name)}"
             instead = "or bring it as a file: dray image adopt FILE.sif"
+            address = mirrors.image(source) if "://" in source else source
             singularity.pull(address, kept, what="the image", instead=instead, say=say)
         inputs.link(kept, out)
         return out

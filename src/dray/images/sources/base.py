@@ -56,6 +56,5 @@ def reference(base: str) -> str:
 
     It names the user's mirror, where there is one.
     """
-    scheme, _, name = base.rpartition("://")
-    name = re.sub(r":[^:/@]+(?=@)", "", name)
-    return f"{scheme or 'docker'}://{mirrors.image(name) if scheme in ('', 'docker') else name}"
+    found = mirrors.image(re.sub(r":[^:/@]+(?=@)", "", base))
+    return found if "://" in found else f"docker://{found}"
