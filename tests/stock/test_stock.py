@@ -108,7 +108,7 @@ def test_mirrors_give_the_same_image(stock: Walk, built: Ended) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(stock: Walk, built: Ended) -> Walk:
+def tiny(stock: Walk) -> Walk:
     """The checkout with a variant of the user's own in the place of cpu: without torch, and locked by them."""
     folder = stock.checkout / "containers/cpu"
     described = re.sub(r"(?ms)^\[\[vendor\]\]\n.*?(?=^\[)", "", (folder / "image.toml").read_text())
@@ -117,7 +117,7 @@ def tiny(stock: Walk, built: Ended) -> Walk:
     (folder / "dray-cpu.def").unlink()
     shutil.copyfile(walk.HERE / "tiny.def", folder / "dray-cpu.def")
     uv = ".venv/bin/python -m pip install -qq --require-hashes --constraint containers/venv.lock uv"
-    locked = stock.typed(f"{uv} && .venv/bin/dray image lock cpu", log="lock-tiny")
+    locked = stock.typed(f"make .venv/host && {uv} && .venv/bin/dray image lock cpu", log="lock-tiny")
     assert locked.code == 0, locked.out
     return stock
 
