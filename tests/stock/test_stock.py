@@ -133,13 +133,12 @@ def test_podman_of_an_ordinary_user_builds(tiny: Walk) -> None:
     settings = f'[containers]\ndefault_ulimits = [{limits}]\n[engine]\ncgroup_manager = "cgroupfs"\nruntime = "runc"\n'
     (home / "containers.conf").write_text(settings)
     socket = "unix://$XDG_RUNTIME_DIR/podman.sock"
-    serve = f'(podman system service --time 0 {socket} & echo $! >"$HOME/podman.pid"; wait)'
-    command = f"""{serve} &
+    command = f"""podman system service --time 0 {socket} & service=$!
 until [[ -S $XDG_RUNTIME_DIR/podman.sock ]]; do sleep 0.1; done
 rm -f build/dray-cpu.sif*
 DOCKER_HOST={socket} make image-cpu
 code=$?
-kill "$(cat "$HOME/podman.pid")"
+kill $service
 wait
 exit $code"""
     uid = tiny.machine.root(f"id -u {USER}").stdout.strip()
