@@ -52,7 +52,7 @@ tools::apptainer() {
             gone+=("$name")
         fi
     done < <(sed '/^#/d' "$lock")
-    ((${#gone[@]} == 0)) || tools::see_sid
+    [[ " ${gone[*]} " != *" apptainer "* ]] || tools::see_sid
     tools::install "${files[@]}" "${gone[@]}" fuse-overlayfs fuse2fs squashfuse uidmap
     # shellcheck disable=SC2016  # dpkg's
     dpkg-query --show --showformat 'dray: the builder has ${Package} ${Version}\n' apptainer squashfs-tools

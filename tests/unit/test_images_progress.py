@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from dray.containers import progress
 from dray.containers.progress import Progress, Silence, pulled
-from dray.images import log, progress
+from dray.images import log
 from dray.images.log import build_log
+from helpers import until
 
 MB = 1_000_000
 
@@ -64,10 +66,7 @@ def test_a_folder_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with progress.watch(tmp_path, "wheels", total=8 * MB, say=said.append):
         (tmp_path / "pip unpack").mkdir()
         (tmp_path / "pip unpack/x.whl").write_bytes(bytes(5 * MB))
-        limit = time.monotonic() + 20
-        while not said and time.monotonic() < limit:
-            pass
-    assert said[-1] == "dray: wheels: 5 of 8 MB"
+        until(lambda: said[-1:] == ["dray: wheels: 5 of 8 MB"], lambda: said)
     assert progress.size(tmp_path / "none") == 0
 
 

@@ -71,8 +71,9 @@ def start_from(base: Path, scratch: Path) -> str:
         found = sif_format.read(base).architecture
     else:
         unpacked.mkdir()
-        # An ordinary user can make no devices, and a container has the host's anyway.
-        process.run(["tar", "--extract", "--file", base, "--directory", unpacked, "--exclude=./dev/*"])
+        # An ordinary user can make no devices, and a container has the host's anyway. `docker export` writes no ./.
+        devices = ["--anchored", "--exclude=./dev/*", "--exclude=dev/*"]
+        process.run(["tar", "--extract", "--file", base, "--directory", unpacked, *devices])
         found = _architecture(unpacked)
     wanted = sif_format.MACHINES.get(platform.machine(), platform.machine())
     if found != wanted:
