@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import resource
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -119,10 +121,23 @@ def tiny(stock: Walk) -> Walk:
     uv = ".venv/bin/python -m pip install -qq --require-hashes --constraint containers/venv.lock uv"
     locked = stock.typed(f"make .venv/host && {uv} && .venv/bin/dray image lock cpu", log="lock-tiny")
     assert locked.code == 0, locked.out
+    by_docker = stock.typed("make image-cpu", log="tiny-by-docker")
+    assert by_docker.code == 0, by_docker.out
     return stock
 
 
-def test_podman_of_an_ordinary_user_builds(tiny: Walk) -> None:
+@pytest.fixture(scope="module")
+def by_docker(tiny: Walk) -> str:
+    """The image's digest."""
+    return sha256(tiny.checkout)
+
+
+def sha256(checkout: Path) -> str:
+    with (checkout / "build/dray-cpu.sif").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def test_podman_of_an_ordinary_user_builds_the_same(tiny: Walk, by_docker: str) -> None:
     home = tiny.machine.home
     # Podman's own limits are above those that a container may set.
     limits = ", ".join(
@@ -145,10 +160,10 @@ exit $code"""
     env = {"XDG_RUNTIME_DIR": f"/run/user/{uid}", "CONTAINERS_CONF": str(home / "containers.conf")}
     ended = tiny.typed(command, log="tiny-by-podman", env=env)
     assert ended.code == 0, ended.out
-    assert (tiny.checkout / "build/dray-cpu.sif").exists()
+    assert sha256(tiny.checkout) == by_docker
 
 
-def test_apptainer_alone_builds(tiny: Walk) -> None:
+def test_apptainer_alone_builds_the_same(tiny: Walk, by_docker: str) -> None:
     """In a container, where there is neither Docker nor root; in a folder without a space, which Apptainer wants."""
     alone = tiny.scratch / "alone"
     copied = tiny.machine.root(
@@ -167,4 +182,4 @@ chown -R {USER}: {alone}"""
         log="tiny-by-apptainer-alone",
     )
     assert ended.code == 0, ended.out
-    assert (alone / "build/dray-cpu.sif").exists()
+    assert sha256(alone) == by_docker
