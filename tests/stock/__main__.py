@@ -14,7 +14,7 @@ from stock.walk import prepared
 
 def main(command: str = "") -> int:
     """The command's exit code."""
-    with prepared(ROOT / "build/stock-cache", ROOT / "build/stock") as walk:
+    with prepared(ROOT / "build/stock-cache", ROOT / "build/stock/by-hand") as walk:
         argv = walk.machine.argv(command or "exec bash -i", folder=walk.checkout)
         return subprocess.run(argv, check=False).returncode
 

@@ -13,6 +13,8 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -72,6 +74,12 @@ class Debian:
 
     def mirror(self, path: str) -> bytes | Path | None:
         """What the mirror has at /debian/..."""
+        # A real one that caches may serve sid's Release past its date.
+        if path not in self._mirror and path.endswith("/InRelease") and (found := self._upstream(path)):
+            body = _body(found.read_bytes())
+            until = re.search(r"Valid-Until: (.*)", body)
+            if until and parsedate_to_datetime(until[1]) < datetime.now(UTC):
+                self._mirror[path] = self.key.signed(body.replace(f"{until[0]}\n", ""))
         return self._mirror[path] if path in self._mirror else self._upstream(path)
 
     def archive(self, path: str) -> bytes | Path | None:

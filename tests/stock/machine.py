@@ -75,7 +75,7 @@ class Machine:
             out.flush()
             code = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False).returncode
             out.seek(0)
-            text = out.read().partition("\n")[2]
+            text = out.read().removeprefix(f"$ {command}\n")
         return Ended(code, text, time.monotonic() - started)
 
     def argv(
@@ -83,7 +83,7 @@ class Machine:
     ) -> list[str]:
         """The command with what brings it there."""
         environment = [f"{name}={value}" for name, value in {**self.environment, **(env or {})}.items()]
-        typed = f"cd {shlex.quote(str(folder))} && umask {umask} && {command}"
+        typed = f"cd {shlex.quote(str(folder))} || exit\numask {umask}\n{command}"
         user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups", "env", "-i", *environment]
         return [*self.enter, *user, "bash", "-c", typed]
 

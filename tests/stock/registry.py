@@ -128,6 +128,7 @@ def push(where: str, ca: Path, name: str, layer: Path) -> str:
     config = {
         "architecture": machine, "os": "linux", "rootfs": {"type": "layers", "diff_ids": [f"sha256:{diff}"]},
         "config": {"Cmd": ["bash"], "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "history": [{"created": "2026-08-24T00:00:00Z", "created_by": "debuerreotype"}],
     }  # fmt: skip
     blobs = []
     for kind, data in (("config.v1+json", json.dumps(config).encode()), ("layer.v1.tar+gzip", content)):

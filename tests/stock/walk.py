@@ -103,17 +103,13 @@ def prepared(kept: Path, logs: Path) -> Iterator[Walk]:
             registry.push(where, signed.ca, "hub/library/debian", layer)
         seen.clear()
         running = stack.enter_context(machine.started(hosts=names, ca=signed.ca, scratch=scratch, logs=logs))
-        checkout = scratch / "a stock machine" / "dray"
+        checkout = scratch / "a stock machine/dray"
         _clone(checkout, digests, mirror)
         running.root(f"chown -R {machine.USER}: '{checkout.parent}'")
         yield Walk(
-            machine=running,
-            checkout=checkout,
-            debian=mirror,
-            index=str(index.hostname),
-            address=f"{block}.2",
-            seen=seen,
-        )
+            machine=running, checkout=checkout, debian=mirror, index=str(index.hostname), block=block, signed=signed,
+            scratch=scratch, seen=seen,
+        )  # fmt: skip
 
 
 def _mirrors() -> dict[str, str]:

@@ -38,10 +38,11 @@ def started(
 
     With `network` it has the host's own, so that a proxy on the host's loopback and names of its /etc/hosts hold there.
     """
+    podman = _rootless_podman(client)
     host = client.api.create_host_config(
         mounts=mounts,
         network_mode="host" if network else "none",
-        security_opt=list(SECURITY),
+        security_opt=[*SECURITY, "unmask=ALL"] if podman else list(SECURITY),
         devices=[f"{_FUSE}:{_FUSE}:rwm"] if fuse and Path(_FUSE).exists() else [],
     )
     made = client.api.create_container(
@@ -51,7 +52,7 @@ def started(
         environment=dict(environment),
         user=user or ":".join(map(str, caller())),
         # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
-        host_config={**host, "MaskedPaths": [], "ReadonlyPaths": []},
+        host_config={**host, "MaskedPaths": [], "ReadonlyPaths": [], **({"UsernsMode": "keep-id"} if podman else {})},
     )
     try:
         running = client.containers.get(made["Id"])
@@ -59,6 +60,13 @@ def started(
         yield running
     finally:
         client.api.remove_container(made["Id"], force=True)
+
+
+def _rootless_podman(client: docker.DockerClient) -> bool:
+    """Whether this is an ordinary user's Podman: there the caller is root inside, unless it is told to keep the id."""
+    parts = client.version().get("Components") or []
+    options = client.info().get("SecurityOptions") or []
+    return any("Podman" in part["Name"] for part in parts) and any("rootless" in option for option in options)
 
 
 def bind(path: Path, *, read_only: bool = True) -> Mount:
