@@ -99,7 +99,8 @@ image-%-docker: ## Build the Docker image dray:% (likewise)
 pinned = $(shell sed -nE 's|^base = "(.*):[^:/]+(@.*)"|docker://\1\2|p' containers/$(1)/image.toml)
 # cotainr asks before it accepts Miniforge's licence, unless ACCEPT_LICENSES=1 has, and before it replaces an image.
 image-%-cotainr: ## Build build/cotainr-%.sif with cotainr, for dray image adopt (BASE= as Apptainer names it, ACCEPT_LICENSES=1)
-	$(call look,sif)
+	@$(python-fits)
+	@[[ -e containers/$*/environment.yml ]] || { echo "dray: there is no image $*" >&2; exit 78; }
 	@command -v singularity >/dev/null || { echo "dray: cotainr needs singularity on PATH" >&2; \
 	  echo "  fix:    install apptainer, which brings this name too" >&2; exit 69; }
 	@$(MAKE) --silent --no-print-directory .venv/cotainr
@@ -126,7 +127,7 @@ release: .venv/dev ## Build and try dist/: the wheel and the sources, the same b
 	@.ci/release
 
 clean: ## Remove what was fetched and installed here; images, the cluster's folder and runs stay
-	@[[ ! -d build ]] || find build -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name 'cotainr-*.sif' ! -name cluster -exec rm -rf {} +
+	@[[ ! -d build ]] || find build/ -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name '*.sif' ! -name cluster -exec rm -rf {} +
 	@rm -rf .venv
 
 clean-images: ## Remove the images, layers and adopted images of build/, after asking (YES=1 does not ask)
@@ -175,7 +176,8 @@ TORCH := sed -n '/^torch==/,/[^\\]$$/p' $(LOCK)
 TORCH_ARGV := $(BIN)/python -m pip download -qq --no-deps --only-binary :all: --require-hashes --dest .venv/torch
 .venv/installed: .venv/host
 	@echo "installing into .venv: torch (the largest part), then what $(LOCK) pins"
-	@$(TORCH_ARGV) -r <($(TORCH) | sed 's/^torch==[0-9.]*/&+cpu/') 2>/dev/null || $(TORCH_ARGV) -r <($(TORCH))
+	@$(TORCH_ARGV) -r <($(TORCH) | sed 's/^torch==[0-9.]*/&+cpu/') 2>.venv/torch.log || \
+	  { grep -q "No matching distribution" .venv/torch.log || { cat .venv/torch.log >&2; exit 1; }; $(TORCH_ARGV) -r <($(TORCH)); }
 	@$(PIP) --no-index --find-links .venv/torch --no-deps $(LOCKED) $(filter "torch==%,$(call listed,train))
 	@rm -r .venv/torch
 	@$(PIP) $(LOCKED) $(OURS) $(call listed,train)

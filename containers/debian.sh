@@ -2,15 +2,19 @@
 # Sourced where apt runs in a base: by debs.sh for an image's packages, by cluster/tools.sh for the builder. /mnt has what
 # the host gives: its mirrors as a script of sed's, its certificates.
 
+# Not /tmp, which is the host's where Apptainer builds.
+readonly WORK=/var/cache/dray-fetch
+
 debian::setup() {
     # A base has no certificates, and behind a proxy with its own they would not serve.
     options=(--quiet=2 -o APT::Sandbox::User=root -o Acquire::Retries=3)
     [[ ! -s /mnt/ca.crt ]] || options+=(-o Acquire::https::CAInfo=/mnt/ca.crt)
+    mkdir -p "$WORK"
     find /etc/apt -path '/etc/apt/sources.list*' -type f | while read -r file; do
-        debian::by_mirrors <"$file" >/tmp/sources
-        cat /tmp/sources >"$file"
+        debian::by_mirrors <"$file" >"$WORK/sources"
+        cat "$WORK/sources" >"$file"
     done
-    rm -f /tmp/sources
+    rm -f "$WORK/sources"
 }
 
 debian::by_mirrors() { if [[ -s /mnt/mirrors.sed ]]; then sed --regexp-extended --file=/mnt/mirrors.sed; else cat; fi; }

@@ -61,10 +61,10 @@ mapfile -t wanted < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' /mnt/debian.in)
 
 if [[ -n ${ARCHITECTURE:-} ]]; then
     mapfile -t own < <(awk '{ print $1 }' /srv/installed)
-    mkdir -p /tmp/other/lists/partial
-    touch /tmp/other/status
+    mkdir -p "$WORK/other/lists/partial"
+    touch "$WORK/other/status"
     options+=(-o "APT::Architecture=$ARCHITECTURE" -o "APT::Architectures=$ARCHITECTURE" -o Dir::Cache::pkgcache=
-        -o Dir::Cache::srcpkgcache= -o Dir::State::lists=/tmp/other/lists -o Dir::State::status=/tmp/other/status)
+        -o Dir::Cache::srcpkgcache= -o "Dir::State::lists=$WORK/other/lists" -o "Dir::State::status=$WORK/other/status")
     debian::apt update
     debs::get "${wanted[@]}" "${own[@]}"
     rm -rf /srv/partial /srv/lock

@@ -88,6 +88,6 @@ case $1 in
     lock) tools::lock ;;
 esac
 # Nothing of the host's mirrors stays, nor what was fetched.
-rm -rf /etc/apt /var/cache/dray /var/lib/apt/lists/*
+rm -rf /etc/apt /var/cache/dray "$WORK" /var/lib/apt/lists/*
 mv /var/cache/dray-apt /etc/apt
 apt-get clean

@@ -52,7 +52,7 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.fixture
 def build(tmp_path: Path) -> Make:
     """A checkout with nothing fetched."""
-    folder = tmp_path / "my work"
+    folder = tmp_path / "work"
     shutil.copytree(ROOT / "containers", folder / "containers", symlinks=True)
 
     def make(variant: str = "cpu", **changes: Any) -> Build:
@@ -85,6 +85,9 @@ def listening(path: Path) -> socket.socket:
 
 def errors(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.code]
+
+
+_FAR = "dray needs an engine that listens on a socket of this machine"
 
 
 class TestEndpoint:
@@ -129,8 +132,16 @@ class TestEndpoint:
     @pytest.mark.parametrize(
         ("environment", "problem", "fix"),
         [
-            ({"DOCKER_HOST": "tcp://10.0.0.1:2376"}, "the Docker Engine is not on this machine", "unset DOCKER_HOST"),
-            ({"DOCKER_CONTEXT": "far"}, "the Docker Engine is not on this machine", "docker context use default"),
+            (
+                {"DOCKER_HOST": "tcp://10.0.0.1:2376"},
+                _FAR,
+                "unset DOCKER_HOST",
+            ),
+            (
+                {"DOCKER_CONTEXT": "far"},
+                _FAR,
+                "docker context use default",
+            ),
             ({"DOCKER_CONTEXT": "gone"}, "the Docker context gone does not exist", "docker context ls"),
         ],
     )
@@ -260,14 +271,14 @@ class TestBuilder:
             "no Docker Engine runs on this machine\n"
             f"  where:  unix://{tmp_path}/none.sock\n"
             "  found:  [Errno 2] No such file or directory\n"
-            "  fix:    install Docker Engine and start it, or set DOCKER_HOST\n"
-            "          or install Apptainer, which builds without Docker"
+            "  fix:    load or install Apptainer (module load apptainer), which builds without Docker\n"
+            "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
     def test_root_with_apptainer_alone(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", "")
         (error,) = errors(builds.check(build(), replace(machine, uid=0)))
-        assert error.fix.splitlines()[-1] == "or run it as an ordinary user: apptainer is there"
+        assert error.fix.splitlines()[0] == "run it as an ordinary user: apptainer is there"
 
     def test_the_host_s_own_apptainer(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", "")
@@ -299,6 +310,12 @@ class TestBuilder:
         (error,) = errors(builds.check(build(), machine))
         assert (error.problem, error.fix) == ("mksquashfs is not installed", "install squashfs-tools 4.4 or newer")
 
+    def test_the_host_s_own_apptainer_and_a_space(self, build: Make, machine: Machine, tmp_path: Path) -> None:
+        program(tmp_path, "apptainer", "")
+        program(tmp_path, "mksquashfs", "echo '-all-time -mkfs-time -root-mode -no-xattrs zstd'")
+        (error,) = errors(builds.check(build(out=tmp_path / "my images" / "x.sif"), machine))
+        assert (error.problem, error.code) == ("apptainer finds no folder whose path has a space", 78)
+
     def test_apptainer_without_namespaces(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", "")
         program(tmp_path, "mksquashfs", "echo '-all-time -mkfs-time -root-mode -no-xattrs zstd'")
@@ -315,7 +332,7 @@ class TestBuilder:
             here = replace(machine, environment={"DOCKER_HOST": f"unix://{tmp_path}/d.sock"})
             disks = replace(here, free=lambda folder: int(free if folder == tmp_path else 99 * GB))
             found = errors(builds.check(build(), disks))
-        assert [error.problem for error in found] == ["Docker has no room for the builder's image"] * count
+        assert [error.problem for error in found] == ["Docker has no room for the images"] * count
 
     @pytest.mark.parametrize(
         ("about", "count"),
@@ -409,8 +426,7 @@ class TestMachine:
         assert (len(findings) == 1 and findings[0].code == 78) is refused
         if refused:
             assert findings[0].fix == (
-                "make image-cpu, without sudo. Where Docker refuses you: sudo usermod -aG docker ann,\n"
-                "then log in again"
+                "make image-cpu\nwhere Docker refuses you, first sudo usermod -aG docker ann\nand log in again"
             )
 
     def test_an_unknown_variant(self, build: Make, machine: Machine) -> None:
@@ -451,8 +467,11 @@ class TestRoom:
     def test_an_image_that_is_there_may_need_no_build(self, build: Make, machine: Machine) -> None:
         build().sif.parent.mkdir()
         build().sif.touch()
-        note, _ = self.check(build(), replace(machine, free=lambda _: 0))
+        full = replace(machine, free=lambda _: 0)
+        assert self.check(build(), full)[0].code == 69  # something is to be fetched: the inputs are others
+        note, _ = self.check(build(bundled=True), full)
         assert (note.code, note.kind) == (0, "note")
+        assert self.check(build(bundled=True, formats=["docker"]), full)[0].code == 69
 
     def test_what_is_fetched_counts(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         folders = [build().checkout / "build" / name for name in ("wheels", "base", "debs/0")]
@@ -477,7 +496,9 @@ class TestRoom:
         there = replace(machine, free=lambda folder: 2 * GB if folder == Path("/dev") else GB)
         error, ok = self.check(build(out=Path("/dev/x.sif")), there)
         assert (error.where, error.found) == ("/dev", "2.0 GB free")
-        assert error.fix == "make room; or on another disk: dray image build cpu --out FOLDER/x.sif"
+        assert error.fix == (
+            "make room; or, after make install, on another disk:\n.venv/bin/dray image build cpu --out FOLDER/x.sif"
+        )
         assert ok.found == "fetch 0.6 GB, needs 0.6 GB in build/ (1 GB free), needs 2.6 GB in /dev (2 GB free)"
 
     def test_a_new_variant_that_nobody_has_measured(self, build: Make, machine: Machine) -> None:

@@ -324,7 +324,8 @@ class TestMksquashfs:
             "mksquashfs cannot make the same bytes every time\n"
             "  wanted: squashfs-tools 4.4 or newer, with zstd\n"
             "  found:  one without -root-mode -all-time -mkfs-time zstd\n"
-            "  fix:    install it, or build with a Docker Engine"
+            "  fix:    load or install a newer one (module load squashfs-tools; conda install squashfs-tools)\n"
+            "          or build with a Docker Engine"
         )
 
 

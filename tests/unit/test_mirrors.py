@@ -118,7 +118,8 @@ def test_a_file_that_others_may_write(file):
         ('"docker.io" = "https://harbor.example"', "another kind"),
         ('"https://wheels.example" = "harbor.example"', "another kind"),
         ('"docker.io" = "harbor.example/a b"', "1 error"),
-        ('"https://wheels.example" = "https://me:hunter2@harbor.example"', "1 error"),
+        ('"https://wheels.example" = "https://me:hunter2@harbor.example"', "has a login in it"),
+        ('"docker.io" = "me:hunter2@harbor.example"', "has a login in it"),
         ("docker = 3", "1 error"),
     ],
 )
@@ -130,13 +131,14 @@ def test_what_cannot_be_a_mirror(file, line, found):
 
 
 def test_doctor_shows_the_table(file):
-    assert [finding.line() for finding in doctor._mirrors()][:2] == [
+    assert [finding.line() for finding in doctor.mirror_table()][:2] == [
         f"ok      mirror: http://mirror.example/debian -> https://artifactory.example/debian ({file})",
         f"ok      mirror: https://wheels.example/whl -> https://artifactory.example/api/pypi/vendor ({file})",
     ]
     file.chmod(0o622)
-    (finding,) = doctor._mirrors()
+    (finding,) = doctor.mirror_table()
     assert finding.line() == (
-        "error   mirrors: the file of mirrors is not yours alone: a file that others may write, mode 0622\n"
+        "error   the file of mirrors is not yours alone: a file that others may write, mode 0622\n"
+        f"        where:  {file}\n"
         f"        fix:    chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
     )

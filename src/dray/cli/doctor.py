@@ -30,18 +30,20 @@ def doctor(
     """
     if variant and not build:
         raise ConfigError("an image is checked with --build", found=variant, fix=f"dray doctor --build {variant}")
-    findings = _build(variant) if build else checks.check(host.site(site))
+    findings, code = _build(variant) if build else (checks.check(host.site(site)), exit_codes.UNFIT)
     if as_json:
         print(json.dumps([finding.data() for finding in findings], indent=1))
     else:
         print("\n".join(finding.line() for finding in findings))
     if any(finding.level == "error" for finding in findings):
-        raise typer.Exit(max(finding.code for finding in findings) if build else exit_codes.UNFIT)
+        raise typer.Exit(code)
 
 
-def _build(variant: str) -> list[Finding]:
-    """Each finding once, of this image or of all."""
+def _build(variant: str) -> tuple[list[Finding], int]:
+    """Each finding once, of this image or of all, and the exit code: of all, that of the one that fits best."""
     root = checkout.root(build=True)
+    shared = list(checks.mirror_table())
     named = [variant] if variant else builds.variants(root)
-    found = [finding for name in named for finding in builds.check(Build(checkout=root, variant=name))]
-    return list(dict.fromkeys(found))
+    found = [[*builds.check(Build(checkout=root, variant=name)), *shared] for name in named]
+    codes = [max(finding.code for finding in findings) for findings in found]
+    return list(dict.fromkeys(finding for findings in found for finding in findings)), min(codes)

@@ -46,6 +46,11 @@ def table() -> dict[str, str]:
     if trouble:
         fix = f"chmod go-w {file}, in a file of your own: who writes it decides what an image is made from"
         raise ConfigError("the file of mirrors is not yours alone", where=file, found=trouble, fix=fix)
+    if re.search(r"""=\s*["'][^"'\n]*@""", files.text(file, "the file of mirrors")):
+        fix = "keep it in ~/.netrc, or use docker login"
+        raise ConfigError(
+            "a mirror's address has a login in it, which commands and logs would show", where=file, fix=fix
+        )
     entries = load(Mirrors, file).mirrors
     for name, mirror in entries.items():
         if ("://" in name) != ("://" in mirror):

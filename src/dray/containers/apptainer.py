@@ -22,4 +22,9 @@ def to_line(error: DrayError) -> str:
 
 def from_line(line: str) -> Finding | None:
     """The finding in a line of output, if it is one."""
-    return Finding(**json.loads(line.removeprefix(_ERROR))) if line.startswith(_ERROR) else None
+    if not line.startswith(_ERROR):
+        return None
+    try:
+        return Finding(**json.loads(line.removeprefix(_ERROR)))
+    except (ValueError, TypeError):  # a program of the base may print anything
+        return None

@@ -9,11 +9,12 @@ import shutil
 import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from docker.errors import ImageNotFound
 from docker.types import Mount
 
 from dray import process
@@ -21,6 +22,7 @@ from dray.config import checkout as checkouts
 from dray.config import mirrors
 from dray.containers import apptainer, docker, sandbox
 from dray.contract import exit_codes, findings
+from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError, DrayError, Finding, UnfitError
 from dray.process import Done
 
@@ -128,19 +130,19 @@ def tool(
             found=error.problem,
             fix=f"install apptainer and squashfs-tools\nor {error.finding.fix}",
         ) from error
-    with closing(client), docker.attempt(f"run {argv[0]} in a container"):
+    with closing(client), docker.attempt(f"run {argv[0]} in a container"), ExitStack() as stack:
         tools = image(client, checkouts.root(), on_line)
         # Apptainer finds no mount whose path has a space.
         inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds) if " " in str(path)}
-        mounts = [
-            Mount(target=inside.get(path, str(path)), source=str(path), type="bind", read_only=not writes)
-            for path, writes in binds.items()
-        ]
+        build = checkouts.root() / "build"
+        build.mkdir(exist_ok=True)
+        lent = Path(stack.enter_context(TemporaryDirectory(prefix=".readable-", dir=build)))
+        user = sandbox.looker()
+        names = {path: inside.get(path, str(path)) for path in binds}
+        mounts = [*_mounts(names, binds, lent)] if user[0] else [*_plain(names, binds)]
         environment = {name: sandbox.renamed(value, inside) for name, value in (env or {}).items()}
         if network:
             mounts, environment = [*mounts, *_certificate(environment)], {**proxies(os.environ), **environment}
-        # As the caller, root or not: what is written is the caller's.
-        user = f"{os.getuid()}:{os.getgid()}"
         with sandbox.started(
             client,
             tools,
@@ -157,6 +159,8 @@ def tool(
                 if seconds is None:
                     raise
                 raise process.no_answer(argv, seconds) from late
+            for path in (path for path, writes in binds.items() if writes and user[0]):
+                sandbox.take(path)
             out, err = (
                 sandbox.named(running.logs(stdout=out, stderr=not out).decode(errors="replace"), inside)
                 for out in (True, False)
@@ -176,9 +180,6 @@ def _in_container(
 ) -> int:
     """Under other names, since Apptainer finds no mount whose path has a space."""
     inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds)}
-    for path, writes in binds.items():
-        if writes and os.getuid() == 0:  # root's own folder is not the ordinary user's to write
-            os.chown(path, *sandbox.caller())
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     certificate = _certificate(environment) if network else []
     environment |= proxies(os.environ) if network else {}
@@ -210,10 +211,17 @@ def _certificate(environment: dict[str, str]) -> list[Mount]:
     return [sandbox.bind(bundle)]
 
 
+def _plain(inside: Mapping[Path, str], binds: Mapping[Path, bool]) -> Iterator[Mount]:
+    for path, target in inside.items():
+        yield Mount(target=target, source=str(path), type="bind", read_only=not binds[path])
+
+
 def _mounts(inside: Mapping[Path, str], binds: Mapping[Path, bool], lent: Path) -> Iterator[Mount]:
     """What is only read, the ordinary user can read."""
     for path, target in inside.items():
         writes = binds.get(path, False)
+        if writes:
+            sandbox.give(path)
         source = path if writes else sandbox.readable(path, lent)
         yield Mount(target=target, source=str(source), type="bind", read_only=not writes)
 
@@ -240,15 +248,14 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
     """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
     read = "".join(path.read_text() for path in _read(checkout))
     key = hashlib.sha256(read.encode()).hexdigest()
-    with docker.attempt(f"look for {TAG}"):
-        # By its label: another checkout on this machine, with another builder, takes the tag for its own.
-        found = client.images.list(filters={"label": f"{_KEY}={key}"})
-    if found:
-        return str(found[0].id)
+    known = checkout / "build" / f"builder-{key[:16]}"
+    with docker.attempt(f"look for {TAG}"), suppress(OSError, ImageNotFound):
+        # By what this checkout has built: a label or a tag can be on anybody's image.
+        return str(client.images.get(known.read_text().strip()).id)
     on_line("dray: builder")
     base = docker.base_image(client, trixie(checkout), say=on_line)
     with context(checkout) as folder:
-        return docker.build(
+        built = docker.build(
             client,
             context=folder,
             dockerfile="Containerfile",
@@ -257,6 +264,8 @@ def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) 
             target="builder",
             on_line=on_line,
         )
+    write_atomic(known, built)
+    return built
 
 
 def _read(checkout: Path) -> list[Path]:

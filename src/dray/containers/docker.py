@@ -15,7 +15,7 @@ import docker
 from docker.errors import BuildError, DockerException, ImageNotFound
 
 from dray.config import checkout, mirrors
-from dray.containers import endpoint, progress, registry
+from dray.containers import endpoint, progress, registry, sandbox
 from dray.contract.findings import ConfigError, DrayError
 
 # One silent step of a build (an unpacking, a compile) may take this long before its next line.
@@ -72,14 +72,14 @@ def _how_to_make(tar: str) -> str:
 
 
 def _pull(client: docker.DockerClient, base: str, say: Callable[[str], None]) -> None:
+    what = "the base of the builder and of the cluster"
     say(f"dray: pull {base}")
     try:
-        problem = progress.pulled(client.api.pull(base, stream=True, decode=True), "the builder's base", say=say)
+        problem = progress.pulled(client.api.pull(base, stream=True, decode=True), what, say=say)
     except (DockerException, OSError) as error:
         problem = str(getattr(error, "explanation", None) or error)
     if problem:
-        instead = f"or {_how_to_make('build/base/trixie.tar')}"
-        raise registry.refused("the builder's base", base, problem, instead=instead)
+        raise registry.refused(what, base, problem, instead=f"or {_how_to_make('build/base/trixie.tar')}")
 
 
 def _imported(client: docker.DockerClient, rootfs: Path) -> str:
@@ -115,7 +115,7 @@ def build(
             tag=tag,
             buildargs={**_proxies(), **args},
             target=target or "",
-            network_mode="host",
+            network_mode=sandbox.fetching(),
             rm=True,
             forcerm=True,
             decode=True,

@@ -56,7 +56,7 @@ def find(environment: Mapping[str, str], home: Path) -> Endpoint:
     found = _named(environment, home)
     if not found.url.startswith("unix://"):
         raise ConfigError(
-            "the Docker Engine is not on this machine, and dray binds folders of this machine",
+            "dray needs an engine that listens on a socket of this machine, whose folders it binds",
             where=found.source,
             wanted=f"a socket, such as unix://{_DEFAULT}",
             found=found.url,

@@ -60,8 +60,11 @@ def watch(folder: Path, what: str, *, total: int = 0, say: Say) -> Iterator[None
     progress = Progress(what, total=total, say=say)
 
     def look() -> None:
-        while not ended.wait(_LOOK_S):
+        pause = _LOOK_S
+        while not ended.wait(pause):
+            began = time.monotonic()
             progress.at(max(0, size(folder) - before))
+            pause = max(_LOOK_S, 20 * (time.monotonic() - began))  # on a network disk a look may take seconds
 
     thread = Thread(target=look, daemon=True)
     thread.start()

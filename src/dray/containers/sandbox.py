@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from docker.types import Mount
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     import docker
     from docker.models.containers import Container
 
-# Apptainer makes user and mount namespaces of its own; it needs no capability for that.
-SECURITY = ("seccomp=unconfined", "apparmor=unconfined")
+# Apptainer makes user and mount namespaces of its own; it needs no capability for that. A base's own programs run here
+# too, and become nobody else by one with setuid.
+SECURITY = ("seccomp=unconfined", "apparmor=unconfined", "no-new-privileges")
+_HOSTS = Path("/etc/hosts")
 _FUSE = "/dev/fuse"
 
 
@@ -31,17 +35,14 @@ def started(
     mounts: list[Mount],
     environment: Mapping[str, str],
     network: bool = False,
-    user: str | None = None,
+    user: tuple[int, int] | None = None,
     fuse: bool = False,
 ) -> Iterator[Container]:
-    """Run a command in it. It is gone afterwards, whatever happens. Without /dev/fuse, Apptainer unpacks an image.
-
-    With `network` it has the host's own, so that a proxy on the host's loopback and names of its /etc/hosts hold there.
-    """
+    """Run a command in it. It is gone afterwards, whatever happens. Without /dev/fuse, Apptainer unpacks an image."""
     podman = _rootless_podman(client)
     host = client.api.create_host_config(
         mounts=mounts,
-        network_mode="host" if network else "none",
+        network_mode=fetching() if network else "none",
         security_opt=[*SECURITY, "unmask=ALL"] if podman else list(SECURITY),
         devices=[f"{_FUSE}:{_FUSE}:rwm"] if fuse and Path(_FUSE).exists() else [],
     )
@@ -50,7 +51,7 @@ def started(
         command,
         name=f"dray-builder-{secrets.token_hex(4)}",
         environment=dict(environment),
-        user=user or ":".join(map(str, caller())),
+        user=":".join(map(str, user or caller())),
         # systempaths=unconfined in Docker's own client: no user namespace may mount /proc where parts are masked.
         host_config={**host, "MaskedPaths": [], "ReadonlyPaths": [], **({"UsernsMode": "keep-id"} if podman else {})},
     )
@@ -67,6 +68,45 @@ def _rootless_podman(client: docker.DockerClient) -> bool:
     parts = client.version().get("Components") or []
     options = client.info().get("SecurityOptions") or []
     return any("Podman" in part["Name"] for part in parts) and any("rootless" in option for option in options)
+
+
+def fetching() -> str:
+    """The network of a container that fetches: Docker's own, in which a base's programs reach nothing of this machine.
+
+    This machine's own where that one would not do: for a proxy on its loopback, or names that only its /etc/hosts has.
+    """
+    proxies = [value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy")]
+    if any(_is_local(urlsplit(value if "://" in value else f"http://{value}").hostname or "") for value in proxies):
+        return "host"
+    own = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
+    lines = (line.partition("#")[0].split() for line in _HOSTS.read_text(errors="replace").splitlines())
+    names = {name for _, *names in filter(None, lines) for name in names}
+    others = {name for name in names - own if not name.startswith(("ip6-", "localhost"))}
+    return "host" if others else "default"
+
+
+def _is_local(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def looker() -> tuple[int, int]:
+    """Who looks into images inside: as who builds, but where only root may mount one by /dev/fuse."""
+    fuse = Path(_FUSE)
+    own = os.getuid() == 0 and fuse.exists() and fuse.stat().st_mode & 0o006 != 0o006
+    return (0, 0) if own else caller()
+
+
+def give(path: Path) -> None:
+    """Make a folder of root's the ordinary user's to write, who works inside."""
+    if os.getuid() == 0:
+        os.chown(path, *caller())
+
+
+def take(folder: Path) -> None:
+    """Make all of it root's again, where root has given it: before anything of it is looked at or kept."""
+    if os.getuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 0, 0, follow_symlinks=False)
 
 
 def bind(path: Path, *, read_only: bool = True) -> Mount:

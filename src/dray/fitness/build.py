@@ -40,7 +40,7 @@ def check(build: Build, machine: Machine | None = None) -> list[Finding]:
     return [
         *room.check(build, about.get("size"), machine),
         *here,
-        *_builder(build, machine),
+        *_builder(build, about.get("size") or {}, machine),
         *room.disk(build, machine),
     ]
 
@@ -141,7 +141,7 @@ def _python(build: Build, machine: Machine) -> Iterator[Finding]:
         yield Finding("Python", found=f"{version} ({sys.executable})", kind="ok")
 
 
-def _builder(build: Build, machine: Machine) -> Iterator[Finding]:
+def _builder(build: Build, size: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
     """Apptainer on this machine, or Docker with Apptainer in a container."""
     tool = apptainer.program()
     own = tool is not None and machine.uid != 0
@@ -149,6 +149,13 @@ def _builder(build: Build, machine: Machine) -> Iterator[Finding]:
         yield _unfit("podman is not on this machine", wanted="podman, for --format podman", fix="install it")
     if tool and own:
         yield Finding("builder", found=f"{tool} on this machine", kind="ok")
+        if " " in f"{build.checkout}{build.sif}":
+            yield Finding(
+                f"{tool} finds no folder whose path has a space",
+                where=str(build.checkout),
+                fix="mv the checkout to a path without one; a build by Docker takes any",
+                code=exit_codes.CONFIG,
+            )
         if "sif" in build.formats:
             yield from _squash()
         if namespaces.setuid(tool):
@@ -156,7 +163,8 @@ def _builder(build: Build, machine: Machine) -> Iterator[Finding]:
         else:
             yield namespaces.check(machine.root, trial=machine.namespaces(), container=False)
     if not own or "docker" in build.formats:
-        yield from _docker(machine, alone=not own, tool=tool)
+        loaded = size.get("unpacked_mb", 0) if "docker" in build.formats else 0
+        yield from _docker(machine, alone=not own and "docker" not in build.formats, tool=tool, mb=loaded)
 
 
 def _squash() -> Iterator[Finding]:
@@ -169,7 +177,8 @@ def _squash() -> Iterator[Finding]:
         yield Finding("mksquashfs", found="makes the same bytes every time", kind="ok")
 
 
-def _docker(machine: Machine, *, alone: bool, tool: str | None) -> Iterator[Finding]:
+def _docker(machine: Machine, *, alone: bool, tool: str | None, mb: int) -> Iterator[Finding]:
+    """`alone` where nothing but the SIF is asked of it; else it also loads an image of so many `mb`."""
     try:
         found = endpoint.find(machine.environment, machine.home)
         try:
@@ -178,21 +187,24 @@ def _docker(machine: Machine, *, alone: bool, tool: str | None) -> Iterator[Find
             raise endpoint.unreachable(found, error, machine.environment) from error
     except DrayError as error:
         other = (
-            f"run it as an ordinary user: {tool} is there" if tool else "install Apptainer, which builds without Docker"
+            f"run it as an ordinary user: {tool} is there"
+            if tool
+            else "load or install Apptainer (module load apptainer), which builds without Docker"
         )
-        yield error.finding._replace(fix=f"{error.finding.fix}\nor {other}" if alone else error.finding.fix)
+        yield error.finding._replace(fix=f"{other}\nor {error.finding.fix}" if alone else error.finding.fix)
         return
     about = endpoint.info(found)
-    yield Finding("builder" if alone else "Docker", found=f"Docker at {found}", kind="ok")
+    yield Finding("builder" if not tool or machine.uid == 0 else "Docker", found=f"Docker at {found}", kind="ok")
     rootless = any("rootless" in option for option in about.get("SecurityOptions") or [])
     own_kernel = about.get("OSType", "linux") == "linux" and about.get("KernelVersion") == platform.release()
-    if alone and own_kernel and not rootless:
+    lends = not tool or machine.uid == 0
+    if lends and own_kernel and not rootless:
         yield namespaces.check(machine.root, trial=machine.namespaces(), container=True)
     folder = Path(about.get("DockerRootDir", "/nonexistent"))
-    needed = _BUILDER_MB * alone
+    needed = _BUILDER_MB * lends + mb
     if own_kernel and folder.is_dir() and machine.free(folder) < needed * 1e6:
         yield _unfit(
-            "Docker has no room for the builder's image",
+            "Docker has no room for the images",
             where=folder,
             wanted=f"{needed / 1000:.1f} GB",
             found=f"{machine.free(folder) / 1e9:.1f} GB free",
@@ -208,6 +220,9 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--bundle", action="store_true")
     asked = parser.parse_args()
+    if asked.wheels and not asked.wheels.is_dir():
+        print(f"dray: the folder of wheels does not exist\n  where:  {asked.wheels}", file=sys.stderr)
+        return exit_codes.CONFIG
     build = Build(
         checkout=checkouts.root(build=True),
         variant=asked.variant,

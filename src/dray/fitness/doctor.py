@@ -31,7 +31,7 @@ _PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image"
 def check(chosen: sites.Choice) -> list[Finding]:
     """Everything; with a site file, also what it expects of its nodes."""
     of_machine = [*_machine(), *_engines(), *_slurm(), *_gpus(), *_network(), *_room(), *_hf_home(), *_images()]
-    return [*of_machine, *_mirrors(), *_site(chosen)]
+    return [*of_machine, *mirror_table(), *_site(chosen)]
 
 
 def _ok(subject: str, found: str) -> Finding:
@@ -224,12 +224,12 @@ def _images() -> Iterator[Finding]:
         )
 
 
-def _mirrors() -> Iterator[Finding]:
+def mirror_table() -> Iterator[Finding]:
     """What is contacted in the place of what, when an image is built or adopted."""
     try:
         table = mirrors.table()
     except DrayError as error:
-        yield _unfit("mirrors", f"{error.problem}: {error.finding.found}", error.finding.fix)
+        yield error.finding._replace(code=exit_codes.UNFIT)
         return
     for name, mirror in table.items():
         yield _ok("mirror", f"{name} -> {mirror} ({mirrors.path()})")

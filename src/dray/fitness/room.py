@@ -34,7 +34,8 @@ def check(build: Build, size: Mapping[str, Any] | None, machine: Machine) -> Ite
     fetch = 0 if build.bundled else max(0, size["wheels_mb"] + _DEBIAN_MB - _present_mb(build))
     # The tree, as long as nothing is pruned, or with the packed image beside it; the wheels are linked, not copied.
     packed = 2 * size["sif_mb"] if "sif" in build.formats else 0
-    packed += size["unpacked_mb"] if {"docker", "podman"} & {*build.formats} else 0
+    engines = {"docker", "podman"} & {*build.formats}
+    packed += size["unpacked_mb"] if engines else 0
     work = size["unpacked_mb"] + max(_PRUNED_MB, packed)
     ours, theirs = _that_is(build.checkout / "build"), _that_is(build.sif.parent)
     needs = {ours: fetch, theirs: work}
@@ -51,9 +52,13 @@ def check(build: Build, size: Mapping[str, Any] | None, machine: Machine) -> Ite
                 where=str(folder),
                 wanted=f"{mb / 1000:.1f} GB: {fetch / 1000:.1f} to be fetched, {work / 1000:.1f} for its files",
                 found=f"{free / 1e9:.1f} GB free",
-                fix=f"make room; or on another disk: dray image build {build.variant} --out FOLDER/{build.sif.name}",
-                code=exit_codes.DONE if build.sif.exists() else exit_codes.UNFIT,
-                kind="note",  # what was built from the same inputs is not built again
+                fix="make room"
+                if engines
+                else f"make room; or, after make install, on another disk:\n"
+                f".venv/bin/dray image build {build.variant} --out FOLDER/{build.sif.name}",
+                # What was built from the same inputs is not built again.
+                code=exit_codes.DONE if build.sif.exists() and fetch < _SMALL_MB and not engines else exit_codes.UNFIT,
+                kind="note",
             )
     fetched = f"fetch {fetch / 1000:.1f} GB" if fetch >= _SMALL_MB else "next to nothing to fetch"
     yield Finding(subject, found=f"{fetched}, {', '.join(needed)}", kind="ok")

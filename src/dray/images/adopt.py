@@ -48,7 +48,7 @@ class Adopted:
 def adopt(
     checkout: Path, source: str, *, name: str = "", force: bool = False, say: Callable[[str], None] = print
 ) -> Adopted:
-    """Make it usable as build/dray-NAME.sif, with the folder build/dray-NAME beside it; or leave nothing."""
+    """Make it usable as build/dray-NAME.sif, with the folder build/dray-NAME beside it; or leave no image."""
     name = name or _named(source)
     _require_name(name)
     file, build = store.sif(checkout, name), checkout / "build"
@@ -62,9 +62,12 @@ def adopt(
         )
     build.mkdir(exist_ok=True)
     # A refusal keeps what took hours to fetch.
-    kept = build / "fetched" / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.sif"
+    address = mirrors.image(source) if "://" in source else source
+    kept = build / "fetched" / f"{hashlib.sha256(address.encode()).hexdigest()[:16]}.sif"
+    if force:
+        kept.unlink(missing_ok=True)
     with interrupts.stoppable(), TemporaryDirectory(dir=build, prefix=".adopt-") as scratch:
-        new = _fetched(source, Path(scratch) / file.name, kept, say)
+        new = _fetched(source, address, Path(scratch) / file.name, kept, say)
         sif = sif_format.read(new)
         if sif.architecture != MACHINES.get(platform.machine()):
             raise ConfigError(
@@ -75,7 +78,11 @@ def adopt(
                 fix="take the image of this machine's architecture, or adopt it on a machine of the image's own",
             )
         say("dray: start it, to see what it has")
-        found = probe(new, source)
+        try:
+            found = probe(new, source)
+        except UnfitError:  # it may be damaged
+            kept.unlink(missing_ok=True)
+            raise
         variant = _variant(found["torch"])
         put = Path(scratch) / "beside"
         put.mkdir()
@@ -153,7 +160,7 @@ def _require(holds: bool, problem: str, where: str, *, wanted: str, found: objec
         )
 
 
-def _fetched(source: str, out: Path, kept: Path, say: Callable[[str], None]) -> Path:
+def _fetched(source: str, address: str, out: Path, kept: Path, say: Callable[[str], None]) -> Path:
     if re.match(r"[a-z-]+:", source) and not Path(source).exists():
         if kept.exists():
             say(f"dray: take what was fetched before ({kept}; remove it to fetch again)")
@@ -161,11 +168,16 @@ def _fetched(source: str, out: Path, kept: Path, say: Callable[[str], None]) -> 
             say(f"dray: fetch {source}")
             kept.parent.mkdir(exist_ok=True)
             instead = "or bring it as a file: dray image adopt FILE.sif"
-            address = mirrors.image(source) if "://" in source else source
             singularity.pull(address, kept, what="the image", instead=instead, say=say)
         inputs.link(kept, out)
         return out
-    sif = sif_format.read(Path(source).expanduser())
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            "the image does not exist", where=path.absolute(), found=source, fix="correct the path",
+            wanted="a SIF, docker://NAME, oras://NAME or oci-archive:FILE",
+        )  # fmt: skip
+    sif = sif_format.read(path)
     say(f"dray: {sif.path}")
     inputs.link(sif.path, out)
     return out

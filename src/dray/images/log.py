@@ -17,6 +17,7 @@ from dray import interrupts
 from dray.containers.builder import BuildError
 from dray.containers.progress import Silence
 from dray.contract.findings import DrayError, UnfitError
+from dray.contract.values import printable
 
 # dray's own lines, pip's on large files, and Docker's on the steps of the builder's image.
 _SHOWN = re.compile(r"dray: |Downloading |Step \d+/\d+ : ")
@@ -47,6 +48,7 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
         lock, silence, ended = Lock(), Silence(), Event()
 
         def line(text: str) -> None:
+            text = printable(text)  # a base's own programs may write here
             with lock:
                 print(text, file=file, flush=True)
                 last.append(text)

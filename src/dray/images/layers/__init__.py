@@ -3,6 +3,6 @@
 `make` runs on the host. The module itself is a program for where Apptainer is, as that of dray.images.rootfs.
 """
 
-PROGRAM = ("python3", "-m", "dray.images.layers")
+PROGRAM = ("python3", "-P", "-m", "dray.images.layers")
 SIF = "layer.sif"
 TREE = "tree"

@@ -4,7 +4,8 @@ Standard library only: the builder has nothing else.
 """
 
 # The program of this package, and what it leaves in its scratch folder.
-PROGRAM = ("python3", "-m", "dray.images.rootfs")
+# -P: nothing of the folder where it starts is imported.
+PROGRAM = ("python3", "-P", "-m", "dray.images.rootfs")
 ROOTFS = "rootfs"
 SIF = "image.sif"
 LAYER = "image.tar"

@@ -32,7 +32,8 @@ def require() -> None:
             "mksquashfs cannot make the same bytes every time",
             wanted="squashfs-tools 4.4 or newer, with zstd",
             found=f"one without {' '.join(missing)}",
-            fix="install it, or build with a Docker Engine",
+            fix="load or install a newer one (module load squashfs-tools; conda install squashfs-tools)\n"
+            "or build with a Docker Engine",
         )
 
 

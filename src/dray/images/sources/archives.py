@@ -44,7 +44,7 @@ def _fetched(source: Source, image: Image, folder: Path, own: Path | None, say: 
             say(f"dray: fetch {mirrors.url(source.url)}")
             file = Path(made) / f"{source.file}.gz"
             _download(source, image, file, say)
-            _unpack(source, file, tar, where=source.url)
+            _unpack(source, file, tar, where=mirrors.url(source.url))
         else:
             _unpack(source, file, tar, where=str(file))
         return tar.replace(kept)
@@ -58,7 +58,7 @@ def _download(source: Source, image: Image, out: Path, say: Callable[[str], None
         with urllib.request.urlopen(address, timeout=_TIMEOUT_S, context=trusted) as answer, out.open("wb") as file:  # noqa: S310  http or https, as descriptions and mirrors demand
             fetch = Progress(source.file, total=int(answer.headers.get("Content-Length") or 0), say=say)
             _copy(source, answer, file, where=address, at=fetch.at)
-    except (OSError, HTTPException) as error:  # refused, timed out, or not found
+    except (OSError, HTTPException, ValueError) as error:  # refused, timed out, not found, or no sense in a header
         raise UnfitError(
             "a source of the image cannot be fetched",
             where=address,

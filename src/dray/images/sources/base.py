@@ -22,11 +22,11 @@ def default(checkout: Path, pinned: str, *, say: Callable[[str], None]) -> str:
     return str(made or pinned)
 
 
-def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
-    """The file: the user's own tar or SIF, or what a reference names, pulled once."""
+def require(base: str) -> None:
+    """Refuse what names a file and is none."""
     path = Path(base).expanduser().resolve()
     if path.is_file():
-        return path
+        return
     if path.exists() or base.startswith(("/", ".", "~")) or path.suffix in (".tar", ".sif"):
         raise ConfigError(
             "the base is a folder" if path.is_dir() else "the base does not exist",
@@ -34,6 +34,14 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
             found=base,
             fix=f"tar --create --file base.tar --directory {base} ." if path.is_dir() else f"make one: {_MAKE}",
         )
+
+
+def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
+    """The file: the user's own tar or SIF, or what a reference names, pulled once."""
+    require(base)
+    path = Path(base).expanduser().resolve()
+    if path.is_file():
+        return path
     pulled = checkout / "build" / "base" / f"{hashlib.sha256(base.encode()).hexdigest()[:16]}.sif"
     if not pulled.exists():
         source = reference(base)

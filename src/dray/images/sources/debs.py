@@ -164,8 +164,19 @@ def _download(
         binds = {inputs: False, out: True, work: True, base: False}
         with progress.watch(out, "Debian packages", say=say):
             builder.run(checkout, argv, binds=binds, on_line=say, network=True)
+        sandbox.take(out)
+        _require_packages(out)
         folder.parent.mkdir(parents=True, exist_ok=True)
         out.replace(folder)
+
+
+def _require_packages(folder: Path) -> None:
+    """Refuse a base that leaves anything else: a link could put a file of this machine into a bundle."""
+    for path in folder.iterdir():
+        known = path.suffix == ".deb" or path.name in (INSTALLED, "base.sha256")
+        if not known or path.is_symlink() or not path.is_file():
+            fix = "take another base, or ask who made this one"
+            raise ConfigError("the base leaves more than packages", found=ascii(path.name), fix=fix)
 
 
 def _build(checkout: Path) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from dray.config import mirrors
 from dray.config.image import Image
 from dray.config.model import load
 from dray.contract.findings import ConfigError
@@ -83,6 +84,9 @@ def gather(
     """Fetch what is not there yet, and make the folder anew from the checkout."""
     described = image(checkout, variant)
     chosen = base or bases.default(checkout, described.base, say=say)
+    # What is typed wrong is said before gigabytes are fetched.
+    bases.require(chosen)
+    mirrors.table()
     lock.require_fresh(checkout, described)
     build = checkout / "build"
     if os.getuid() == 0:  # an ordinary user builds in the container, and copies of gigabytes would take minutes
