@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import resource
 import shutil
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -53,13 +51,7 @@ def test_the_checkout_differs_from_head_in_digests_alone(stock: Walk) -> None:
 def test_one_command_makes_the_image(stock: Walk, built: Ended) -> None:
     assert re.search(r"build/dray-cpu\.sif'?  \d+ MB  sha256:[0-9a-f]{64}  \(\d+ s\)\n", built.out)
     program = "import dray, torch, transformers; print(torch.__version__, torch.ones(2).sum().item())"
-    command = f"apptainer exec --cleanenv /image.sif python3 -c '{program}'"
-    security = "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
-    ran = stock.typed(
-        f'docker run --rm --network none --user "$(id -u):$(id -g)" {security} '
-        f'--volume "$PWD/build/dray-cpu.sif:/image.sif:ro" dray:builder {command}',
-        log="image-runs",
-    )
+    ran = runs(stock, program, log="image-runs")
     assert ran.code == 0, ran.out
     assert ran.out.splitlines()[-1] == "2.13.0+cpu 2.0"
 
@@ -130,18 +122,18 @@ def tiny(stock: Walk) -> Walk:
     return stock
 
 
-@pytest.fixture(scope="module")
-def by_docker(tiny: Walk) -> str:
-    """The image's digest."""
-    return sha256(tiny.checkout)
+def runs(stock: Walk, program: str, *, log: str) -> Ended:
+    """Python in the image of build/, by the builder's Apptainer, which unpacks it: there is no /dev/fuse."""
+    security = "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
+    return stock.typed(
+        f'docker run --rm --network none --user "$(id -u):$(id -g)" {security} '
+        f'--volume "$PWD/build/dray-cpu.sif:/image.sif:ro" dray:builder '
+        f"apptainer exec --unsquash --cleanenv /image.sif python3 -c '{program}'",
+        log=log,
+    )
 
 
-def sha256(checkout: Path) -> str:
-    with (checkout / "build/dray-cpu.sif").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def test_podman_of_an_ordinary_user_builds_the_same(tiny: Walk, by_docker: str) -> None:
+def test_podman_of_an_ordinary_user_builds(tiny: Walk) -> None:
     home = tiny.machine.home
     # Podman's own limits are above those that a container may set.
     limits = ", ".join(
@@ -164,10 +156,10 @@ exit $code"""
     env = {"XDG_RUNTIME_DIR": f"/run/user/{uid}", "CONTAINERS_CONF": str(home / "containers.conf")}
     ended = tiny.typed(command, log="tiny-by-podman", env=env)
     assert ended.code == 0, ended.out
-    assert sha256(tiny.checkout) == by_docker
+    assert runs(tiny, "import dray, packaging", log="tiny-runs").code == 0
 
 
-def test_apptainer_alone_builds_the_same(tiny: Walk, by_docker: str) -> None:
+def test_apptainer_alone_builds(tiny: Walk) -> None:
     """In a container, where there is neither Docker nor root; in a folder without a space, which Apptainer wants."""
     alone = tiny.scratch / "alone"
     copied = tiny.machine.root(
@@ -182,8 +174,7 @@ chown -R {USER}: {alone}"""
     ended = tiny.typed(
         f'docker run --rm --network host --user "$(id -u):$(id -g)" {security} --volume {bundle}:{bundle}:ro '
         f"--env SSL_CERT_FILE={bundle} --env PIP_CERT={bundle} --volume {alone}:{alone} --workdir {alone} alone "
-        "make image-cpu",
+        "sh -c 'make image-cpu && apptainer exec --unsquash build/dray-cpu.sif python3 -c \"import dray, packaging\"'",
         log="tiny-by-apptainer-alone",
     )
     assert ended.code == 0, ended.out
-    assert sha256(alone) == by_docker
