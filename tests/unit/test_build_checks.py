@@ -429,10 +429,11 @@ class TestMachine:
                 "make image-cpu\nwhere Docker refuses you, first sudo usermod -aG docker ann\nand log in again"
             )
 
-    def test_an_unknown_variant(self, build: Make, machine: Machine) -> None:
-        (finding,) = builds.check(build("gpu"), machine)
-        assert (finding.code, finding.problem) == (78, "there is no image gpu")
-        assert finding.fix == f"make image-{VARIANTS[0]}; there are {' '.join(VARIANTS)}"
+    @pytest.mark.parametrize(("variant", "near"), [("gpu", "cpu"), ("cuba", "cuda"), ("rocm7", "rocm6"), ("x", "cpu")])
+    def test_an_unknown_variant(self, variant: str, near: str, build: Make, machine: Machine) -> None:
+        (finding,) = builds.check(build(variant), machine)
+        assert (finding.code, finding.problem) == (78, f"there is no image {variant}")
+        assert finding.fix == f"make image-{near}; there are {' '.join(VARIANTS)}"
 
 
 class TestRoom:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import tarfile
 from contextlib import closing
@@ -10,8 +11,9 @@ from contextlib import closing
 import pytest
 from docker.errors import ImageNotFound
 
-from dray.containers import docker
+from dray.containers import builder, docker, sandbox
 from dray.contract.findings import ConfigError, DrayError, UnfitError
+from helpers import ROOT
 
 
 @pytest.fixture
@@ -115,3 +117,40 @@ def test_a_rootfs_that_is_not_there(engine, tmp_path):
         f"  found:  {tmp_path}/base.tar\n"
         f"  fix:    make one: containers/base/make-base.sh trixie {tmp_path}/base.tar"
     )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "environment", "network"),
+    [
+        (
+            "127.0.0.1 localhost\n127.0.1.1 me.example me\n::1 localhost ip6-localhost ip6-loopback\n# x\n",
+            {},
+            "default",
+        ),
+        ("127.0.0.1 localhost localhost.localdomain\n", {"https_proxy": "http://proxy.example:3128"}, "default"),
+        ("127.0.0.1 localhost\n", {"HTTPS_PROXY": "http://127.0.0.1:3128"}, "host"),
+        ("127.0.0.1 localhost\n", {"http_proxy": "localhost:3128"}, "host"),
+        ("127.0.0.1 localhost\n10.0.0.5 registry.example\n", {}, "host"),
+    ],
+)
+def test_the_network_of_a_fetch(monkeypatch, tmp_path, hosts, environment, network):
+    """Docker's own, in which a base's programs reach nothing of this machine, wherever that does."""
+    (tmp_path / "hosts").write_text(hosts)
+    monkeypatch.setattr(sandbox, "_HOSTS", tmp_path / "hosts")
+    monkeypatch.setattr(sandbox.socket, "gethostname", lambda: "me")
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert sandbox.fetching() == network
+
+
+@pytest.mark.docker
+def test_a_program_of_a_base_gains_no_rights(engine):
+    """Nor is it root, or has a network."""
+    script = "grep -E '^(NoNewPrivs|CapEff)' /proc/self/status; id -u; ls /sys/class/net"
+    image = builder.image(engine, ROOT, print)
+    with sandbox.started(engine, image, ["sh", "-c", script], mounts=[], environment={}) as running:
+        assert running.wait()["StatusCode"] == 0
+        lines = running.logs().decode().split()
+    assert lines == ["CapEff:", "0" * 16, "NoNewPrivs:", "1", str(sandbox.caller()[0]), "lo"]

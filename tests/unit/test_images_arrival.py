@@ -137,6 +137,19 @@ class TestDebian:
             "lock debian"
         )
 
+    @pytest.mark.parametrize("left", ["a link", "another file"])
+    def test_a_base_that_leaves_more_than_packages(self, tmp_path: Path, left: str) -> None:
+        """A link of its making could put a file of this machine into a bundle."""
+        for name in ("gcc_1_amd64.deb", debs.INSTALLED, "base.sha256"):
+            (tmp_path / name).touch()
+        debs._require_packages(tmp_path)
+        if left == "a link":
+            (tmp_path / "x_1_all.deb").symlink_to("/etc/passwd")
+        else:
+            (tmp_path / "notes").touch()
+        with pytest.raises(ConfigError, match="the base leaves more than packages"):
+            debs._require_packages(tmp_path)
+
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:

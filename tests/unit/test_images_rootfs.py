@@ -13,8 +13,10 @@ import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from docker.errors import ImageNotFound
 
 from dray.config import mirrors
 from dray.containers import builder, endpoint, sandbox
@@ -142,6 +144,14 @@ def test_a_base_that_no_registry_has(tmp_path, monkeypatch):
         "fix": "or make one: containers/base/make-base.sh bookworm build/base/bookworm.tar",
     }
     assert not [*(tmp_path / "build" / "base").iterdir()]
+
+
+def test_what_is_no_tar(tmp_path):
+    (tmp_path / "base.tar").write_text("# Notes\n")
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(ConfigError, match="the base cannot be unpacked") as refused:
+        rootfs.start_from(tmp_path / "base.tar", tmp_path / "scratch")
+    assert "tar" in refused.value.details["found"]
 
 
 def test_tar_is_unpacked_without_devices(tmp_path):
@@ -495,3 +505,33 @@ def test_the_builders_tools_are_pinned(root):
     for name, version, machine, digest, path in rows:
         assert re.fullmatch("[0-9a-f]{64}", digest)
         assert path.endswith(f"/{name}_{version.rpartition(':')[2]}_{machine}.deb")
+
+
+def test_the_builder_is_what_this_checkout_has_built(root, tmp_path, monkeypatch):
+    """And no image of anybody's that has its label or its tag."""
+    shutil.copytree(root / "containers", tmp_path / "containers", symlinks=True)
+    there: set[str] = set()
+    asked: list[str] = []
+
+    class Images:
+        def get(self, name: str) -> SimpleNamespace:
+            asked.append(name)
+            if name not in there:
+                raise ImageNotFound(name)
+            return SimpleNamespace(id=name)
+
+    def build(_client, **_):
+        there.add(f"sha256:{len(there)}")
+        return f"sha256:{len(there) - 1}"
+
+    monkeypatch.setattr(builder.docker, "build", build)
+    monkeypatch.setattr(builder.docker, "base_image", lambda *_, **__: "base")
+    client = SimpleNamespace(images=Images())
+    assert [builder.image(client, tmp_path, print) for _ in range(2)] == ["sha256:0", "sha256:0"]
+    there.clear()  # docker image prune
+    there.add("dray:builder")
+    assert builder.image(client, tmp_path, print) == "sha256:1"
+    assert set(asked) == {"sha256:0"}
+    with (tmp_path / "containers" / "cluster" / "tools.sh").open("a") as tools:
+        tools.write("# newer\n")
+    assert builder.image(client, tmp_path, print) == "sha256:2"

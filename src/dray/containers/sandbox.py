@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -76,11 +77,11 @@ def fetching() -> str:
     proxies = [value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy")]
     if any(_is_local(urlsplit(value if "://" in value else f"http://{value}").hostname or "") for value in proxies):
         return "host"
-    own = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn()}
+    own = socket.gethostname().partition(".")[0]
     lines = (line.partition("#")[0].split() for line in _HOSTS.read_text(errors="replace").splitlines())
-    names = {name for _, *names in filter(None, lines) for name in names}
-    others = {name for name in names - own if not name.startswith(("ip6-", "localhost"))}
-    return "host" if others else "default"
+    names = [name for _, *names in filter(None, lines) for name in names]
+    common = re.compile(rf"localhost.*|ip6-.*|{re.escape(own)}(\..*)?")
+    return "default" if all(map(common.fullmatch, names)) else "host"
 
 
 def _is_local(host: str) -> bool:

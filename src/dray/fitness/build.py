@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import platform
 import shutil
 import sys
@@ -87,7 +88,8 @@ def _sudo(build: Build, machine: Machine) -> Iterator[Finding]:
 def _variant(build: Build) -> Iterator[Finding]:
     known = variants(build.checkout)
     if build.variant not in known:
-        fix = f"make image-{known[0] if known else 'VARIANT'}; there are {' '.join(known)}"
+        near = difflib.get_close_matches(build.variant, known, 1) or known or ["VARIANT"]
+        fix = f"make image-{near[0]}; there are {' '.join(known)}"
         yield Finding(f"there is no image {build.variant}", fix=fix, code=exit_codes.CONFIG)
 
 

@@ -73,7 +73,15 @@ def start_from(base: Path, scratch: Path) -> str:
         unpacked.mkdir()
         # An ordinary user can make no devices, and a container has the host's anyway. `docker export` writes no ./.
         devices = ["--anchored", "--exclude=./dev/*", "--exclude=dev/*"]
-        process.run(["tar", "--extract", "--file", base, "--directory", unpacked, *devices])
+        done = process.run(["tar", "--extract", "--file", base, "--directory", unpacked, *devices], check=False)
+        if done.code:
+            raise ConfigError(
+                "the base cannot be unpacked",
+                where=base,
+                wanted="the tar of a root filesystem, or a SIF",
+                found="\n".join(done.err.strip().splitlines()[-3:]),
+                fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one",
+            )
         found = _architecture(unpacked)
     wanted = sif_format.MACHINES.get(platform.machine(), platform.machine())
     if found != wanted:
