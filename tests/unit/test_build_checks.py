@@ -429,7 +429,7 @@ class TestMachine:
                 "make image-cpu\nwhere Docker refuses you, first sudo usermod -aG docker ann\nand log in again"
             )
 
-    @pytest.mark.parametrize(("variant", "near"), [("gpu", "cpu"), ("cuba", "cuda"), ("rocm7", "rocm6"), ("x", "cpu")])
+    @pytest.mark.parametrize(("variant", "near"), [("gpu", "cpu"), ("cuba", "cuda"), ("rocm7", "rocm"), ("x", "cpu")])
     def test_an_unknown_variant(self, variant: str, near: str, build: Make, machine: Machine) -> None:
         (finding,) = builds.check(build(variant), machine)
         assert (finding.code, finding.problem) == (78, f"there is no image {variant}")
