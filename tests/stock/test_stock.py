@@ -53,7 +53,7 @@ def test_one_command_makes_the_image(stock: Walk, built: Ended) -> None:
     program = "import dray, torch, transformers; print(torch.__version__, torch.ones(2).sum().item())"
     ran = runs(stock, program, log="image-runs")
     assert ran.code == 0, ran.out
-    assert ran.out.splitlines()[-1] == "2.13.0+cpu 2.0"
+    assert "2.13.0+cpu 2.0" in ran.out.splitlines()
 
 
 def test_the_second_time_all_is_found(stock: Walk, built: Ended) -> None:
