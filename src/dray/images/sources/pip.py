@@ -73,11 +73,18 @@ def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path)
 
 
 def download(
-    pins: Sequence[Pin], *, image: Image, folder: Path, index: str = "", say: Callable[[str], None]
+    pins: Sequence[Pin],
+    *,
+    image: Image,
+    folder: Path,
+    index: str = "",
+    later: Sequence[Pin] = (),
+    say: Callable[[str], None],
 ) -> list[Path]:
     """All of them, or none. A file that comes out has the right hash and is in place.
 
-    With a vendor's `index`, it is asked for what is not found where the user's own configuration of pip looks.
+    With a vendor's `index`, it is asked for what is not found where the user's own configuration of pip looks. An error
+    names the vendors' wheels that would come `later` too, so that a user can bring all at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".new-") as made:
@@ -109,7 +116,7 @@ def download(
                 say(f"dray: look in {contacted}")
                 failed = process.follow([*argv, "--index-url", contacted], on_line=on_line, env=env) != 0
         if failed:
-            raise _failed(pins, image, index, _reason(lines))
+            raise _failed([*pins, *later], image, index, _reason(lines))
         return [file.replace(folder / file.name) for file in sorted(files.iterdir())]
 
 

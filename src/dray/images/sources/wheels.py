@@ -46,10 +46,10 @@ def fetch(
     if missing:
         say(f"dray: fetch {len(missing)} of {len(pins)} packages")
     # Vendors' first: the rest is not worth its minutes where one of these is missing. And each alone, by its own index.
-    for pin in missing:
-        if pin.name in vendors:
-            index = vendors[pin.name].index
-            found += pip.download([pin], image=image, folder=folder, index=index, say=say)
+    of_vendors = [pin for pin in missing if pin.name in vendors]
+    for number, pin in enumerate(of_vendors):
+        index = vendors[pin.name].index
+        found += pip.download([pin], image=image, folder=folder, index=index, later=of_vendors[number + 1 :], say=say)
     others = [pin for pin in missing if pin.name not in vendors]
     if others:
         found += pip.download(others, image=image, folder=folder, say=say)
