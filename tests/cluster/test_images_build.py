@@ -368,8 +368,8 @@ class TestBundle:
         (copy / "more").touch()
         refused = checkout.build("--bundle", copy)
         assert refused.returncode == 78
-        assert refused.stderr == (
-            "dray: the bundle differs from its checksums\n"
+        assert refused.stderr.partition("dray: the bundle ")[2] == (
+            "differs from its checksums\n"
             f"  where:  {copy}\n"
             "  found:  labels: missing\n"
             "          more: not its own\n"
@@ -379,9 +379,9 @@ class TestBundle:
 
     def test_no_bundle_and_another_variant_s(self, checkout, bundle, tmp_path):
         refused = checkout.build("--bundle", tmp_path)
-        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: not a bundle")
+        assert (refused.returncode, "dray: not a bundle" in refused.stderr.splitlines()) == (78, True)
         refused = checkout.dray("build", "cuda", "--bundle", bundle)
-        assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, "dray: the bundle is of another image")
+        assert (refused.returncode, "dray: the bundle is of another image" in refused.stderr.splitlines()) == (78, True)
 
     def test_a_folder_that_is_there_is_not_overwritten(self, checkout, bundle):
         refused = checkout.dray("bundle", VARIANT, "--out", bundle)
@@ -395,10 +395,10 @@ def test_a_base_that_cannot_be_pulled(checkout):
     refused = checkout.build("--base", base)
     assert refused.returncode == 69
     said = refused.stderr.splitlines()
-    start = said.index("dray: the base cannot be pulled")
-    assert said[start + 1] == f"  wanted: {base}"
+    (start,) = (at for at, line in enumerate(said) if line.startswith("dray: the base cannot be pulled"))
+    assert said[start + 1] == f"  wanted: docker://{base}"
     assert said[start + 2].startswith("  found:  FATAL: ")
-    assert said[-1] == "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar"
+    assert said[-1].endswith("or make one: containers/base/make-base.sh bookworm build/base/bookworm.tar")
     assert all(not name.startswith(".dray") for name in checkout.left())
 
 
@@ -426,8 +426,8 @@ def test_nothing_to_build_with(checkout, tmp_path, monkeypatch):
         " Engine runs on this machine\n"
         f"  where:  unix://{tmp_path}/docker.sock\n"
         "  found:  [Errno 2] No such file or directory\n"
-        "  fix:    install Docker Engine and start it, or set DOCKER_HOST\n"
-        "          or install Apptainer, which builds without Docker\n"
+        "  fix:    load or install Apptainer (module load apptainer), which builds without Docker\n"
+        "          or install Docker Engine and start it, or set DOCKER_HOST\n"
     )
 
 
