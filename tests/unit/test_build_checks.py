@@ -186,7 +186,7 @@ class TestEndpoint:
         ("joined", "groups", "fix"),
         [
             (False, set(), "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"),
-            (True, {"me"}, "log in again: you are in the docker group, but not yet in this session"),
+            (True, {"me"}, "log in again: you are in the docker group, but not yet in this login"),
             (True, {"docker"}, "add yourself to the docker group"),
         ],
     )

@@ -137,7 +137,7 @@ def _entry(endpoint: Endpoint, service: str) -> str:
     except (ImportError, KeyError, OSError):
         waiting = False
     if waiting:
-        return "log in again: you are in the docker group, but not yet in this session (or: newgrp docker)"
+        return "log in again: you are in the docker group, but not yet in this login (or: newgrp docker)"
     return "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
 
 
