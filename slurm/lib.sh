@@ -41,6 +41,13 @@ lib::given() { # [ARGUMENT...]: all that reaches bash, srun and the facts from o
   done
 }
 
+lib::hub() { # HF_HOME, as the library has it where nobody sets it, if this user has such a cache
+  local -r usual="${XDG_CACHE_HOME:-${HOME:-}/.cache}/huggingface"
+  [[ -n "${HF_HOME:-}" || ! -d "$usual" ]] || export HF_HOME="$usual"
+  [[ "${HF_HOME:-}" != /* || -d "$HF_HOME" ]] || mkdir -p -- "$HF_HOME" || lib::die 78 "HF_HOME names a folder that cannot be made" \
+    "where:  $HF_HOME on node $(</proc/sys/kernel/hostname)" "fix:    export HF_HOME=FOLDER, one that you may write and that all nodes share"
+}
+
 lib::task() { # [ARGUMENT...]: sets `given`; --tasks=FILE becomes the run and the settings of this task of an array, a line of FILE
   given=("$@")
   [[ "${1:-}" == --tasks=* ]] || return 0
@@ -113,11 +120,19 @@ lib::late() { # SIGNAL: between the nodes' end and the next start of nodes, if t
   late="$1"
 }
 
+lib::later() { # SECONDS: Slurm tells a job at once whose time limit is nearer than --signal says; it hears it then
+  echo "dray: SIGUSR1 came at the start of a short job: the run is asked to save and end in $1 s, when a third of its time is left" >&2
+  # It ends with this script, too.
+  (timeout "$1" tail --pid=$$ --sleep-interval=0.2 --follow /dev/null || kill -USR1 $$) >/dev/null 2>&1 &
+}
+
 lib::heard() { # SIGNAL: the run is to end, and to say why; at the first USR1 or TERM the ranks may save what they have
-  local first="$stopped_by" now
+  local first="$stopped_by" now length
   printf -v now '%(%s)T' -1
-  if [[ "$1" == USR1 ]] && ((now - ${SLURM_JOB_START_TIME:-0} < 60 && ${SLURM_JOB_END_TIME:-$now} - ${SLURM_JOB_START_TIME:-0} <= 300)); then
-    echo "dray: SIGUSR1 is not heard in the first minute of so short a job: Slurm sends it at once" >&2
+  local -r begin="${SLURM_JOB_START_TIME:-0}" end="${SLURM_JOB_END_TIME:-$now}"
+  length=$((end - begin))
+  if [[ "$1" == USR1 ]] && ((now - begin < 60 && length <= 300 && now < end - length / 3)); then
+    lib::later $((end - length / 3 - now))
     return 0 # without a number it would be that of what the signal interrupted
   fi
   stopped_at="${stopped_at:-$now}" stopped_by="${stopped_by:-$1}"
@@ -235,6 +250,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     shift
   done
   lib::slurm
+  lib::hub
   local nodes_pid="" stopped_by="" stopped_at="" late="" now began_at
   lib::uptime
   began_at="$now"

@@ -86,6 +86,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
     "where:  PATH=$PATH" "fix:    name a login node of the cluster, or load its module in your ~/.bash_profile there"
   # What the engine hands in by these, nobody has asked for; squeue would hide jobs.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" "${!SQUEUE_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
+  lib::hub
   trap login::end EXIT
   login::door
   [[ "$bring" != 1 ]] || made="$(mktemp -d -- "$folder/.made-XXXXXX")"

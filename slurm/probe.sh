@@ -18,7 +18,7 @@ probe::shell() { # [VARIABLE...]: the names of this environment; values only of 
       continue
     fi
     [[ "$asked" != *" $name "* ]] || printf 'variable.%s\n' "$entry"
-    [[ "$name" =~ ^($libraries)_ ]] || entry="$name=(set)"
+    [[ "$name" =~ ^($libraries)_ || "$name" == XDG_CACHE_HOME || "$name" == MPLCONFIGDIR ]] || entry="$name=(set)"
     printf 'shell.%s\n' "$entry"
   done <"/proc/$$/environ"
 }
@@ -28,7 +28,6 @@ probe::main() {
   # An salloc's own shell has only the second, which may name the kind: a100:4.
   local -r gpus="${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}"
   local hf_home=""
-  # What is not there yet, libraries make; a container could not have it bound.
   [[ "${HF_HOME:-}" != /* || ! -d "$HF_HOME" ]] || hf_home="$HF_HOME"
   cat <<FACTS
 scheduler=slurm

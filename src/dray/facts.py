@@ -94,7 +94,7 @@ class Facts(BaseModel):
     variables: dict[str, str] = {}
     """The job's values of the variables that site files name in paths."""
     hf_home: str | None = None
-    """Where the job's HF_HOME is."""
+    """HF_HOME as the job has it; else the library's own place for it in the home, if that is there."""
     environment: tuple[str, ...] = ()
     """Names of the job's variables that libraries of this field read; none enters a container by itself."""
     uid: int = 0

@@ -27,7 +27,7 @@ def run(root: Path, runs: Path, *words: str) -> tuple[subprocess.CompletedProces
     ended = subprocess.run(
         [*DRAY, "run", RECIPE, *words, "--runs", runs], cwd=root, capture_output=True, text=True, check=False
     )
-    (folder,) = runs.iterdir()
+    (folder,) = runs.glob("[!.]*")
     return ended, folder
 
 
@@ -142,7 +142,7 @@ def test_ctrl_c_leaves_no_container_and_no_network(root: Path, tmp_path: Path) -
         started.kill()
     assert (started.returncode, err) == (130, "")
     assert "stopped by Ctrl-C at " in out
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "runs").glob("[!.]*")
     assert nothing_left(folder)
 
 
@@ -165,7 +165,7 @@ def test_a_stopped_run_leaves_no_process(root: Path, tmp_path: Path, number: sig
     out, err = started.communicate(timeout=60)
     assert (started.returncode, err) == (128 + number, "")
     assert f"stopped by {number.name} at " in out
-    (folder,) = runs.iterdir()
+    (folder,) = runs.glob("[!.]*")
     assert json.loads((folder / "attempt-1" / "result.json").read_text())["status"] == "stopped"
     until(lambda: not processes(str(runs)), lambda: processes(str(runs)))
 

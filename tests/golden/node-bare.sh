@@ -21,6 +21,8 @@ export ACCELERATE_USE_CPU=true
 export CUDA_VISIBLE_DEVICES=''
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
 export HF_HUB_OFFLINE=1
+# dray: its list of fonts, which takes seconds to make
+export MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
 # site harbour: the fast network
 export NCCL_SOCKET_IFNAME=hsn0,hsn1
 # recipe

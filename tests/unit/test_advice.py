@@ -20,7 +20,9 @@ ASKED = ("--time=08:00:00", "--cpus-per-task=8")
 
 def notes(*words: str, name="smoke-cpu", site="generic", options=ASKED, home: Path | None = None) -> list[Finding]:
     recipe = read_recipe(ROOT / "recipes" / f"{name}.toml", words)
-    facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=2, engine="apptainer", image="/i.sif",
+    cpu = name == "smoke-cpu" and not any(word.startswith("image=") for word in words)
+    gpus = 0 if cpu else 2
+    facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=gpus, engine="apptainer", image="/i.sif",
                   site=site, login="here", account="p1", options=options,
                   hf_home=str(home) if home else None)  # fmt: skip
     findings = decide(recipe, *at_site(facts), RunPaths(Path("/runs/r"))).findings
@@ -84,7 +86,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert (note.problem, note.fix) == ("the job is offline, and needs what is not downloaded", "dray prefetch RECIPE")
     assert note.found == f"not in HF_HOME ({tmp_path}): Salesforce/wikitext"
     (note,) = notes(name="gpt2-wikitext-ddp")
-    assert note.found == "HF_HOME is not set: openai-community/gpt2, Salesforce/wikitext"
+    assert note.found == "not in HF_HOME (/runs/.cache-0/huggingface): openai-community/gpt2, Salesforce/wikitext"
     assert notes("env.HF_HUB_OFFLINE=0", name="gpt2-wikitext-ddp") == []
     streamed = "data.train=hf://datasets/me/texts/*.jsonl"
     assert [note.problem for note in notes(streamed)] == ["data.train is read from the hub, and the job is offline"]

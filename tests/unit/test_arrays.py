@@ -201,7 +201,9 @@ def test_where_it_refuses_the_second_the_first_is_shown_later(queue: Queue, caps
     with pytest.raises(DrayError, match="sbatch"):
         scaling.scale(RECIPE, ranks="1,2,4", per_node=2, runs=queue.runs)
     assert [one.job_id for one in study.load(queue.study).members] == ["42_1", "42_2"]
-    assert sorted(path.name for path in queue.runs.iterdir()) == [queue.study.name + end for end in ("", "-1", "-2")]
+    assert sorted(path.name for path in queue.runs.glob("[!.]*")) == [
+        queue.study.name + end for end in ("", "-1", "-2")
+    ]
     out = capsys.readouterr().out
     assert out == f"job 42_1: 1 rank\njob 42_2: 2 ranks\n\nagain: dray scale --table {queue.study}\n"
 

@@ -70,7 +70,7 @@ class TestV100:
         [
             (("train.precision=fp16",), "iris", "fp16"),
             (("train.precision=fp32",), "iris", "fp32"),
-            (("image=cpu", "train.precision=bf16"), "iris", "bf16"),
+            (("image=cpu", "gpus=none", "train.precision=bf16"), "iris", "bf16"),
             (("image=cuda", "train.precision=bf16"), "meluxina", "bf16"),
         ],
     )
@@ -85,9 +85,17 @@ class TestV100:
         why = " (the recipe names none, and {} emulate bf16)"
         cases = (
             ("iris", "cuda12", (), f"fp16{why.format('the GPUs of site iris')}"),
-            ("iris", "cpu", (), f"fp32{why.format('many CPUs')}"),
-            ("iris", "cpu", ("train.precision=bf16",), "bf16,"),
-            ("iris", "cpu", ("train.strategy=ddp", "train.master_weights=true"), "bf16,"),
+            ("iris", "cpu", ("gpus=none",), f"fp32{why.format('many CPUs')}"),
+            (
+                "iris",
+                "cpu",
+                (
+                    "gpus=none",
+                    "train.precision=bf16",
+                ),
+                "bf16,",
+            ),
+            ("iris", "cpu", ("gpus=none", "train.strategy=ddp", "train.master_weights=true"), "bf16,"),
             ("meluxina", "cuda", (), "bf16,"),
         )
         for site, variant, words, shown in cases:
@@ -198,7 +206,7 @@ class TestRanks:
     def test_one_option_on_cpus_and_on_gpus(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
         words = ("plan", "--ranks", "4", "--format", "json", "--sbatch=--account=p")
-        for site, gpus in (("generic", "4: the recipe says so, and no GPUs were given"),
+        for site, gpus in (("generic", "4: the recipe says so, and no GPUs are used"),
                            ("lumi", "4: one for each GPU that the scheduler gave")):  # fmt: skip
             code, out, _ = dray(tmp_path, *words, "--site", site, "--", "train.py")
             made = json.loads(out)

@@ -162,7 +162,8 @@ def test_pyxis_is_told_by_options_of_srun(root: Path) -> None:
     decided = made(root, Path("/my runs/r1"), site=site, engine="pyxis", image="/images/dray-cuda.sqsh")
     assert render.srun_options(decided).splitlines() == [
         "--container-image=/images/dray-cuda.sqsh",
-        "--container-mounts=/my runs/r1:/my runs/r1,/data:/data:ro,/scratch:/scratch",
+        "--container-mounts=/my runs/r1:/my runs/r1,/data:/data:ro,/scratch:/scratch,"
+        "/my runs/.cache-1000:/my runs/.cache-1000",
         "--container-workdir=/my runs/r1/attempt-1",
         "--no-container-mount-home",
         "--no-container-remap-root",
@@ -255,7 +256,7 @@ class TestPlaces:
 
     @pytest.fixture
     def node(self, root: Path, tmp_path: Path):
-        for name in ("run/attempt-1/failures", "bin", "real/data", "dev"):
+        for name in ("run/attempt-1/failures", ".cache-1000", "bin", "real/data", "dev"):
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "i.sif").write_bytes(IMAGE)
         tool = tmp_path / "bin" / "apptainer"
@@ -274,7 +275,8 @@ class TestPlaces:
                 env={"PATH": f"{tool.parent}:/usr/bin:/bin", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"},
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
-            return ended.returncode, ended.stdout.splitlines(), ended.stderr
+            lines = [line for line in ended.stdout.splitlines() if line != self.line(tmp_path / ".cache-1000")]
+            return ended.returncode, lines, ended.stderr
 
         return run
 

@@ -149,7 +149,7 @@ def test_a_whole_job_for_real(tmp_path: Path) -> None:
     ended = subprocess.run(argv, env=env, cwd=job.home, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "done: exit code 0, 1 rank on n1\n" in ended.stdout
-    (run,) = job.runs.iterdir()
+    (run,) = job.runs.glob("[!.]*")
     assert json.loads((run / "attempt-1/result.json").read_text())["status"] == "done"
     rank = (run / "attempt-1/logs/rank-0.log").read_text().splitlines()
     assert "CH_RUNNING=Weird Al Yankovic" in rank
@@ -181,7 +181,7 @@ def test_our_own_image_trains(tmp_path: Path, sif: Path) -> None:
     argv = job.argv(*words, plan_only=False)
     ended = subprocess.run(argv, env=env, cwd=job.home, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (run,) = job.runs.iterdir()
+    (run,) = job.runs.glob("[!.]*")
     result = json.loads((run / "attempt-1/result.json").read_text())
     assert (result["status"], (run / "checkpoints/final").is_dir()) == ("done", True)
 
@@ -211,13 +211,13 @@ class TestWords:
         lines = [
             line
             for line in after.splitlines()
-            if not line.startswith(("DRAY_IMAGE_ID", "DRAY_STARTED", "TRITON", "TORCH"))
+            if not line.startswith(("DRAY_IMAGE_ID", "DRAY_STARTED", *caches.NAMES, "TRITON", "TORCH"))
         ]
         assert lines == [
             "ACCELERATE_USE_CPU='true'", "CUDA_VISIBLE_DEVICES=''", "HF_HUB_OFFLINE='1'", "MY_TOKEN='hush'",
             "OMP_NUM_THREADS='1'", "PYTHONFAULTHANDLER='1'", "PYTHONNOUSERSITE='1'", "PYTHONUNBUFFERED='1'",
             "SLURMD_NODENAME='n1'", "SLURM_NODEID='0'", "SLURM_STEP_NUM_NODES='1'", "TOKENIZERS_PARALLELISM='false'",
-            *(f"--bind={tmp_path}/{name}:{tmp_path}/{name}" for name in ("data", "link", "run")),
+            *(f"--bind={tmp_path}/{name}:{tmp_path}/{name}" for name in (".cache-0", "data", "link", "run")),
             f"--cd={tmp_path}/run/attempt-1", str(tree), "--", "python3", "-m", "dray.runner",
             f"{tmp_path}/run/attempt-1/plan.json", "TMPDIR=unset",
         ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -59,6 +60,7 @@ image = "/i/dray.sqsh"
 mounts = [
   "/runs/r1:/runs/r1",
   "/capstor/me:/capstor/me",
+  "/runs/.cache-0:/runs/.cache-0",
   "/i/dray.sqsh:/i/dray.sqsh:ro",
 ]
 workdir = "/runs/r1/attempt-1"
@@ -127,13 +129,14 @@ def test_a_mount_is_read_only_where_nobody_writes_and_what_only_some_nodes_have_
         SiteBind(path="/flash", why="w", required=False),
     )  # fmt: skip
     mounts = tomllib.loads(edf(made(site=site(binds=binds))))["mounts"]
-    assert mounts[1:-1] == ["/data:/data:ro", "/out:/out"]
+    assert mounts[1:-2] == ["/data:/data:ro", "/out:/out"]
 
 
 @pytest.mark.parametrize("name", ['a "b"', "a\\b", "a b", "é", "it's", "[x]", "#", "%n", "😀"])
 def test_any_other_name_arrives(name: str) -> None:
     content = tomllib.loads(edf(made(site=site(), run=f"/runs/{name}", image=f"/i/{name}.sqsh")))
-    assert content["mounts"] == [f"/runs/{name}:/runs/{name}", f"/i/{name}.sqsh:/i/{name}.sqsh:ro"]
+    run, _, image = content["mounts"]
+    assert (run, image) == (f"/runs/{name}:/runs/{name}", f"/i/{name}.sqsh:/i/{name}.sqsh:ro")
     assert (content["image"], content["workdir"]) == (f"/i/{name}.sqsh", f"/runs/{name}/attempt-1")
 
 
@@ -234,10 +237,11 @@ class TestTheJob:
         assert calls[0]["edf"] == {
             "image": image, "workdir": where, "entrypoint": False, "mounts": [f"{one}:{one}" for one in folders],
         }  # fmt: skip
-        (run,) = job.runs.iterdir()  # the planner's own description is gone
+        (run,) = job.runs.glob("[!.]*")  # the planner's own description is gone
+        caches = f"{job.runs}/.cache-{os.getuid()}"
         assert calls[1]["edf"] == {
             "image": image, "workdir": f"{run}/attempt-1", "entrypoint": False, "writable": True,
-            "mounts": [f"{run}:{run}", f"{where}:{where}", f"{image}:{image}:ro"],
+            "mounts": [f"{run}:{run}", f"{where}:{where}", f"{caches}:{caches}", f"{image}:{image}:ro"],
         }  # fmt: skip
         said = json.loads((run / "attempt-1" / "result.json").read_text())
         assert (said["status"], said["exit_code"]) == ("done", 0)

@@ -104,9 +104,9 @@ def test_modules_are_asked_for_where_they_are_of_use(words: list[str], nodes: in
 
 def test_what_it_refuses() -> None:
     with pytest.raises(ConfigError, match="podman-hpc does not check who signed an image"):
-        made(f'image_signers=["{"A" * 40}"]').refuse()
+        made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
     with pytest.raises(ConfigError, match="image_digest pins a SIF"):
-        made(f"image_digest=sha256:{'0' * 64}").refuse()
+        made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()
 
 
 def test_an_image_is_a_name_in_its_store(tmp_path: Path, monkeypatch) -> None:
@@ -132,7 +132,7 @@ def test_a_job_from_the_plan_to_the_result(tmp_path: Path) -> None:
     argv = job.argv("launcher=python", 'pass_env=["MY_TOKEN"]', "--", "env", plan_only=False)
     ended = subprocess.run(argv, env=env, cwd=job.home, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    (run,) = job.runs.iterdir()
+    (run,) = job.runs.glob("[!.]*")
     calls = [json.loads(line) for line in job.seen.read_text().splitlines()]
     assert calls == [
         ["localhost/dray:cpu", "python3", "-m", "dray", "plan"],

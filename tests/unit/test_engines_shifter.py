@@ -107,9 +107,9 @@ def test_modules(words: list[str], nodes: int, site: dict[str, object], module: 
 
 def test_what_it_refuses() -> None:
     with pytest.raises(ConfigError, match="shifter does not check who signed an image"):
-        made(f'image_signers=["{"A" * 40}"]').refuse()
+        made("image=cuda", f'image_signers=["{"A" * 40}"]').refuse()
     with pytest.raises(ConfigError, match="image_digest pins a SIF"):
-        made(f"image_digest=sha256:{'0' * 64}").refuse()
+        made("image=cuda", f"image_digest=sha256:{'0' * 64}").refuse()
     with pytest.raises(ConfigError, match="shifter has no such annotation") as refused:
         made(annotations={"com.hooks.x": "1"})
     assert refused.value.details == {"wanted": "shifter.module", "found": "com.hooks.x"}
@@ -172,7 +172,7 @@ class TestTheJob:
     def test_from_the_plan_to_the_result(self, job: Job) -> None:
         ended = self.run(job)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        (run,) = job.runs.iterdir()
+        (run,) = job.runs.glob("[!.]*")
         calls = [json.loads(line) for line in job.seen.read_text().splitlines()]
         assert calls == [
             [IMAGE, "python3", "-m", "dray", "plan"],
@@ -196,7 +196,7 @@ class TestTheJob:
     def test_a_value_that_it_would_cut(self, job: Job, value: str) -> None:
         ended = self.run(job, MY_TOKEN=value)
         assert ended.returncode != 0
-        (run,) = job.runs.iterdir()
+        (run,) = job.runs.glob("[!.]*")
         assert (
             "dray: MY_TOKEN has a line break, or ends with a blank, which shifter cannot hand in\n"
             in (run / "attempt-1/logs/node-0.log").read_text()

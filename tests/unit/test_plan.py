@@ -135,11 +135,9 @@ def test_hostile_paths_and_values_arrive_as_they_are(root: Path, tmp_path: Path,
 
 
 def test_ranks_follow_the_gpus_that_the_scheduler_gave(root: Path) -> None:
-    decided = made(root, "batch.global_size=32", gpus_per_node=4)
+    decided = made(root, "image=cuda", "batch.global_size=32", gpus_per_node=4)
     assert (decided.world.ranks_per_node, decided.world.size) == (4, 8)
-    assert decided.reasons["ranks_per_node"] == (
-        "4: one for each GPU that the scheduler gave, which stay idle: image = cpu"
-    )
+    assert decided.reasons["ranks_per_node"] == "4: one for each GPU that the scheduler gave"
 
 
 def test_nodes_follow_the_scheduler(root: Path) -> None:
@@ -168,6 +166,23 @@ def test_what_beats_what_is_kept(root: Path) -> None:
 def test_a_gpu_recipe_without_gpus_is_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match="a cuda run needs GPUs, and the scheduler gave none"):
         made(root, "image=cuda")
+
+
+@pytest.mark.parametrize(
+    ("site", "fix"),
+    [
+        ({}, "image=cuda; or image=cpu gpus=none ranks_per_node=N, to leave them idle"),
+        ({"image": "rocm"}, "image=rocm; or image=cpu gpus=none ranks_per_node=N, to leave them idle"),
+    ],
+)
+def test_gpus_that_the_image_cannot_use_are_refused(root: Path, site: dict, fix: str) -> None:
+    decided = made(root, site=Site(name="s", about="", **site), gpus_per_node=2)
+    found = next(finding for finding in decided.findings if finding.code)
+    assert (found.problem, found.fix) == ("the job has GPUs, and the cpu image cannot use them", fix)
+    assert (found.found, found.code) == ("2 GPUs on each node, and image=cpu", 78)
+    meant = made(root, "gpus=none", "ranks_per_node=3", "batch.global_size=24", gpus_per_node=2)
+    meant.refuse()
+    assert meant.world.ranks_per_node == 3
 
 
 def test_what_is_compiled_needs_a_path_that_the_linker_takes(root: Path) -> None:
@@ -400,9 +415,10 @@ INDUCTOR = {
     ],
 )
 def test_deterministic_training_has_all_that_it_needs(root: Path, words: tuple, found: dict[str, str]) -> None:
-    decided = made(root, *words, "train.deterministic=true", gpus_per_node=2)
+    gpus = 0 if "image=cpu" in words else 2
+    decided = made(root, *words, "train.deterministic=true", gpus_per_node=gpus)
     names = ("CUBLAS", "NCCL", "TORCHINDUCTOR", "FLASH", "AIHWKIT")
-    without = chosen(made(root, *words, gpus_per_node=2), *names)
+    without = chosen(made(root, *words, gpus_per_node=gpus), *names)
     assert {**chosen(decided, *names), "NCCL_SOCKET_IFNAME": "hsn0,hsn1"} == {**without, **found}
     assert ", deterministic, " in decided.reasons["training"]
     decided.refuse()

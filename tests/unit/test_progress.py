@@ -73,7 +73,7 @@ def on_a_terminal(folder: Path, *words: str) -> Iterator[tuple[Terminal, subproc
 
 
 def run_of(folder: Path) -> Path:
-    (run,) = (folder / "runs").iterdir()
+    (run,) = (folder / "runs").glob("[!.]*")
     return run
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_the_same_is_told_before_anything_is_made(
         "what cannot be the same:",
         f"  image: image: {tmp_path}/i.sif -> {tmp_path}/other.sif",
     ]
-    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+    assert [one.name for one in (tmp_path / "runs").glob("[!.]*")] == ["mine"]
 
 
 def test_an_image_that_only_the_nodes_read_is_not_told_as_another() -> None:
@@ -164,7 +164,7 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(slurm: Slurm, tmp_path: Path)
     (slurm.folder / "bin" / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid account' >&2\nexit 1\n")
     with pytest.raises(DrayError, match="invalid account"):
         replay("mine", "--yes")
-    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+    assert [one.name for one in (tmp_path / "runs").glob("[!.]*")] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_what_is_refused(slurm: Slurm, tmp_path: Path, words: tuple[str, ...], t
     with pytest.raises(ConfigError, match=told):
         replay("mine", *words)
     assert not (tmp_path / "argv").exists()
-    assert [one.name for one in (tmp_path / "runs").iterdir()] == ["mine"]
+    assert [one.name for one in (tmp_path / "runs").glob("[!.]*")] == ["mine"]
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def test_what_reaches_sbatch(root: Path, tmp_path: Path) -> None:
         cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    (folder,) = runs.iterdir()
+    (folder,) = runs.glob("[!.]*")
     assert ended.stdout == f"job 42 is in the queue\nrun folder: {folder}\n"
     assert (tmp_path / "argv").read_text().split("\0")[:-1] == [
         "--parsable",

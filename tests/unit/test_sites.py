@@ -186,7 +186,7 @@ class TestBinds:
         seen = Facts.model_validate({**SEEN, **facts})
         recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
         made = plan(recipe, self.SITE, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
-        return [(bind.path, bind.source, bind.required) for bind in made.binds[1:]]
+        return [(bind.path, bind.source, bind.required) for bind in made.binds[1:-1]]
 
     def test_the_jobs_variables_are_filled_in(self, root: Path) -> None:
         found = self.binds(root, variables={"SCRATCH": "/lustre/me", "USER": "me"}, home="/home/me")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from dray.runs import stop
-from helpers import ROOT
+from helpers import ROOT, until
 from jobs import SRUN, Job
 
 
@@ -68,7 +68,7 @@ def test_a_job_decides_as_toml_says(job: Job, tmp_path: Path, seed: int) -> None
     (tmp_path / "mine.toml").write_text(text)
     said = tomllib.loads(text)
     wanted = said["tiny"]["image"] if said["scale"] == "tiny" else said["image"]
-    ended = job.plan(tmp_path / "mine.toml", SLURM_GPUS_ON_NODE="2")
+    ended = job.plan(tmp_path / "mine.toml", SLURM_GPUS_ON_NODE="0" if wanted == "cpu" else "2")
     if said.get("image_digest", digest(wanted)) == digest(wanted):
         assert ended.returncode == 0, ended.stderr
         assert f"image {job.home}/build/dray-{wanted}.sif\n" in ended.stdout
@@ -204,7 +204,7 @@ class TestTheSame:
         assert ended.returncode == 0, ended.stderr
         assert "dray: note: the job is offline, and needs what is not downloaded\n" in ended.stderr
         assert "dray: warning: NCCL_DEBGU=(set)\n" in ended.stderr
-        (run,) = job.runs.iterdir()
+        (run,) = job.runs.glob("[!.]*")
         written = "".join(path.read_text() for path in (run / "attempt-1").iterdir() if path.is_file())
         assert "hush" not in written
 
@@ -365,20 +365,24 @@ class TestStopped:
         assert (script.returncode, result["exit_code"]) == (code, code), err
         assert (result["status"], result["reason"], result["cause"]) == (status, reason, None)
 
-    def test_so_short_a_job_is_not_told(self, job: Job) -> None:
+    @pytest.mark.parametrize(("length", "left"), [(15, 5), (300, 100)])
+    def test_a_short_job_is_told_when_a_third_of_its_time_is_left(self, job: Job, length: int, left: int) -> None:
         """Slurm sends the signal at once where the time limit is nearer than it says."""
         now = int(time.time())
-        job.env |= {"SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + 120)}
+        job.env |= {"SLURM_JOB_START_TIME": str(now), "SLURM_JOB_END_TIME": str(now + length)}
         job.tool("srun", SRUN)
         job.tool("scontrol", "#!/bin/bash\nexit 1\n")
         program = ["bash", "-c", "until [[ -e on ]]; do sleep 0.1; done"]
         with self.started(job, "launcher=python", "--", *program) as (script, attempt):
             script.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
+            told = (attempt / "stop").read_text
+            if length < 60:
+                until(lambda: told() == "USR1\n")
+                assert time.time() >= now + length - left
             (job.home / "on").touch()
             _, err = script.communicate(timeout=60)
-        assert (script.returncode, (attempt / "stop").read_text()) == (0, ""), err
-        assert "dray: SIGUSR1 is not heard in the first minute of so short a job" in err
+        assert (script.returncode, told()) == (0, "USR1\n" if length < 60 else ""), err
+        assert "dray: SIGUSR1 came at the start of a short job: the run is asked to save and end in" in err
 
     def test_a_run_that_ends_well_although_it_was_told_to_stop(self, job: Job) -> None:
         """TERM to the batch script alone."""

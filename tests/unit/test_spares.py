@@ -136,7 +136,7 @@ def ended(job: Job) -> tuple[subprocess.CompletedProcess[str], list[dict[str, An
         check=False,
         start_new_session=True,
     )
-    (run,) = job.runs.iterdir()
+    (run,) = job.runs.glob("[!.]*")
     return done, [json.loads((run / f"attempt-{number}" / "result.json").read_text()) for number in (1, 2)]
 
 

@@ -29,15 +29,18 @@ def prefetch(
     if not named:
         print(f"{recipe}: names nothing of the hub; there is nothing to fetch")
         return
-    home = os.environ.get("HF_HOME", "")
-    if not home.startswith("/"):
+    given = os.environ.get("HF_HOME", "")
+    if given and not given.startswith("/"):
         raise ConfigError(
-            "HF_HOME does not name the folder where runs look",
-            wanted="HF_HOME, a folder on a disk that all nodes share",
-            found=f"HF_HOME = {home!r}" if home else "HF_HOME is not set",
+            "HF_HOME does not name a folder where runs look",
+            wanted="a whole path on a disk that all nodes share",
+            found=f"HF_HOME = {given!r}",
             fix="export HF_HOME=/a/shared/folder, here and where you submit",
         )
-    Path(home).mkdir(parents=True, exist_ok=True)
+    home = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"))
+    home.mkdir(parents=True, exist_ok=True)
+    if not given:
+        print(f"HF_HOME is not set: into {home}, which all nodes must see")
     settings = settings.model_copy(update={"pass_env": tuple(dict.fromkeys((*settings.pass_env, *hub.passed())))})
     sections = settings.model_dump(mode="json", include={"data", "model", "evaluate"})
     code = desk.once(

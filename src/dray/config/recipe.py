@@ -92,6 +92,8 @@ class Recipe(Spec):
     """Nodes to request. If the scheduler gives another number, dray uses that."""
     ranks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Ranks on a node without GPUs. With GPUs there is one rank for each."""
+    gpus: Literal["all", "none"] = "all"
+    """none: a job that has GPUs runs the cpu image on its processors. Without this key it is refused."""
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """Port of the first node, for the rendezvous and torch's store. Default: a free one."""
     rendezvous_timeout_s: Count = 120
@@ -224,6 +226,8 @@ class Recipe(Spec):
     @model_validator(mode="after")
     def _one_program(self) -> Recipe:
         missing = [name for name in ("batch", "train") if getattr(self, name) is None]
+        if self.gpus == "none" and self.image != "cpu":
+            raise ValueError(f'gpus = "none" is for image = "cpu", and the image is {self.image}; leave one out')
         if self.command and PurePosixPath(self.command.folder) == PurePosixPath("/"):
             raise ValueError("command.folder is /, which would hide the image's own files; name the program's folder")
         if self.command is None and missing:

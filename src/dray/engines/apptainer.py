@@ -17,7 +17,8 @@ def _layer(file: str) -> list[str]:
 
 
 class Apptainer(Engine):
-    """`exec` with nothing of the host inside but what the plan names, /tmp, and what the site's administrators bind."""
+    """`exec` with nothing of the host inside but what the plan names, /tmp, and what the site's administrators bind:
+    the user's home among it, for a program of the user's."""
 
     name = "apptainer"
     schedulers = frozenset({"slurm", "hosts"})
@@ -37,7 +38,7 @@ class Apptainer(Engine):
             "exec",
             "--cleanenv",
             "--no-eval",  # else a $(...) in a variable's value is run
-            "--no-mount=home,cwd",
+            f"--no-mount={'' if container.home else 'home,'}cwd",
             *_GPU[container.accelerator],
             MOUNTS,
             *_layer(container.layer),

@@ -50,6 +50,8 @@ class Container:
     """The names of the variables that are set inside."""
     name_variable: str
     """The variable with the node's name."""
+    home: bool = False
+    """Whether the user's home is inside, where the engine's own configuration binds it."""
     one_machine: bool
     """Whether all nodes of the run are containers on this machine."""
     terminal: bool = False

@@ -25,7 +25,7 @@ class Pyxis(Engine):
             f"--container-image={container.image}",
             f"--container-mounts={','.join(pairs(container))}",
             f"--container-workdir={container.folder}",
-            "--no-container-mount-home",
+            *([] if container.home else ["--no-container-mount-home"]),
             "--no-container-remap-root",
             "--container-writable",  # of the container's own copy, which goes at the end
         ]

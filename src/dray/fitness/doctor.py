@@ -196,7 +196,7 @@ def _hf_home() -> Iterator[Finding]:
     folder = os.environ.get("HF_HOME")
     if not folder:
         fix = "export HF_HOME=FOLDER, a folder on a disk that all nodes share, before you submit"
-        yield _note("HF_HOME", "is not set, and a container does not see your home", fix)
+        yield _note("HF_HOME", "is not set: ~/.cache/huggingface if it is there, else .cache-UID beside the runs", fix)
     elif not os.access(folder, os.W_OK):
         yield _unfit("HF_HOME", f"{folder} cannot be written", "set it to a writable folder that all nodes share")
     else:

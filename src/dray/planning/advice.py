@@ -109,10 +109,8 @@ def _hub(plan: Plan, files: Files) -> Iterator[Finding]:
             yield _note(f"{key} is read from the hub, and the job is offline", found=name, fix=fix)
     if not files.missing_on_hub:
         return
-    home = environment.get("HF_HOME", "")
-    where = f"not in HF_HOME ({home})" if home else "HF_HOME is not set"
-    missing = ", ".join(files.missing_on_hub)
-    yield _note("the job is offline, and needs what is not downloaded", found=f"{where}: {missing}", fix=_PREFETCH)
+    found = f"not in HF_HOME ({environment.get('HF_HOME', 'not set')}): {', '.join(files.missing_on_hub)}"
+    yield _note("the job is offline, and needs what is not downloaded", found=found, fix=_PREFETCH)
 
 
 _PREFETCH = "dray prefetch RECIPE"

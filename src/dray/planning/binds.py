@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from string import Template
 
@@ -12,6 +12,8 @@ from dray.config.recipe import Recipe
 from dray.config.site import Site, SiteBind
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
+from dray.planning import caches
+from dray.planning.environment import Variable
 
 
 class Bind(BaseModel):
@@ -38,10 +40,13 @@ class Bind(BaseModel):
         return f"{self.source}: {self.why}"
 
 
-def resolve(recipe: Recipe, site: Site, facts: Facts, *, run_folder: PurePosixPath) -> tuple[Bind, ...]:
+def resolve(
+    recipe: Recipe, site: Site, facts: Facts, variables: Sequence[Variable], *, run_folder: PurePosixPath, scratch: str
+) -> tuple[Bind, ...]:
     """All binds, each place once; who needs to write decides."""
     chosen: dict[str, Bind] = {}
-    for bind in _wanted(recipe, site, facts, run_folder):
+    named = [(variable.name, variable.value) for variable in variables]
+    for bind in (*_wanted(recipe, site, facts, run_folder), *_caches(named, facts, run_folder, scratch)):
         known = chosen.get(bind.path)
         if known is None or (bind.write and not known.write):
             chosen[bind.path] = bind
@@ -55,8 +60,6 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath)
         yield Bind(path=facts.adopted, write=False, source="dray image adopt", why=why)
     if recipe.command:
         yield Bind(path=recipe.command.folder, write=True, source="recipe command.folder", why="where the command runs")
-    if facts.hf_home and "HF_HOME" not in recipe.env:
-        yield Bind(path=facts.hf_home, write=True, source="HF_HOME", why="models and datasets that are downloaded")
     for key, named in recipe.places().items():
         why = "the training dataset" if key.startswith(("data.train", "data.mix.")) else "the recipe reads it"
         yield Bind(path=_whole(named), write=False, source=f"recipe {key}", why=why)
@@ -72,6 +75,13 @@ def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath)
         if path:
             source = f"site {site.name}" + (f" {wanted.path}" if path != wanted.path else "")
             yield Bind(path=path, write=wanted.write, source=source, why=wanted.why, required=wanted.required)
+
+
+def _caches(
+    variables: Sequence[tuple[str, str]], facts: Facts, run_folder: PurePosixPath, scratch: str
+) -> Iterator[Bind]:
+    for cache in caches.outside(variables, facts, run_folder=run_folder, scratch=scratch):
+        yield Bind(path=cache.path, write=True, source=cache.name, why=cache.why, made=True)
 
 
 def _whole(named: str) -> str:

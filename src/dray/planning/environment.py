@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,7 +11,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Fabric, Site
 from dray.facts import Facts
-from dray.planning import deterministic
+from dray.planning import caches, deterministic
 
 # By which Slurm says whose GPUs a job has, where nothing else keeps it from the others'. ROCm reads CUDA's name too,
 # and numbers anew what is left: of two such lists the second would name GPUs that are not there.
@@ -75,15 +76,14 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     yield ours("TOKENIZERS_PARALLELISM", "false", "tokenizers' threads and forked data workers deadlock")
     yield ours("TORCHINDUCTOR_CACHE_DIR", f"{scratch}/inductor", "compile caches race on a shared disk")
     yield ours("TORCH_EXTENSIONS_DIR", f"{scratch}/extensions", "compile caches race on a shared disk")
-    yield ours("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk")
     yield ours("TRITON_CACHE_AUTOTUNING", "1", "tuning is kept with the compiled kernels for the next attempt")
     yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
     if facts.adopted_path:
         yield ours("PYTHONPATH", facts.adopted_path, "dray is beside the adopted image, not in it")
     if recipe.command:
         yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")
-    if facts.hf_home:
-        yield ours("HF_HOME", facts.hf_home, "the job's own; models and datasets are shared by all nodes")
+    for cache in caches.chosen(facts, run_folder=PurePosixPath(run_folder), scratch=scratch):
+        yield ours(*cache)
     if recipe.train and ACCELERATORS[recipe.image] == "cuda" and not _names(recipe, site) & _ALLOCATOR:
         why = "freed memory serves tensors of any size; not on ROCm 6.4, nor in programs that may share it by CUDA IPC"
         yield ours("PYTORCH_ALLOC_CONF", "expandable_segments:True", why)

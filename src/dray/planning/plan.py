@@ -109,7 +109,7 @@ def plan(
         env=variables,
         pass_env=passed,
         left_outside=tuple(sorted(outside)) if engine.isolates_env else (),
-        binds=binds.resolve(recipe, site, facts, run_folder=run_folder),
+        binds=binds.resolve(recipe, site, facts, variables, run_folder=run_folder, scratch=scratch),
         reasons={
             "access": _ACCESS[recipe.runs.share],
             "site": f"{site.name}: {site_why}",

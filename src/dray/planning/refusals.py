@@ -8,7 +8,7 @@ from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
 from dray.config.site import Site
 from dray.contract import exit_codes
-from dray.contract.findings import Finding
+from dray.contract.findings import Finding, counted
 from dray.contract.values import control_characters
 from dray.engines.base import Engine
 from dray.facts import Facts
@@ -19,6 +19,7 @@ from dray.planning.schema import Plan
 def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[Finding]:
     """Every refusal that needs no estimate."""
     yield from _account(site, facts)
+    yield from _gpus(recipe, site, facts)
     yield from _variant(recipe, site, facts, engine)
     yield from _digest(recipe, facts, engine)
     yield from signatures.refusals(recipe, site, engine)
@@ -61,6 +62,18 @@ def _account(site: Site, facts: Facts) -> Iterator[Finding]:
             wanted=f"an account such as {site.account}",
             found="no --account, and SBATCH_ACCOUNT is not set",
             fix=f"dray submit --sbatch=--account={site.account}, or export SBATCH_ACCOUNT",
+        )
+
+
+def _gpus(recipe: Recipe, site: Site, facts: Facts) -> Iterator[Finding]:
+    """An image that cannot use the GPUs that the job pays for. With image = cpu a hostfile's slots are no GPUs."""
+    if recipe.image == "cpu" and facts.gpus_per_node and recipe.gpus == "all" and facts.scheduler != "hosts":
+        image = "the adopted image has a torch for CPUs" if recipe.adopted else "image=cpu"
+        yield _refusal(
+            f"the job has GPUs, and the {recipe.image} image cannot use them",
+            wanted="an image for these GPUs",
+            found=f"{counted(facts.gpus_per_node, 'GPU')} on each node, and {image}",
+            fix=f"image={site.image or 'cuda'}; or image=cpu gpus=none ranks_per_node=N, to leave them idle",
         )
 
 

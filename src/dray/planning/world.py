@@ -137,9 +137,8 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
         return Choice(1, "launcher = ray: Ray starts its workers itself")
     if facts.gpus_per_node and facts.scheduler == "hosts":
         return Choice(facts.gpus_per_node, "the hostfile's slots")
-    if facts.gpus_per_node:
-        idle = ", which stay idle: image = cpu" if recipe.image == "cpu" else ""
-        return Choice(facts.gpus_per_node, f"one for each GPU that the scheduler gave{idle}")
+    if facts.gpus_per_node and recipe.gpus != "none":
+        return Choice(facts.gpus_per_node, "one for each GPU that the scheduler gave")
     if recipe.image != "cpu":
         raise ConfigError(
             f"a {recipe.image} run needs GPUs, and the scheduler gave none",
@@ -148,8 +147,8 @@ def ranks_per_node(recipe: Recipe, facts: Facts) -> Choice[int]:
             fix=_MORE_GPUS["login" if facts.login else facts.scheduler],
         )
     if recipe.ranks_per_node:
-        return Choice(recipe.ranks_per_node, "the recipe says so, and no GPUs were given")
-    return Choice(1, "neither GPUs nor ranks_per_node were given")
+        return Choice(recipe.ranks_per_node, "the recipe says so, and no GPUs are used")
+    return Choice(1, "no GPUs are used, and there is no ranks_per_node")
 
 
 def _logs(ranks: int, most: int) -> str:

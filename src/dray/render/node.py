@@ -125,6 +125,7 @@ def _container(plan: Plan, *, terminal: bool = False) -> Container:
         fabric=kind if brings else "",
         folder=plan.folder if inside else plan.where,
         user=plan.user,
+        home=plan.recipe.command is not None,
         variables=(
             *(variable.name for variable in plan.env),
             *plan.world.identity.values(),
@@ -195,6 +196,7 @@ def _made(plan: Plan) -> Iterator[str]:
     """What the recipe keeps outside the run folder is as private as that."""
     for bind in plan.binds:
         if bind.made:
+            yield "# shellcheck disable=SC2174 # the folders above it need not be private"
             yield f"mkdir -p -m {names.MODES[plan.recipe.runs.share]:o} -- {_quoted(bind.path)} || true"
 
 

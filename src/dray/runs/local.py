@@ -96,9 +96,11 @@ def require(recipe: Recipe, again: Callable[..., str], *, fixed: bool = False) -
 
 
 def hf_home() -> str | None:
-    """This machine's, as slurm/probe.sh has a job's."""
-    named = Path(os.environ.get("HF_HOME", ""))
-    return str(named) if named.is_absolute() and named.is_dir() else None
+    """HF_HOME as the job has it, or the library's own place for it, if that exists (slurm/lib.sh does the same)."""
+    if named := os.environ.get("HF_HOME"):
+        return named if named.startswith("/") else None
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    return str(usual) if usual.is_dir() else None
 
 
 def run(

@@ -63,6 +63,8 @@ def facts(
         options=tuple(options),
         gpu_memory_gb=gpu_memory,
         hf_home=local.hf_home(),
+        uid=os.getuid(),
+        gid=os.getgid(),
         shell=dict(os.environ),
     )
     seen, choice = write.at_site(seen, known.choice if known else None)

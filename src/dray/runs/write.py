@@ -6,7 +6,9 @@ import os
 import re
 import secrets
 import shlex
+import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +23,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, to_text
 from dray.fitness import lint
-from dray.planning import image, members, precision
+from dray.planning import caches, image, members, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs import capsule, grace, layers, lookup
@@ -115,7 +117,8 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     """The plan of this recipe on these facts at this site, with all that is found wrong or unwise in it."""
     # What a model keeps depends on the variant and the precision that the plan chooses.
     chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
-    files = lookup.files(chosen, facts, exact=exact)
+    hub = caches.hub(facts, PurePosixPath(paths.run.parent))
+    files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
     seconds, run = grace.slowest(paths.run.parent, recipe.name) or (None, "")
     files = files.model_copy(
         update={"layer": layers.look(recipe, choice.site, facts), "save_s": seconds, "save_run": run}
@@ -148,6 +151,7 @@ def begin(
     recipe = image.chosen(recipe, choice.site, facts).value
     facts = members.chosen(recipe, facts)
     decided, paths = _begin(recipe, facts, choice, runs, run_name(run or "") or _requeued(recipe, facts, choice, runs))
+    _make_cache(Path(caches.kept(facts, PurePosixPath(paths.run.parent))), decided)
     write_atomic(paths.facts, to_text(facts))
     write_atomic(paths.secret, (secret or secrets.token_hex(32)) + "\n", mode=0o600)
     write_atomic(paths.stop, "")
@@ -161,6 +165,23 @@ def begin(
     write_atomic(paths.plan, decided.model_dump_json(indent=1) + "\n")
     capsule.begun(paths, decided, beside)
     return decided, paths
+
+
+def _make_cache(folder: Path, decided: Plan) -> None:
+    """For what libraries download. Where several users share the folder of runs, another one may have made it."""
+    if not any(bind.path == str(folder) for bind in decided.binds):
+        return
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(
+            "the folder for caches is not yours",
+            where=folder,
+            wanted=f"a folder of user {os.geteuid()}",
+            found=f"a file or folder of user {found.st_uid}",
+            fix="remove it; or keep runs in a folder of your own (DRAY_RUNS)",
+        )
 
 
 def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: str | None) -> tuple[Plan, RunPaths]:

@@ -1,0 +1,67 @@
+"""Where libraries keep what they download or make: a folder that can be written for each, without a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from dray import engines
+from dray.facts import Facts
+
+NAMES = ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "WANDB_DIR")
+_KEPT = "downloads are kept for the next run, beside the runs, on a disk that all nodes share"
+
+
+class Cache(NamedTuple):
+    """A variable that names such a folder."""
+
+    name: str
+    path: str
+    why: str
+
+
+def kept(facts: Facts, runs: PurePosixPath) -> PurePosixPath:
+    """The folder beside the runs, which several users may share."""
+    return runs / f".cache-{facts.uid}"
+
+
+def hub(facts: Facts, runs: PurePosixPath) -> str:
+    """Where the job keeps what it has of the Hugging Face hub."""
+    return facts.hf_home or str(kept(facts, runs) / "huggingface")
+
+
+def chosen(facts: Facts, *, run_folder: PurePosixPath, scratch: str) -> Iterator[Cache]:
+    """The job's own where it names one; else a folder beside the runs for downloads, and the node's for the rest."""
+    beside = kept(facts, run_folder.parent)
+    found = "the job's own, or this user's; all nodes share its models and datasets"
+    usual = (
+        Cache("HF_HOME", hub(facts, run_folder.parent), found if facts.hf_home else _KEPT),
+        Cache("TORCH_HOME", str(beside / "torch"), _KEPT),
+        Cache("XDG_CACHE_HOME", str(beside), _KEPT),
+        Cache("MPLCONFIGDIR", f"{scratch}/matplotlib", "its list of fonts, which takes seconds to make"),
+        Cache("TRITON_CACHE_DIR", f"{scratch}/triton", "compile caches race on a shared disk"),
+        Cache("WANDB_DIR", str(run_folder), "offline runs of Weights & Biases are kept with the run"),
+    )
+    at_home = engines.get(facts.engine).image == "python"  # it sees all that the user has
+    for cache in usual:
+        given = facts.shell.get(cache.name, "")
+        if cache.name != "HF_HOME" and given.startswith("/"):
+            yield Cache(cache.name, given, "the job's own")
+        elif not at_home or cache.path.startswith(scratch) or (cache.name == "HF_HOME" and facts.hf_home):
+            yield cache
+
+
+def outside(
+    variables: Iterable[tuple[str, str]], facts: Facts, *, run_folder: PurePosixPath, scratch: str
+) -> Iterator[Cache]:
+    """Those folders that the container does not see yet, whoever named them."""
+    seen = (str(run_folder), scratch)
+    own = str(kept(facts, run_folder.parent))
+    for name, value in variables:
+        if name not in NAMES or not value.startswith("/") or f"{value}/".startswith(tuple(f"{one}/" for one in seen)):
+            continue
+        if f"{value}/".startswith(f"{own}/"):
+            yield Cache("dray", own, "the caches of libraries")
+        else:
+            yield Cache(name, value, "what its library downloads or makes")
