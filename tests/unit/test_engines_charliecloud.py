@@ -20,6 +20,7 @@ from dray.contract.findings import ConfigError
 from dray.engines.charliecloud import PATH
 from dray.facts import Facts
 from dray.images.sif import format as sif_format
+from dray.planning import caches
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
