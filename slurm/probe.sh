@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What this job and its first node are, as key=value lines on stdout. bash and /proc only.
-# Usage: probe.sh ENGINE IMAGE SITE [VARIABLE...]     (inside a job, on its first node)
+# Usage: probe.sh ENGINE IMAGE SITE [VARIABLE|PATH...]     (inside a job, on its first node)
 set -euo pipefail
 
 probe::shell() { # [VARIABLE...]: the names of this environment; values only of libraries' variables, and of those that are asked for
@@ -47,6 +47,10 @@ home=${HOME:-}
 uid=$(id -u)
 gid=$(id -g)
 FACTS
+  local word
+  for word in "${@:4}"; do
+    [[ "$word" != /* ]] || printf 'path.%s=%s\n' "$word" "$([[ -e "$word" ]] && echo there || echo absent)"
+  done
   probe::shell "${@:4}"
 }
 

@@ -13,7 +13,7 @@ from dray.config.model import explained
 from dray.contract.findings import ConfigError, Finding, counted
 from dray.hostlist import expand
 
-_VARIABLE, _SHELL = "variable.", "shell."
+_VARIABLE, _SHELL, _PATH = "variable.", "shell.", "path."
 _SHOWN = 3  # names that a node list has more than once
 # Variables that libraries of this field read; a container gets none by itself.
 _LIBRARIES = re.compile(
@@ -93,6 +93,8 @@ class Facts(BaseModel):
     """The user's home, which no container sees by accident."""
     variables: dict[str, str] = {}
     """The job's values of the variables that site files name in paths."""
+    paths: dict[str, Literal["there", "absent"]] = {}
+    """Which of the folders that the site names are on the job's first node."""
     hf_home: str | None = None
     """HF_HOME as the job has it; else the library's own place for it in the home, if that is there."""
     environment: tuple[str, ...] = ()
@@ -191,6 +193,7 @@ def parse(text: str, *, where: str) -> Facts:
     found: dict[str, str | list[str] | dict[str, str]] = {}
     variables: dict[str, str] = {}
     shell: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         key, separator, value = line.partition("=")
         if not separator:
@@ -201,9 +204,11 @@ def parse(text: str, *, where: str) -> Facts:
             variables[key.removeprefix(_VARIABLE)] = value
         elif key.startswith(_SHELL):
             shell[key.removeprefix(_SHELL)] = value
+        elif key.startswith(_PATH):
+            paths[key.removeprefix(_PATH)] = value
         elif value:
             found[key] = value.split() if key in _LISTS else value
-    found |= {"variables": variables, "shell": shell}
+    found |= {"variables": variables, "shell": shell, "paths": paths}
     found.setdefault("environment", sorted(name for name in shell if _LIBRARIES.match(name)))
     try:
         return Facts.model_validate(found)
@@ -219,9 +224,10 @@ def parse(text: str, *, where: str) -> Facts:
 
 def to_text(facts: Facts) -> str:
     """The `key=value` lines that `parse` reads."""
-    found = facts.model_dump(exclude_none=True, exclude={"variables", "options"})
+    found = facts.model_dump(exclude_none=True, exclude={"variables", "options", "paths"})
     found |= {name: " ".join(found[name]) for name in _LISTS}
     found |= {f"{_VARIABLE}{name}": value for name, value in facts.variables.items()}
+    found |= {f"{_PATH}{path}": state for path, state in facts.paths.items()}
     return "".join(
         f"{key}={int(value) if value is True else value}\n" for key, value in found.items() if value is not False
     )

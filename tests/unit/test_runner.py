@@ -247,6 +247,10 @@ def test_what_only_a_node_knows_replaces_whole_words_of_the_launcher_only() -> N
     assert words[-1] == "{node_rank}"
 
 
+_GONE = "the program is not in the container"
+_SHEBANG = "the first line of the program names an interpreter that is not in the container: ./tool"
+
+
 def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp_path: Path) -> None:
     plan["command"] = ["python3", "sub/train.py", "--data", "/elsewhere"]
     plan["world"]["nodes"] = plan["world"]["nodes"][:1]
@@ -259,11 +263,34 @@ def test_a_program_that_is_not_in_the_container_is_named(plan, start: Start, tmp
     ]
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").touch()
-    for command in (plan["command"], ["mytool", "meta/model"], ["env", "A=b/c", "train.py"], ["/bin/ls", "/gone"]):
+    for command in (plan["command"], ["true", "meta/model"], ["env", "A=b/c", "train.py"], ["/bin/ls", "/gone"]):
         plan["command"] = command
         assert ended(start(0, 1, "node1"))[0] == 0
-    plan["command"] = ["/gone/mytool"]
-    assert ended(start(0, 1, "node1"))[0] == 78
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "mode", "said"),
+    [
+        ("/gone/mytool", None, 0, [f"{_GONE}: /gone/mytool", "  wanted: a file /gone/mytool"]),
+        ("mytool", None, 0, [f"{_GONE}: mytool", "  wanted: mytool on PATH (/usr/bin:/bin)"]),
+        ("./tool", "true", 0o600, ["the program may not be executed: ./tool", None, None, "  fix:    chmod +x {}"]),
+        ("./tool", "#!/opt/none/python3 -u\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/opt/none/python3 -u'"]),
+        ("./tool", "#!/usr/bin/env gone\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/usr/bin/env gone'"]),
+        ("./tool", "#!/bin/sh\r\n", 0o700, [_SHEBANG, None, None, "  found:  '#!/bin/sh\\r'"]),
+    ],
+)
+def test_a_command_that_cannot_start_is_named_before_the_preflight(
+    plan, start: Start, tmp_path: Path, command: str, content: str | None, mode: int, said: list[str | None]
+) -> None:
+    if content is not None:
+        (tmp_path / "tool").write_text(content)
+        (tmp_path / "tool").chmod(mode)
+    plan["command"] = [command]
+    plan["world"]["nodes"] = plan["world"]["nodes"][:1]
+    code, err = ended(start(0, 1, "node1", PATH="/usr/bin:/bin"))
+    assert code == 78
+    for line, wanted in zip(err.splitlines(), said, strict=False):
+        assert wanted is None or line == wanted.format(f"{tmp_path}/./tool"), err
 
 
 def test_a_node_with_another_image_stops_all_nodes(start: Start) -> None:

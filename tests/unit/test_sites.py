@@ -18,9 +18,11 @@ from dray.config.model import load
 from dray.config.site import Fabric, Site, SiteBind, SiteVariable
 from dray.contract import node
 from dray.contract.findings import ConfigError, Finding
-from dray.facts import Facts
+from dray.facts import Facts, parse, to_text
 from dray.fitness import doctor, site_file
+from dray.planning import questions
 from dray.planning.plan import plan
+from dray.planning.schema import Plan
 from dray.runs import submit as queue
 from dray.runs.write import read_recipe
 from helpers import PYTHON, ROOT, golden
@@ -484,3 +486,32 @@ words=("${@//\\/host/$HOSTED}")
         ended = self.show(root, tmp_path, "/opt/none/lib*.so.1")
         assert ended.returncode == 69
         assert "  found:  /opt/none/lib*.so.1 does not exist on this machine\n" in ended.stderr
+
+
+class TestAnotherClustersSite:
+    """Else each node says that it lacks a folder, and is left out of the next job: all of them lack it."""
+
+    SITE = Site(
+        name="far",
+        about="",
+        binds=(SiteBind(path="/pfs", why="w"), SiteBind(path="/flash", why="w", required=False)),
+    )
+
+    def plan(self, **facts: object) -> Plan:
+        seen = Facts.model_validate({**SEEN, **facts})
+        recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
+        return plan(recipe, self.SITE, seen, run_folder=PurePosixPath("/r"), scratch="/tmp/dray-7-r", dray="0")
+
+    def test_the_planner_asks_for_its_folders(self) -> None:
+        recipe, seen = read_recipe(ROOT / "recipes" / "smoke-cpu.toml"), Facts.model_validate(SEEN)
+        assert questions.ask(recipe, self.SITE, seen) == "variables=/pfs"
+        known = seen.model_copy(update={"paths": {"/pfs": "there"}})
+        assert questions.ask(recipe, self.SITE, known) == ""
+        assert parse(to_text(known), where="w").paths == {"/pfs": "there"}
+
+    def test_it_is_refused_where_the_first_node_lacks_one(self) -> None:
+        self.plan(paths={"/pfs": "there"}).refuse()
+        with pytest.raises(ConfigError, match="this cluster does not look like site far") as refused:
+            self.plan(paths={"/pfs": "absent"}).refuse()
+        assert "  wanted: /pfs, which site far has on every node\n" in str(refused.value)
+        assert "export DRAY_SITE=NAME (dray site list), or generic" in str(refused.value)

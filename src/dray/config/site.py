@@ -190,6 +190,10 @@ class Site(Spec):
         """The names of the variables in its paths."""
         return sorted({name for bind in self.binds for name in re.findall(r"\$(\w+)", bind.path)})
 
+    def folders(self) -> list[str]:
+        """What every node must have by that name; a blank would end a word of the batch script."""
+        return [bind.path for bind in self.binds if bind.required and not re.search(r"[$\s]", bind.path)]
+
     @model_validator(mode="after")
     def _fits_the_node(self) -> Site:
         unknown = set(self.why) - set(type(self).model_fields)

@@ -23,4 +23,5 @@ def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
     if recipe.image_digest and not facts.image_digest and engine.image == "file":
         return "image_digest="  # to be computed there
     unknown = [name for name in site.variables() if name in facts.shell and name not in facts.variables]
+    unknown += [path for path in site.folders() if path not in facts.paths]
     return f"variables={' '.join(unknown)}" if unknown else ""

@@ -19,6 +19,7 @@ from dray.planning.schema import Plan
 def find(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterator[Finding]:
     """Every refusal that needs no estimate."""
     yield from _account(site, facts)
+    yield from _folders(site, facts)
     yield from _gpus(recipe, site, facts)
     yield from _variant(recipe, site, facts, engine)
     yield from _digest(recipe, facts, engine)
@@ -62,6 +63,20 @@ def _account(site: Site, facts: Facts) -> Iterator[Finding]:
             wanted=f"an account such as {site.account}",
             found="no --account, and SBATCH_ACCOUNT is not set",
             fix=f"dray submit --sbatch=--account={site.account}, or export SBATCH_ACCOUNT",
+        )
+
+
+def _folders(site: Site, facts: Facts) -> Iterator[Finding]:
+    """A site of another cluster, in most cases: the job's first node has not what every node of it has."""
+    absent = [path for path in site.folders() if facts.paths.get(path) == "absent"]
+    if absent:
+        yield _refusal(
+            f"this cluster does not look like site {site.name}",
+            where=f"the first node of {facts.nodelist}",
+            wanted=f"{', '.join(absent)}, which site {site.name} has on every node",
+            found="no such folder",
+            fix="name this cluster's site: export DRAY_SITE=NAME (dray site list), or generic. If only this node lacks "
+            "them, leave it out: sbatch --exclude",
         )
 
 

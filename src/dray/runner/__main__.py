@@ -53,7 +53,7 @@ def main(path: str) -> int:
     try:
         me = node.index(world, os.environ)
         parts = Startup(plan, me)
-        node.require(plan)
+        node.require(plan, os.environ)
         lock = scratch.take(plan["scratch"])
         if world["max_restarts"]:
             children.adopt()

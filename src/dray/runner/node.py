@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,18 +42,64 @@ def index(world: Mapping[str, Any], environ: Mapping[str, str]) -> int:
     return number
 
 
-def require(plan: Mapping[str, Any]) -> None:
-    """Refuse a command whose program is not in the container, before every rank dies of it."""
+def require(plan: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Refuse a command that cannot start in the container, before every rank dies of it."""
     first, *rest = plan["command"]
-    programs = [word for word in rest[:1] if word.endswith(".py")] + [first] * ("/" in first)
-    for word in programs:
-        if not os.path.exists(os.path.join(plan["where"], word)):
+    folder, path = plan["where"], environ.get("PATH", os.defpath)
+    for script in (word for word in rest[:1] if word.endswith(".py")):
+        if not os.path.exists(os.path.join(folder, script)):
+            raise _not_there(script, f"a file {os.path.join(folder, script)}")
+    file = _program(first, folder, path)
+    if file is None and "/" in first:
+        raise _not_there(first, f"a file {os.path.join(folder, first)}")
+    if file is None:
+        raise _not_there(first, f"{first} on PATH ({path})")
+    if not os.access(file, os.X_OK):
+        raise ConfigError(
+            f"the program may not be executed: {first}",
+            wanted="a file with the mode of a program; or python, bash or another interpreter before its name",
+            found=f"mode {os.stat(file).st_mode & 0o7777:o} of {file}",
+            fix=f"chmod +x {shlex.quote(file)}",
+        )
+    interpreter = _interpreter(file)
+    for word in interpreter[:2] if interpreter[:1] == ["/usr/bin/env"] else interpreter[:1]:
+        if _program(word, "/", path) is None:
             raise ConfigError(
-                f"the program is not in the container: {word}",
-                wanted=f"a file {os.path.join(plan['where'], word)}",
-                found="no such file, seen from inside",
-                fix="correct the path; what lies outside the bound folders (dray plan lists them) is not seen inside",
+                f"the first line of the program names an interpreter that is not in the container: {first}",
+                where=file,
+                wanted="an interpreter of the image, such as #!/usr/bin/env python3",
+                found=ascii("#!" + " ".join(interpreter)),
+                fix="correct that line; \\r at its end are line ends of Windows (sed -i 's/\\r$//' FILE)",
             )
+
+
+def _not_there(word: str, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"the program is not in the container: {word}",
+        wanted=wanted,
+        found="no such file, seen from inside",
+        fix="correct the path. Inside, a node sees the folder where you submit, the recipe's folders and the "
+        "binds that dray plan -v lists; another one by [[binds]] in a site file (docs/launch.md)",
+    )
+
+
+def _program(word: str, folder: str, path: str) -> str | None:
+    """The file that a shell in that folder would start; one that may not be executed only by its path."""
+    if "/" in word:
+        file = os.path.join(folder, word)
+        return file if os.path.isfile(file) else None
+    files = (os.path.join(place, word) for place in path.split(os.pathsep))
+    return next((file for file in files if os.path.isfile(file) and os.access(file, os.X_OK)), None)
+
+
+def _interpreter(file: str) -> list[str]:
+    """The words of its first line after `#!`, as the kernel reads them; none of another program."""
+    try:
+        with open(file, "rb") as program:
+            line = program.readline(256).decode(errors="replace")
+    except OSError:  # it may be executed, and not read
+        return []
+    return line[2:].rstrip("\n").split(" ") if line.startswith("#!") else []
 
 
 def own(plan: Mapping[str, Any]) -> str:
