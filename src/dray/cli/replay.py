@@ -20,7 +20,7 @@ from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import capsule, compared, effect, local, pack, resubmit, verify, write
+from dray.runs import capsule, compared, effect, local, pack, resubmit, trust, verify, write
 from dray.runs import replay as replays
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
@@ -66,7 +66,7 @@ def replay(
     wait: Annotated[bool, typer.Option("--wait", help="Of a run of Slurm's: wait for the job's end, compare.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Of a run of Slurm's: submit it without asking.")] = False,
     sbatch: Sbatch = None,
-    trust: Annotated[bool, typer.Option("--trust-run", help="Run the code of a capsule that is not your own.")] = False,
+    trusted: Annotated[bool, typer.Option("--trust-run", help="Run the code of a run that is not your own.")] = False,
     runs: Runs = None,
 ) -> None:
     """Run again what a capsule has, and compare the losses step by step. RUN may be a packed one.
@@ -88,8 +88,8 @@ def replay(
             _compare(before, compare, runs)
         if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
             print(printable(f"not as recorded: {', '.join(changed[:_SHOWN])}"), flush=True)
-        if not trust and (find(run, runs).is_file() or not replays.is_own(newest.run)):
-            replays.require_trust(settings, str(find(run, runs)))
+        if not trusted and (find(run, runs).is_file() or trust.stranger(newest)):
+            trust.require(trust.code_of(settings), before.word, does="a replay")
         if recipe:
             _save(recipe, settings, len(plan.world.nodes))
             return
