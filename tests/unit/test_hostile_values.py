@@ -114,6 +114,13 @@ class TestControlCharacters:
         assert ended.returncode == 78
         assert [character for character in ended.stderr if not character.isprintable() and character != "\n"] == []
 
+    def test_a_plan_that_is_refused_has_no_script(self, tmp_path: Path) -> None:
+        facts = FACTS.model_copy(update={"image": "/i\0.sif"})
+        (tmp_path / "facts.txt").write_text(to_text(facts))
+        ended = dray("plan", SMOKE, "--facts=facts.txt", "--format=bash", cwd=tmp_path)
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert "a value has a control character" in ended.stderr
+
     def test_dray_s_own_colours_are_left(self, tmp_path: Path) -> None:
         """On a terminal the help has some."""
         env = {**os.environ, **PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT), "TERM": "xterm-256color"}
