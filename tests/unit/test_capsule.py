@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -268,6 +270,52 @@ def test_an_archive_that_would_write_elsewhere(tmp_path: Path, name: str) -> Non
     members = ((name, b"x"), ("x/attempt-1/plan.json", "/etc/passwd"))
     with pytest.raises(ConfigError, match="this is no capsule"), pack.opened(str(_archive(tmp_path / "a", *members))):
         pass
+
+
+@pytest.mark.hostile("files")
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE])
+def test_an_archive_with_a_huge_header(tmp_path: Path, kind: bytes) -> None:
+    """Kilobytes, in which tarfile would read gigabytes of a header into memory."""
+    header = tarfile.TarInfo("x/attempt-1/plan.json")
+    header.type, header.size = kind, 0 if kind == tarfile.GNUTYPE_SPARSE else 3 << 30
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    if kind == tarfile.GNUTYPE_SPARSE:
+        block[482] = 1  # more blocks of its map follow, and each says so of the next
+    more = (b"\0" * 504 + b"\1" + b"\0" * 7) if kind == tarfile.GNUTYPE_SPARSE else b"\0" * 512
+    block[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(block))[0]
+    with gzip.open(tmp_path / "x.tar.gz", "wb", compresslevel=1) as file:
+        file.write(block)
+        for _ in range(64):
+            file.write(more * 2048)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match="this is no capsule") as refused, pack.opened(str(tmp_path / "x.tar.gz")):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert refused.value.details["found"] == "a header of more than 64 KiB"
+
+
+@pytest.mark.hostile("files")
+def test_an_archive_with_a_file_that_is_empty_space(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "x.tar.gz", "wb", compresslevel=1) as file:
+        header = tarfile.TarInfo("x/attempt-1/plan.json")
+        header.size = 200 << 20
+        file.write(header.tobuf())
+    with pytest.raises(ConfigError, match="this is no capsule") as refused, pack.opened(str(tmp_path / "x.tar.gz")):
+        pass
+    assert "more than 64 MiB in one" in refused.value.details["found"]
+
+
+@pytest.mark.hostile("files")
+@pytest.mark.parametrize("name", ["../../escaped", "..", "a/b", ""])
+def test_a_packed_run_whose_name_leads_elsewhere(paths: RunPaths, tmp_path: Path, name: str) -> None:
+    made = json.loads(paths.capsule.read_text())
+    paths.capsule.write_text(json.dumps(made | {"run": name}))
+    pack.make(paths.run, tmp_path / "x.tar.gz")
+    with pack.opened(str(tmp_path / "x.tar.gz")) as run:
+        assert run.name == "run"
 
 
 @pytest.mark.hostile("files")

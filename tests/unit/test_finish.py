@@ -90,7 +90,7 @@ def test_a_damaged_record_still_tells_who_failed(paths: RunPaths, fields: dict[s
     assert (done.returncode, result["exit_code"], result["cause"]["rank"]) == (code, code, 3)
     assert b"\x1b" not in done.stdout
     if code == 7:
-        assert result["cause"]["last_lines"] == ["its last line \ufffd\ufffd[2J"]
+        assert result["cause"]["last_lines"] == ["its last line \ufffd\\u001b[2J"]
         assert result["warnings"][0].startswith(f"{paths.failures}/rank-3.json cannot be read: ")
 
 

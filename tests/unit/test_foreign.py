@@ -155,6 +155,38 @@ class TestAnotherUsersRun:
         assert self.verb(run, "generate", "x")[0] == []
         assert self.verb(run, "generate", "x", "--trust-run")[0] == ["by environment", "by model"]
 
+    def test_modules_beside_its_model(self, run: Path) -> None:
+        """`python -m` would take them before its own."""
+        planted = RunPaths(run).final_model / "json.py"
+        planted.write_text(f"open({str(run.parents[1] / 'by folder')!r}, 'w')\n")
+        for verb in (("push", "a/b"), ("generate", "x"), ("eval",)):
+            assert self.verb(run, *verb)[0] == [], verb
+
+    @pytest.mark.parametrize("key", ["data.map", "data.mix.code.map", "evaluate.other.map"])
+    def test_its_functions_on_rows(self, run: Path, key: str) -> None:
+        code = run.parents[1] / "code"
+        (code / "rows.py").write_text(
+            f"open({str(run.parents[1] / 'by rows')!r}, 'w')\ndef same(row):\n    return row\n"
+        )
+        words = [f"{key}={code}/rows.py:same"]
+        words += [f"{key.rpartition('.')[0]}.dataset=builtin"] if key.count(".") > 1 else []
+        read = read_recipe(SMOKE, words)
+        paths = RunPaths(run)
+        made = json.loads(paths.plan.read_text())
+        made["recipe"] = read.model_dump(mode="json")
+        paths.plan.write_text(json.dumps(made))
+        ran, said = self.verb(run, "eval")
+        assert ran == []
+        assert said.splitlines()[3:] == [
+            "dray: this run was not recorded here by you, and an evaluation runs code that it names",
+            f"  where:  {run}",
+            "  wanted: --trust-run, once you have read it",
+            f"  found:  {key}: rows.py:same",
+            "  fix:    the same with --trust-run",
+        ]
+        assert "not recorded here by you" not in self.verb(run, "eval", f"{key}=")[1]
+        assert "not recorded here by you" not in self.verb(run, "eval", "--trust-run")[1]
+
     def test_every_verb_has_the_flag(self) -> None:
         for verb in (model.evaluate, model.generate, model.export, model.push):
             assert "trust_run" in inspect.signature(verb).parameters

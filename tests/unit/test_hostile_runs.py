@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer.main
 
 import dray.cli
 from damage import HOSTILE, RECORD, replace
+from dray.cli.streams import show
 from dray.contract import unexpected
 from dray.facts import Facts
 from dray.runs import look as looking
@@ -148,6 +150,8 @@ def dray_says(
 
     def said(run: Path, verbs: tuple[tuple[str, ...], ...] = VERBS) -> list[str]:
         wrong = []
+        for name in ("stdout", "stderr"):  # as main does
+            monkeypatch.setattr(sys, name, show(getattr(sys, name)))
         for verb in verbs:
             words = [{"RUN": str(run), "OTHER": str(other.run)}.get(word, word) for word in verb]
             for name in ("OUT.html", "OUT.tar.gz", "OUT.toml"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -39,7 +41,7 @@ def job(tmp_path: Path) -> Job:
 
 
 class TestControlCharacters:
-    @pytest.mark.parametrize("character", ["\n", "\r", "\0", "\x1b", "\x7f", "\x85"])
+    @pytest.mark.parametrize("character", ["\n", "\r", "\0", "\x1b", "\x7f", "\x85", "\u200f", "\u202e", "\u2069"])
     @pytest.mark.parametrize(
         ("given", "where"),
         [
@@ -90,6 +92,42 @@ class TestControlCharacters:
         made = plan(recipe, site, FACTS, run_folder=PurePosixPath("/r/x"), scratch="/s", dray="0")
         made.refuse()
         assert {made.binds[-1].why, made.env[0].why} == {"one two"}
+
+    @pytest.mark.parametrize("form", [(), ("-v",), ("--format=json",)])
+    def test_a_terminal_gets_text_alone(self, tmp_path: Path, form: tuple[str, ...]) -> None:
+        """Of somebody else's recipe, which may be shown as another one."""
+        evil = "a\x1b[2J\x1b]0;x\x07b\x9b1m\u202ec\u2066d\u200fe\u061c\x7f"
+        about = json.dumps(evil).replace("\x7f", "\\u007f")
+        (tmp_path / "evil.toml").write_text(
+            f'name = "x"\nabout = {about}\n[command]\nargv = ["true", {about}]\n', encoding="utf-8"
+        )
+        ended = dray("plan", *form, "evil.toml", cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert [character for character in ended.stdout if not character.isprintable() and character != "\n"] == []
+        if "--format=json" in form:
+            assert json.loads(ended.stdout)["recipe"]["about"] == evil
+        else:
+            shown = r"a\u001b[2J\u001b]0;x\u0007b\u009b1m\u202ec\u2066d\u200fe\u061c\u007f"
+            assert f"x: {shown}\n" in ended.stdout
+            assert f"true '{shown}'" in ended.stdout
+        ended = dray("plan", "evil.toml", f"name={evil}", cwd=tmp_path)
+        assert ended.returncode == 78
+        assert [character for character in ended.stderr if not character.isprintable() and character != "\n"] == []
+
+    def test_a_plan_that_is_refused_has_no_script(self, tmp_path: Path) -> None:
+        facts = FACTS.model_copy(update={"image": "/i\0.sif"})
+        (tmp_path / "facts.txt").write_text(to_text(facts))
+        ended = dray("plan", SMOKE, "--facts=facts.txt", "--format=bash", cwd=tmp_path)
+        assert (ended.returncode, ended.stdout) == (78, "")
+        assert "a value has a control character" in ended.stderr
+
+    def test_dray_s_own_colours_are_left(self, tmp_path: Path) -> None:
+        """On a terminal the help has some."""
+        env = {**os.environ, **PYTHON, "HOME": "/nonexistent", "DRAY_HOME": str(ROOT), "TERM": "xterm-256color"}
+        words = ["script", "--quiet", "--return", "--command", f"{sys.executable} -m dray plan --help", "/dev/null"]
+        ended = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+        assert "\x1b[" in ended.stdout
+        assert "\\u001b" not in ended.stdout
 
     def test_they_are_found_wherever_they_are(self) -> None:
         values = {"a": [{"b": "x"}, {"b": "x\n", "c\n": None}], "d": 3}

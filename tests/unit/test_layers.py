@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -252,6 +253,24 @@ class TestLook:
             more.write(b"x")
         with pytest.raises(ConfigError, match="another digest than its record"):
             self.look(file)
+
+    @pytest.mark.hostile("runs and checkouts of others")
+    def test_a_layer_that_another_user_may_change(self, file: Path) -> None:
+        file.chmod(0o666)
+        with pytest.raises(ConfigError, match="another user may change the layer") as refused:
+            self.look(file)
+        assert refused.value.details == {
+            "where": str(file),
+            "wanted": "a file of yours or of root's, which not everybody may write",
+            "found": f"a file of user {os.geteuid()}, mode 0666",
+            "fix": f"once you trust what is in it: cp '{file}'{{,.json}} {ROOT}/build/, and "
+            f"'layer={ROOT}/build/my layer.sif'",
+        }
+        if os.geteuid() == 0:  # only root gives a file away
+            file.chmod(0o600)
+            os.chown(file, 65534, 65534)
+            with pytest.raises(ConfigError, match="another user may change the layer"):
+                self.look(file)
 
 
 def test_a_path_starts_at_the_recipe(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from capsules import NODE, begun, nodes, steps
 from dray.contract.findings import ConfigError
 from dray.planning.world import SLURM
-from dray.runs import capsule, pack, replay
+from dray.runs import capsule, pack, replay, trust
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
 from dray.runs.effect import Parting
@@ -137,16 +137,65 @@ def ended(runs: Path, *words: str) -> RunPaths:
     return paths
 
 
-def test_code_of_somebody_else_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_somebody_else_is_not_run(tmp_path: Path) -> None:
     paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so", "model.trust_remote_code=true", "model.name=x/y")
     pack.make(paths.run, tmp_path / "x.tar.gz")
     refused = dray("replay", tmp_path / "x.tar.gz", runs=tmp_path / "runs")
     assert refused.returncode == 78
     assert "env.LD_PRELOAD = /tmp/evil.so" in refused.stderr
     assert "--trust-run" in refused.stderr
-    assert replay.is_own(paths.run)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert not replay.is_own(paths.run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+@pytest.mark.parametrize("part", [".", "attempt-1", "attempt-1/plan.json"])
+def test_code_in_a_folder_of_somebody_else_is_not_run(tmp_path: Path, part: str) -> None:
+    paths = ended(tmp_path / "runs", "env.LD_PRELOAD=/tmp/evil.so")
+    os.chown(paths.run / part, 65534, 65534)
+    refused = dray("replay", paths.run, runs=tmp_path / "runs")
+    assert refused.returncode == 78
+    assert "env.LD_PRELOAD = /tmp/evil.so" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ((), []),
+        (("env.OMP_NUM_THREADS=2",), []),
+        (("env.PYTHONPATH=/tmp/evil",), ["env.PYTHONPATH = /tmp/evil"]),
+        (("layer=mine",), []),
+        (("layer=/tmp/evil.sif",), ["layer = /tmp/evil.sif"]),
+    ],
+)
+def test_what_a_replay_would_run(words: tuple[str, ...], named: list[str]) -> None:
+    """A layer by its name is this user's own."""
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", words)
+    assert trust.code_of(recipe) == named
+
+
+def test_no_settings_of_a_scale_are_left_for_the_job_to_apply(tmp_path: Path) -> None:
+    """The plan has them applied; those that a capsule adds would be applied behind the user's back."""
+    paths = begun(tmp_path / "runs")
+    plan = read(paths)
+    evil = plan.recipe.model_copy(update={"scale": "tiny", "tiny": {"env": {"PYTHONPATH": "/tmp/evil"}}})
+    again = replay.recipe_of(plan.model_copy(update={"recipe": evil}), capsule.of(paths, plan))
+    for name, text in replay.as_files(again, "again").items():
+        (tmp_path / name).write_text(text)
+    assert "PYTHONPATH" not in read_recipe(tmp_path / "again.toml").env
+
+
+@pytest.mark.parametrize("site", ["{folder}/evil.toml", "evil.toml", "../evil"])
+def test_a_capsule_names_no_file_of_a_site(tmp_path: Path, site: str) -> None:
+    """Its variables would be those of all ranks."""
+    (tmp_path / "evil.toml").write_text(
+        'name = "evil"\nabout = "a"\n[[env]]\nname = "PYTHONPATH"\nvalue = "/tmp/evil"\nwhy = "w"\n'
+    )
+    paths = ended(tmp_path / "runs")
+    made = json.loads(paths.capsule.read_text())
+    paths.capsule.write_text(json.dumps(made | {"site": site.format(folder=tmp_path)}))
+    refused = dray("replay", "mine", runs=tmp_path / "runs")
+    assert refused.returncode == 78
+    assert "the run's capsule is damaged" in refused.stderr
+    assert "site: String should match pattern" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -162,12 +211,7 @@ def test_files_that_deepspeed_would_write_are_agreed_to(section: dict[str, Any],
     recipe = read_recipe(ROOT / "recipes/smoke-cpu.toml", [])
     assert recipe.train
     train = recipe.train.model_copy(update={"deepspeed": json.dumps(section)})
-    try:
-        replay.require_trust(recipe.model_copy(update={"train": train}), "x.tar.gz")
-        found = ""
-    except ConfigError as refused:
-        found = refused.details["found"]
-    assert [line.split()[1] for line in found.splitlines()] == named
+    assert [line.split()[1] for line in trust.code_of(recipe.model_copy(update={"train": train}))] == named
 
 
 @pytest.mark.parametrize(
@@ -178,7 +222,7 @@ def test_a_deepspeed_configuration_that_is_none(text: str, problem: str) -> None
     assert recipe.train
     train = recipe.train.model_copy(update={"deepspeed": text})
     with pytest.raises(ConfigError, match=problem):
-        replay.require_trust(recipe.model_copy(update={"train": train}), "x.tar.gz")
+        trust.require(trust.code_of(recipe.model_copy(update={"train": train})), "x.tar.gz", does="a replay")
 
 
 def test_a_run_of_slurm_s_is_submitted_again(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ RESULT = Result(
 
 class Server(HTTPServer):
     code = 200
+    words: str | None = None
     seen: list[bytes]
 
 
@@ -28,7 +29,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.seen.append(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(self.server.code)
+        self.send_response(self.server.code, self.server.words)
         self.send_header("Location", "/elsewhere")
         self.end_headers()
 
@@ -69,6 +70,12 @@ def test_another_answer_is_a_warning_and_a_redirect_is_not_followed(server: Serv
     server.code = code
     assert webhook.tell(url(server), RESULT, "done") == f"the webhook answered {told}"
     assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(("code", "told"), [(404, "404 Not Found"), (599, "599")])
+def test_a_server_has_no_words_of_its_own(server: Server, code: int, told: str) -> None:
+    server.code, server.words = code, "\x1b[2J\x1b]0;x\x07done: exit code 0"
+    assert webhook.tell(url(server), RESULT, "done") == f"the webhook answered {told}"
 
 
 @pytest.mark.parametrize(

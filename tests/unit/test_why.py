@@ -185,7 +185,7 @@ class TestStates:
         why_ = "job 17 is gone and began no attempt: its output, job-17.log, may tell"
         assert lines[0] == f"queued: lost: {why_}"
         assert lines[-3:] == [
-            "  job-17.log: dray: no image\ufffd[2J",
+            "  job-17.log: dray: no image\\u001b[2J",
             "  job-17.log: MY_TOKEN=[MY_TOKEN]",
             f"run folder: {run}",
         ]
@@ -256,7 +256,7 @@ class TestStates:
         lines = page(paths.run)
         assert (tmp_path / "argv").read_text() == "-X -n -P --jobs=17 --format=State\n"
         told = [line for line in lines if line.startswith(("cause:", "  Slurm:"))]
-        shown = state.replace("\x1b", "\ufffd")
+        shown = state.replace("\x1b", "\\u001b")
         assert told == [*([f"cause: {name}"] if name else []), *([f"  Slurm: job 17: {shown}"] if state else [])]
 
     def test_earlier_attempts_and_restarts(self, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from dray.cli import completion, examples, usage
 from dray.cli.streams import Streams, require, settle, silence
 from dray.contract import exit_codes, secrets, unexpected
 from dray.contract.findings import DrayError
-from dray.contract.values import printable
 
 app = typer.Typer(
     name="dray",
@@ -108,7 +107,7 @@ def _complete(before: list[str]) -> int:
 
 def _say(error: DrayError) -> int:
     try:
-        print(printable(f"dray: {secrets.redacted(str(error))}"), file=sys.stderr, flush=True)
+        print(f"dray: {secrets.redacted(str(error))}", file=sys.stderr, flush=True)
     except OSError:  # standard error may be full too; the exit code still tells
         silence(2)
     return error.finding.code

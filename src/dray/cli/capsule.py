@@ -12,7 +12,6 @@ import typer
 from dray.cli.options import Run, Runs
 from dray.contract import exit_codes
 from dray.contract.findings import DrayError
-from dray.contract.values import printable
 from dray.runs import capsule, pack, verify
 from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.write import read
@@ -32,7 +31,7 @@ def show(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
         with suppress(DrayError):
             plan = read(paths)
         made = capsule.read(paths) if plan is None else capsule.of(paths, plan)
-    print(made.model_dump_json(indent=1) if as_json else printable("\n".join(verify.page(made, plan))))
+    print(made.model_dump_json(indent=1) if as_json else "\n".join(verify.page(made, plan)))
 
 
 @app.command("verify")
@@ -49,7 +48,7 @@ def check(run: Run = "", as_json: AsJson = False, runs: Runs = None) -> None:
     if as_json:
         print(json.dumps([one.model_dump() for one in found], indent=1))
     else:
-        print(printable("\n".join(line for one in found for line in verify.verified(one))))
+        print("\n".join(line for one in found for line in verify.verified(one)))
     raise typer.Exit(exit_codes.DONE if all(one.same for one in found) else exit_codes.FAILED)
 
 

@@ -15,7 +15,6 @@ from dray.cli.options import Runs
 from dray.config import checkout
 from dray.contract import exit_codes
 from dray.contract.findings import ConfigError, DrayError, counted
-from dray.contract.values import printable
 from dray.runs import clean as old
 from dray.runs.leftovers import Item
 from dray.runs.paths import default_runs
@@ -58,7 +57,7 @@ def clean(
     items = old.look(wanted)
     going = [item for item in items if item.parts]
     if as_json:
-        print(json.dumps(printable([item.data() for item in items]), indent=1))
+        print(json.dumps([item.data() for item in items], indent=1))
     else:
         _show(items, going)
     if dry_run or not going or (as_json and not yes):
@@ -68,7 +67,7 @@ def clean(
         raise typer.Exit(exit_codes.FAILED)
     refused = {item.path: why for item in going if (why := old.remove(item))}
     for path, why in refused.items():
-        print(f"dray: warning: {printable(str(path))} was not removed: {why}", file=sys.stderr)
+        print(f"dray: warning: {path} was not removed: {why}", file=sys.stderr)
     if not as_json:
         print(f"removed: {_size(sum(item.size for item in going if item.path not in refused))}")
     raise typer.Exit(exit_codes.FAILED if refused else exit_codes.DONE)
@@ -83,7 +82,7 @@ def _build() -> Path | None:
 
 def _show(items: list[Item], going: list[Item]) -> None:
     for item in going:
-        print(printable(f"{_size(item.size):>10}  {item.age:6.1f} days  {item.kind:<8}{item.path}  {item.holds}"))
+        print(f"{_size(item.size):>10}  {item.age:6.1f} days  {item.kind:<8}{item.path}  {item.holds}")
     why = Counter((item.kind, item.kept.partition(":")[0]) for item in items if item.kept)
     for (kind, reason), count in sorted(why.items()):
         size = sum(item.size for item in items if (item.kind, item.kept.partition(":")[0]) == (kind, reason))

@@ -17,6 +17,7 @@ from rich.text import Text
 from dray.cli.chosen import Engine, Overrides, RecipeFile
 from dray.contract import jobs
 from dray.contract.findings import ConfigError, counted
+from dray.contract.values import cell, printable
 from dray.runs import desk
 from dray.runs.write import read_recipe
 
@@ -61,7 +62,7 @@ def inspect(
             code = desk.once(settings, job, engine=engine, folder=Path(folder), sections=("data", "model", "evaluate"))
         if code:
             raise typer.Exit(code)
-        found = json.loads(report.read_text(encoding="utf-8"))
+        found = printable(json.loads(report.read_text(encoding="utf-8")))
     if as_json:
         print(json.dumps(found))
     else:
@@ -89,7 +90,7 @@ def show(found: Table, console: Console) -> None:
 
 def _dataset(one: Table, length: int) -> Iterator[str]:
     part = ", its last documents, for evaluation" if one.get("held_out") else ""
-    yield f"{one['key']} = {_printable(one['dataset'])}{part}"
+    yield f"{one['key']} = {cell(one['dataset'])}{part}"
     size = f"  {counted(one['files'], 'file')}, {one['bytes'] / 1e6:,.1f} MB"
     if "tokens" not in one:
         yield f"{size}, read as a stream of {counted(one['pieces'], 'piece')}: nobody has counted its tokens"
@@ -134,7 +135,3 @@ def _quoted(text: str) -> str:
     """One line; a dataset may hold what a terminal obeys."""
     left = len(text) - _HEAD - _TAIL
     return repr(text) if left <= 0 else f"{text[:_HEAD]!r} ... {left:,} characters ... {text[-_TAIL:]!r}"
-
-
-def _printable(text: str) -> str:
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)

@@ -10,7 +10,6 @@ import typer
 
 from dray.cli.options import Runs
 from dray.contract.findings import ConfigError
-from dray.contract.values import printable
 from dray.runs import compared, pack
 from dray.runs.named import find, newest_first
 from dray.runs.paths import attempts, default_runs, newest_attempt
@@ -41,7 +40,7 @@ def diff(
         )
     with pack.opened(str(first), runs) as ours, pack.opened(str(second), runs) as theirs:
         found = compared.compare(ours, theirs)
-    print(found.model_dump_json(indent=1) if as_json else printable("\n".join(compared.text(found))))
+    print(found.model_dump_json(indent=1) if as_json else "\n".join(compared.text(found)))
 
 
 def _plan_of(found: Path) -> Path:

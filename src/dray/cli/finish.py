@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from dray.cli.streams import show
 from dray.planning.grace import DEFAULT_S
 from dray.runs import stop, webhook
 from dray.runs.finish import finish as conclude
@@ -39,6 +40,7 @@ def finish(
     result = conclude(paths, code=code, stopped=why, batch=stop.of_a_batch_job(known), known=known)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+        sys.stdout = show(sys.stdout)  # a webhook's server may answer anything
     with suppress(OSError):  # a full disk or a closed pipe; the exit code still tells
         print(text := summary(result, paths))
         url = next((line[8:] for line in known.splitlines() if line.startswith("webhook=")), "")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dray.config import checkout
 from dray.contract.findings import ConfigError
+from dray.contract.values import printable
 from dray.images import store
 from dray.images.sif import contents, record
 from dray.images.sif import diff as differences
@@ -34,7 +35,7 @@ def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="
     if adopted := record.read(file) if store.beside(file) else None:
         print(adopted.model_dump_json(indent=1) if as_json else _adopted(file, adopted))
         return
-    report = summary.report(sif_format.read(file))
+    report = printable(summary.report(sif_format.read(file)))
     if as_json:
         print(json.dumps(report, indent=1))
         return

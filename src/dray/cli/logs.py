@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -71,6 +71,7 @@ class Printer:
     """Lines with whose they are before them; on a terminal coloured by rank, and harmless."""
 
     def __init__(self) -> None:
+        self._out: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # for colours, and the log's own bytes
         self.terminal = sys.stdout.isatty()
         self._coloured = self.terminal and not os.environ.get("NO_COLOR")
         self._width = 0
@@ -84,13 +85,13 @@ class Printer:
         """One line of a log. What is piped has the log's own bytes."""
         name = f"{log.label:<{self._width}} | " if self._width else ""
         if not self.terminal:
-            sys.stdout.flush()
-            sys.stdout.buffer.write(name.encode() + line + b"\n")
+            self._out.flush()
+            self._out.buffer.write(name.encode() + line + b"\n")
             return
         if self._coloured and name:
             colour = _COLOURS[log.number % len(_COLOURS)] if log.kind == "rank" else 2
             name = f"\x1b[{colour}m{name}\x1b[0m"
-        print(name + shown(line))
+        print(name + shown(line), file=self._out)
 
     def say(self, text: str) -> None:
         """What is no line of a log."""

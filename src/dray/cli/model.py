@@ -14,12 +14,17 @@ from dray.cli.chosen import Engine
 from dray.config.recipe import Recipe
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
-from dray.runs import desk, hub, write
+from dray.runs import desk, hub, trust, write
 from dray.runs.named import find
+from dray.runs.paths import newest_attempt
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate, export and push the model of a run, and let it generate text.")
 TrustRun = Annotated[
-    bool, typer.Option("--trust-run", help="Of another user's run, take its env, pass_env and trust_remote_code, too.")
+    bool,
+    typer.Option(
+        "--trust-run",
+        help="Of another user's run, take its env, pass_env, trust_remote_code and functions on rows, too.",
+    ),
 ]
 DeviceMap = Annotated[
     Literal["auto"] | None,
@@ -64,7 +69,8 @@ def evaluate(
 
     dray eval runs/20261120-124439-smoke-cpu-cea81f
     """
-    plan, final = desk.ended(_folder(run), trust=trust_run)
+    folder = _folder(run)
+    plan, final = desk.ended(folder, trust=trust_run)
     for override in overrides or []:
         if override.partition("=")[0].partition(".")[0].strip() not in _EVALUATED:
             raise ConfigError(
@@ -75,6 +81,9 @@ def evaluate(
             )
     placing = _placing(device_map, max_memory or [], offload_folder)
     recipe = write.over(plan.recipe, overrides or [])
+    if not trust_run and trust.stranger(newest_attempt(folder)):
+        theirs = recipe.maps().items() & plan.recipe.maps().items()
+        trust.require(trust.functions(theirs), str(folder), does="an evaluation")
     job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)
     seen = ("data", "evaluate", "checkpoint")
     recipe = _writing(recipe, offload_folder)

@@ -78,15 +78,15 @@ def plan(
         _write(recipe, seen, choice, folder, run, asked.beside)
         return
     decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)), exact=exact)
-    if form == "json":
-        print(decided.model_dump_json(indent=1))
-    elif form == "bash":
-        print(render.node_script(decided), end="")
-    else:
+    if form == "text":
         show(decided, verbose=verbose, assumed=bool(seen.login))
         decided.refuse()
         return
+    if form == "json":
+        print(decided.model_dump_json(indent=1))
     report(decided)
+    if form == "bash":  # of a plan that is refused there is no script
+        print(render.node_script(decided), end="")
 
 
 def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:

@@ -18,9 +18,8 @@ from dray.config.recipe import Recipe
 from dray.contract import exit_codes
 from dray.contract.files import write_new
 from dray.contract.findings import ConfigError
-from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import capsule, compared, effect, local, pack, resubmit, verify, write
+from dray.runs import capsule, compared, effect, local, pack, resubmit, trust, verify, write
 from dray.runs import replay as replays
 from dray.runs.capsule_schema import Capsule
 from dray.runs.diff import Difference
@@ -66,7 +65,7 @@ def replay(
     wait: Annotated[bool, typer.Option("--wait", help="Of a run of Slurm's: wait for the job's end, compare.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Of a run of Slurm's: submit it without asking.")] = False,
     sbatch: Sbatch = None,
-    trust: Annotated[bool, typer.Option("--trust-run", help="Run the code of a capsule that is not your own.")] = False,
+    trusted: Annotated[bool, typer.Option("--trust-run", help="Run the code of a run that is not your own.")] = False,
     runs: Runs = None,
 ) -> None:
     """Run again what a capsule has, and compare the losses step by step. RUN may be a packed one.
@@ -87,9 +86,9 @@ def replay(
         if compare:
             _compare(before, compare, runs)
         if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
-            print(printable(f"not as recorded: {', '.join(changed[:_SHOWN])}"), flush=True)
-        if not trust and (find(run, runs).is_file() or not replays.is_own(newest.run)):
-            replays.require_trust(settings, str(find(run, runs)))
+            print(f"not as recorded: {', '.join(changed[:_SHOWN])}", flush=True)
+        if not trusted and (find(run, runs).is_file() or trust.stranger(newest)):
+            trust.require(trust.code_of(settings), before.word, does="a replay")
         if recipe:
             _save(recipe, settings, len(plan.world.nodes))
             return
@@ -137,7 +136,7 @@ def _submit(before: _Before, runs: Path, more: Sequence[str], *, yes: bool, wait
     _list(resubmit.decided(found), _QUEUED, "what cannot be the same:")
     if asked is None:
         print("options of sbatch: the site's; the run's folder has none of yours (--sbatch=--time=08:00:00 adds one)")
-    print(printable(shlex.join(job.argv)), flush=True)
+    print(shlex.join(job.argv), flush=True)
     if not yes and not _agreed():
         print("nothing was submitted")
         raise typer.Exit(exit_codes.FAILED)
@@ -173,7 +172,7 @@ def _compare(before: _Before, word: str, runs: Path | None) -> NoReturn:
         result = result_of(paths)
         if result is None or result.exit_code:
             end = f"has {result.status}, with exit code {result.exit_code}" if result else "has left no result"
-            print(printable(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}"))
+            print(f"the replay {end}: {shlex.join(['dray', 'why', str(paths.run)])}")
         after = compared.of_run(folder, paths)
         _judge(before, after, write.read(paths), [], result.exit_code if result else exit_codes.DONE)
 
@@ -189,11 +188,7 @@ def _judge(before: _Before, after: list[RunPaths], plan: Plan, known: list[Diffe
     print("\n".join(effect.losses_text(parting, "the run", "the replay")))
     if not replays.same(parting):
         why = replays.breaks(found, before.recipe, before.made)
-        print(
-            f"not promised: {printable(why[0])}"
-            if why
-            else "they had to be identical: nothing that decides them differs"
-        )
+        print(f"not promised: {why[0]}" if why else "they had to be identical: nothing that decides them differs")
     raise typer.Exit(code or (exit_codes.DONE if replays.same(parting) else exit_codes.FAILED))
 
 
@@ -201,7 +196,7 @@ def _list(found: Iterable[Difference], none: str, head: str) -> None:
     lines = [f"  {one.kind}: {one.name}: {one.a} -> {one.b}" for one in found]
     more = [f"  and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
     if lines or none:
-        print(printable("\n".join([head, *lines[:_SHOWN], *more] if lines else [none])), flush=True)
+        print("\n".join([head, *lines[:_SHOWN], *more] if lines else [none]), flush=True)
 
 
 def _save(file: Path, recipe: Recipe, nodes: int) -> None:

@@ -13,7 +13,7 @@ from dray.cli import times
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
 from dray.contract.findings import counted
-from dray.contract.values import cell, printable
+from dray.contract.values import cell
 from dray.runs import cost, startup, state
 from dray.runs.look import look
 from dray.runs.named import find
@@ -47,10 +47,6 @@ def status(
 
 def text(seen: State) -> list[str]:
     """A few lines."""
-    return [printable(line) for line in _text(seen)]
-
-
-def _text(seen: State) -> list[str]:
     lines = [head(seen), *waiting(seen)]
     start = [f"  {line}" for line in startup.lines(seen.startup)]
     start += [f"  cost: {cost.text(seen.spent)}"] if seen.spent else []

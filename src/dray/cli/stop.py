@@ -8,7 +8,6 @@ import typer
 
 from dray.cli.on import On, hand_over
 from dray.cli.options import Run, Runs
-from dray.contract.values import printable
 from dray.runs import halt, live
 from dray.runs.named import find
 
@@ -37,4 +36,4 @@ def stop(
 
 
 def _say(line: str) -> None:
-    print(printable(line), flush=True)
+    print(line, flush=True)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.contract.values import printable
@@ -43,6 +43,28 @@ class _Output(io.FileIO):
         return count[0]  # type: ignore[return-value]  # None where a pipe that does not wait is full
 
 
+class Shown:
+    """A stream that sends its terminal nothing but text: recipes, sites and run folders are other people's too.
+
+    rich takes the stream behind it, for its colours and bars: what it is given must be `printable` already.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """The text, with escapes for what a terminal would obey."""
+        return self.rich_proxied_file.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever a stream has
+        return getattr(self.rich_proxied_file, name)
+
+
+def show(stream: TextIO) -> TextIO:
+    """The same stream, through which nothing but text goes."""
+    return cast("TextIO", stream if isinstance(stream, Shown) else Shown(stream))
+
+
 class Streams:
     """Closed ones become /dev/null, so that no file that is opened later takes their number and gets our lines."""
 
@@ -63,6 +85,7 @@ class Streams:
                 io.BufferedWriter(self._out), encoding=sys.stdout.encoding, errors="backslashreplace",
                 line_buffering=sys.stdout.line_buffering,
             )  # fmt: skip
+        sys.stdout, sys.stderr = show(sys.stdout), show(sys.stderr)
 
     def refusal(self) -> DrayError | None:
         """Why not all that was printed has arrived; a reader that has gone (`| head`) wanted no more."""

@@ -114,7 +114,6 @@ class _Plain(_View):
         seen = self.seen
         lines = [] if over else [status.head(seen), *status.waiting(seen)[:1]]
         lines += [f"stage: {seen.live.stage}"] if seen.live and seen.state == RUNNING else []
-        lines = [str(printable(line)) for line in lines]
         for line in lines:
             if line not in self._printed:
                 print(line, flush=True)

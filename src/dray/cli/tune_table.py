@@ -11,7 +11,6 @@ from dray import __version__
 from dray.cli import study_table
 from dray.contract import exit_codes, files
 from dray.contract.findings import ConfigError, counted
-from dray.contract.values import printable
 from dray.runs import tuned
 from dray.runs.measured import DIFFER, DONE, Row
 from dray.runs.tune import none_runs
@@ -26,7 +25,7 @@ _LEFT = ("", "setting", "state", "run")
 def line(number: int, tuning: Tuning, row: Row) -> str:
     """One candidate, as soon as it is known."""
     shown = f"{_speed(row)}" if row.state == DONE else f"{row.state}: {row.why}"
-    return str(printable(f"{number:>3}  {setting(tuning, row)}: {shown}"))
+    return f"{number:>3}  {setting(tuning, row)}: {shown}"
 
 
 def setting(tuning: Tuning, row: Row) -> str:
@@ -57,7 +56,7 @@ def lines(tuning: Tuning) -> list[str]:
     for reason, settings in why.items():
         shown += ["", reason, *(f"  {one}" for one in settings[:_SHOWN])]
         shown += [f"  and {len(settings) - _SHOWN} more"] * (len(settings) > _SHOWN)
-    return [str(printable(one)) for one in shown]
+    return shown
 
 
 def summary(tuning: Tuning) -> list[str]:

@@ -13,6 +13,8 @@ from dray.config.model import Spec
 from dray.contract import secrets
 from dray.contract.cores import parse
 
+NAME = r"^[a-z0-9][a-z0-9_-]*$"
+"""Without a dot: what ends in .toml is a file."""
 Cores = Annotated[str, Field(pattern=r"^[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*$")]
 # Variables of the job are allowed: $SCRATCH/data.
 BindPath = Annotated[str, Field(pattern=r"^(/|\$[A-Za-z_])[^\n\"]*$")]
@@ -122,7 +124,7 @@ class Fabric(Spec):
 class Site(Spec):
     """The profile of one cluster."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=NAME)]
     """The name of the file, without .toml."""
     about: str
     """The machine in one sentence."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
 
-# The last two ranges reverse what follows them on a terminal: a name could end in the state of another run.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+# The last ones reverse what follows them on a terminal: a name could end in the state of another run.
+_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+_REFUSED = re.compile(rf"[\t\n{_CONTROL}]")
+_UNPRINTABLE = re.compile(f"[{_CONTROL}\ud800-\udfff]")
 
 
 def control_characters(values: object, key: str = "") -> Iterator[Finding]:
     """A refusal for each text in these values that has one; tables and lists are looked through, under `key`."""
     if isinstance(values, str):
-        if any(unicodedata.category(character) == "Cc" for character in values):
+        if _REFUSED.search(values):
             yield Finding(
                 "a value has a control character, such as a line break",
                 where=ascii(key)[1:-1],
@@ -36,11 +38,11 @@ def control_characters(values: object, key: str = "") -> Iterator[Finding]:
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """The same without what no JSON can hold and no terminal should be sent."""
+    """The same, with an escape such as \\u001b for what no JSON can hold and no terminal should be sent."""
     if value is None or isinstance(value, int | float):
         return value
     if isinstance(value, str):
-        return value if value.isprintable() else _UNPRINTABLE.sub("\ufffd", value)
+        return value if value.isprintable() else _UNPRINTABLE.sub(lambda found: _escape(found[0]), value)
     if isinstance(value, dict):
         return {name: one if one is None else printable(one) for name, one in value.items()}
     return [printable(one) for one in value] if isinstance(value, list) else value
@@ -48,4 +50,9 @@ def printable(value: Any) -> Any:  # noqa: ANN401  any JSON value
 
 def cell(text: str) -> str:
     """The same on one line, for a table or a line that other lines follow: what is in it makes no row of its own."""
-    return text if text.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in text)
+    return text if text.isprintable() else "".join(one if one.isprintable() else _escape(one) for one in text)
+
+
+def _escape(character: str) -> str:
+    """As in JSON, so that JSON with it still means the same."""
+    return json.dumps(character)[1:-1]

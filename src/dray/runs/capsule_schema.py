@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dray.config.site import NAME
 from dray.runs.result import Attempt
 from dray.runs.source import Source
 
@@ -100,8 +101,8 @@ class Capsule(_Model):
     """When its result was written; null until then."""
     status: str | None = None
     """As in result.json."""
-    site: str
-    """The name of the site."""
+    site: Annotated[str, Field(pattern=NAME)]
+    """The name of the site, and never its file."""
     world_size: int
     """How many ranks all nodes start together."""
     image: Image

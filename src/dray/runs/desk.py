@@ -12,7 +12,7 @@ from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.preflight import Preflight
 from dray.config.recipe import Command, Recipe
-from dray.contract import files, jobs, node
+from dray.contract import jobs, node
 from dray.contract.findings import ConfigError, Finding
 from dray.facts import Engine
 from dray.planning.schema import Plan
@@ -21,6 +21,7 @@ from dray.runs.finish import finish
 from dray.runs.follow import Output
 from dray.runs.paths import RunPaths, new_id, newest_attempt
 from dray.runs.rank_log import RankLog
+from dray.runs.trust import stranger
 
 
 def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
@@ -39,16 +40,7 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
             fix="load what your program saved with your program; dray recipe new mine.toml writes a recipe for the "
             "trainer",
         )
-    return plan if trust or not (found := _of_others(paths)) else _harmless(plan, found), paths
-
-
-def _of_others(paths: RunPaths) -> str:
-    """What of a run another user owns, or may write, in words; empty for this user's and for root's."""
-    for path in (paths.run, paths.folder, paths.plan):
-        if not files.is_own(path):
-            found = path.stat()
-            return f"{path} of user {found.st_uid}, mode {found.st_mode & 0o7777:04o}"
-    return ""
+    return plan if trust or not (found := stranger(paths)) else _harmless(plan, found), paths
 
 
 def _harmless(plan: Plan, found: str) -> Plan:
@@ -74,7 +66,7 @@ def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
             fix="let it end: the same command again resumes from its checkpoints, where checkpoint.folder is set",
         )
     links = [path for path in paths.final_model.rglob("*") if path.is_symlink()]
-    if links and not trust and _of_others(paths):
+    if links and not trust and stranger(paths):
         raise ConfigError(
             "links in another user's model may lead to files of yours",
             where=links[0],
@@ -96,12 +88,12 @@ def once(
 ) -> int:
     """Run one job of contract/jobs.py and show what it prints as it comes; its exit code.
 
-    It is a run of one rank in `folder`, which leaves no run folder. A container sees that folder, and the files that
-    the recipe's `sections` name. With `by_gpu` it also sees the GPU that the recipe's image is for, where this machine
-    has one.
+    It is a run of one rank in `folder`, which leaves no run folder. Python takes no module from there: the folder may
+    be another user's model. A container sees that folder, and the files that the recipe's `sections` name. With
+    `by_gpu` it also sees the GPU that the recipe's image is for, where this machine has one.
     """
     run = new_id(recipe.name)
-    environment = {**recipe.env, **(env or {})}
+    environment = {**recipe.env, **(env or {}), "PYTHONSAFEPATH": "1"}
     image = local.image_of(engine, recipe)
     visible = {name: getattr(recipe, name) for name in sections}
     if "data" in visible:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from dray import engines
 from dray.config import checkout
 from dray.config.recipe import Recipe
 from dray.config.site import Site
+from dray.contract import files
 from dray.contract.findings import ConfigError
 from dray.facts import Facts, Layer
 from dray.images import store
@@ -35,6 +37,16 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     fix = f"dray image layer {variant} --pip PACKAGE"
     if not file.is_file():
         raise ConfigError("the layer does not exist", wanted=file, fix=fix + f" --name {recipe.layer}")
+    if not files.is_own(file):
+        owner, own = file.stat(), checkout.root() / "build" / file.name
+        raise ConfigError(
+            "another user may change the layer, and every rank runs its code",
+            where=file,
+            wanted="a file of yours or of root's, which not everybody may write",
+            found=f"a file of user {owner.st_uid}, mode {owner.st_mode & 0o7777:04o}",
+            fix=f"once you trust what is in it: cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(own.parent))}/, "
+            f"and {shlex.quote(f'layer={own}')}",
+        )
     known = record.read(file)
     if known is None or not known.python:
         found = "no record beside it" if known is None else f"the record of an image: {record.path_for(file)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
 import tarfile
@@ -20,10 +21,11 @@ from dray.contract.values import printable
 from dray.runs import bundle, capsule
 from dray.runs.capsule_schema import File
 from dray.runs.named import find
-from dray.runs.paths import RunPaths, attempts, last_attempt
+from dray.runs.paths import RunPaths, attempts, last_attempt, run_name
 
 _MOST = 64 << 20  # bytes of a file, in which all losses are
 _ALL, _FILES = 512 << 20, 20_000  # of an archive that somebody else has made
+_HEADER = 1 << 16  # bytes of a member's headers
 _LOGS = 24
 _INSIDE = re.compile(r"[\w.-]+/(attempt-[1-9][0-9]{0,8}/(?:[\w.-]+/)?[\w.-]+)", re.ASCII)
 _ABOUT = """\
@@ -108,15 +110,15 @@ def opened(named: str, runs: Path | None = None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="dray-capsule-") as folder:
         try:
-            with tarfile.open(found, "r:gz") as archive:
-                _unpack(archive, Path(folder))
+            with _Bounded(found) as stream, tarfile.open(fileobj=stream) as archive:
+                _unpack(archive, stream, Path(folder))
         except (OSError, EOFError, tarfile.TarError, zlib.error, ValueError) as error:
             raise _no_capsule(found, str(error)) from error
         run = Path(folder) / "run"
         if not attempts(run):
             raise _no_capsule(found, "no attempt in it")
         with suppress(ConfigError):
-            run = run.rename(run.with_name(capsule.read(last_attempt(run)).run))
+            run = run.rename(run.with_name(run_name(capsule.read(last_attempt(run)).run or "/")))
         yield run
 
 
@@ -125,16 +127,32 @@ def _no_capsule(file: Path, found: str) -> ConfigError:
     return ConfigError("this is no capsule", where=file, wanted=wanted, found=printable(found)[:300], fix=fix)
 
 
-def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+class _Bounded(gzip.GzipFile):
+    """An archive of which a header is read only if it is small: tarfile takes the whole of it into memory."""
+
+    left = _HEADER
+    """Bytes that may be read until it is set again."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """So many bytes. ValueError: more than may be read."""
+        if size is None or not 0 <= size <= self.left:
+            raise ValueError(f"a header of more than {_HEADER >> 10} KiB")
+        self.left -= size
+        return super().read(size)
+
+
+def _unpack(archive: tarfile.TarFile, stream: _Bounded, folder: Path) -> None:
     """Plain files by plain names; whatever else an archive may hold is not taken."""
     left = _ALL
     for number, member in enumerate(archive):
         left -= member.size
-        if number > _FILES or left < 0:
-            raise ValueError(f"more than {_ALL >> 20} MiB or {_FILES:,} files")
+        if number > _FILES or left < 0 or member.size > _MOST:
+            raise ValueError(f"more than {_ALL >> 20} MiB or {_FILES:,} files, or more than {_MOST >> 20} MiB in one")
+        stream.left = _MOST
         inside = _INSIDE.fullmatch(member.name)
         file = archive.extractfile(member) if inside and member.isreg() else None
         if inside and file and ".." not in member.name:
             path = folder / "run" / inside[1]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(file.read())
+        stream.left = _HEADER

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from dray import engines
 from dray.config.image import ACCELERATORS
 from dray.config.recipe import Recipe
-from dray.contract import files, hardware
+from dray.contract import hardware
 from dray.contract.findings import ConfigError, counted
 from dray.planning.schema import Plan
 from dray.runs import capsule
@@ -34,21 +32,18 @@ _NUMERIC = {
     "accelerate", "aihwkit-lightning", "datasets", "deepspeed", "dray", "numpy", "peft", "python", "libc", "tokenizers",
     "torch", "transformers", "triton",
 }  # fmt: skip
-_HARMLESS = re.compile("(?:[A-Z]+_NUM_THREADS|HF_[A-Z]+_OFFLINE|TOKENIZERS_PARALLELISM)")
-_OF_TRAINING = {"zero_optimization", "fp16", "bf16", "data_types", "activation_checkpointing"}
-"""Sections of DeepSpeed's configuration that hold nothing but numbers and switches."""
 _THREADS = "OMP_NUM_THREADS"
 
 
 def recipe_of(plan: Plan, made: Capsule) -> Recipe:
-    """As it was decided, without what would resume, push or queue; ranks have as many threads as they had."""
+    """As it was decided, with as many threads a rank, without what would resume, push, queue or change it again."""
     recipe = plan.recipe
     checkpoint = recipe.checkpoint.model_copy(update={"folder": "", "mirror": ""})
     given = {node.threads for node in made.nodes} - {None}
     threads = {_THREADS: str(*given)} if len(given) == 1 and _THREADS not in recipe.pass_env else {}
     changes: dict[str, Any] = {
-        "checkpoint": checkpoint, "env": {**threads, **recipe.env}, "nodes": len(plan.world.nodes), "spares": 0,
-        "max_requeues": 0,
+        "scale": "whole", "tiny": {}, "checkpoint": checkpoint, "env": {**threads, **recipe.env},
+        "nodes": len(plan.world.nodes), "spares": 0, "max_requeues": 0,
         "ranks_per_node": plan.world.ranks_per_node if plan.variant == "cpu" and recipe.launcher != "ray" else None,
     }  # fmt: skip
     if recipe.train:
@@ -71,38 +66,6 @@ def require_here(plan: Plan, engine: str) -> str:
             "again.toml",
         )
     return own
-
-
-def require_trust(recipe: Recipe, where: str) -> None:
-    """Refuse code of somebody else's, which a replay would run."""
-    found = [f"command: {' '.join(recipe.command.argv)}"] if recipe.command else []
-    found += [f"{key}: {text.partition(chr(10))[0]}" for key, text in recipe.maps().items()]
-    found += ["model.trust_remote_code = true"] if recipe.model.trust_remote_code else []
-    found += [f"env.{name} = {value}" for name, value in recipe.env.items() if not _HARMLESS.fullmatch(name)]
-    found += _of_deepspeed(recipe.train.deepspeed) if recipe.train and recipe.train.deepspeed else []
-    if found:
-        raise ConfigError(
-            "this run was not recorded here by you, and a replay runs code that it names",
-            where=where,
-            wanted="--trust-run, once you have read it",
-            found="\n".join(found),
-            fix="the same with --trust-run",
-        )
-
-
-def _of_deepspeed(text: str) -> list[str]:
-    """What of its configuration may name files and programs: profilers and monitors write where they are told."""
-    file = files.parse_json(text, "DeepSpeed's configuration in the capsule", "train.deepspeed")
-    if not isinstance(file, dict):
-        return [f"train.deepspeed: {text[:200]}"]
-    told = {key: value for key, value in file.items() if isinstance(value, dict | list) and key not in _OF_TRAINING}
-    told |= {key: value for key, value in file.items() if "/" in json.dumps(value)}
-    return [f"train.deepspeed: {key} = {json.dumps(value)[:200]}" for key, value in told.items()]
-
-
-def is_own(run: Path) -> bool:
-    """Whether this user's processes wrote the folder."""
-    return run.stat().st_uid == os.geteuid()
 
 
 def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, ended: bool) -> list[Difference]:

@@ -22,7 +22,7 @@ from dray.runs import submit as queue
 from dray.runs.diff import ABSENT, Difference
 from dray.runs.paths import RunPaths, attempts, new_id
 from dray.runs.queued import Queued
-from dray.runs.replay import as_files, is_own
+from dray.runs.replay import as_files
 from dray.runs.result import Result, result_of
 
 _LIMIT = 1 << 20
@@ -62,7 +62,7 @@ def asked(run: Path) -> Asked | None:
     written it: options of sbatch name files, which the job would overwrite."""
     file = run / run_folder.JOB
     with suppress(OSError, ValidationError, ValueError):
-        if not is_own(run) or not is_own(file) or not files.is_own(file):
+        if not files.is_own(run) or not files.is_own(file):
             return None
         argv = Queued.model_validate_json(files.read(file, limit=_LIMIT)).argv
         script = [Path(word).name in _SCRIPTS for word in argv].index(True)

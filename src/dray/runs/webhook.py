@@ -6,6 +6,7 @@ import ipaddress
 import json
 import urllib.error
 import urllib.request
+from http.client import responses
 from threading import Thread
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ def _told(url: str, result: Result, text: str) -> str | None:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=_SECONDS):
             return None
     except urllib.error.HTTPError as error:
-        return f"the webhook answered {error.code} {error.reason}"
+        return f"the webhook answered {error.code} {responses.get(error.code, '')}".rstrip()  # never in its own words
     except Exception as error:  # whatever it is, the run has ended well without it
         inner = getattr(error, "reason", None) or error
         reason = getattr(inner, "strerror", None) or type(inner).__name__

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from dray.contract.values import cell
 from dray.images.sif import contents, verify
 from dray.images.sif import format as sif_format
 from dray.images.sif.contents import Entry
@@ -80,7 +81,7 @@ def _files(first: Sif, second: Sif) -> Iterator[str]:
     a_texts, b_texts = (contents.texts(sif, small) if small else {} for sif in (first, second))
     for path in sorted(a.keys() | b.keys()):
         its, others = a.get(path), b.get(path)
-        name = "/" + _printable(path.lstrip("/"))
+        name = "/" + cell(path.lstrip("/"))
         if its is None or others is None:
             yield f"{name}: only in the {'second' if its is None else 'first'}"
         elif its.kind != others.kind:
@@ -102,12 +103,7 @@ def _small_and_other(a: Entry, b: Entry) -> bool:
 
 def _unlike(what: str, a: str, b: str) -> Iterator[str]:
     if a != b:
-        yield f"{what}: {_printable(a)} | {_printable(b)}"
-
-
-def _printable(text: str) -> str:
-    """Names in an image may hold anything, also what moves a terminal's cursor."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+        yield f"{what}: {cell(a)} | {cell(b)}"
 
 
 def _line(a: bytes, b: bytes) -> str:
