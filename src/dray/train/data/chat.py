@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dray.contract.findings import ConfigError
 from dray.train import errors
+from dray.train.data import lines
 from dray.train.data.encoding import Encode
 from dray.train.data.token_cache import LABEL, LAST
 
@@ -39,7 +40,7 @@ def conversation(row: object, path: str, column: str) -> str:
     """The messages of a row, as a document; empty where no assistant says a thing."""
     if isinstance(row, str) and row.lstrip().startswith("["):
         with suppress(ValueError):
-            row = json.loads(row)
+            row = lines.parsed(row)
     if not isinstance(row, list) or not all(isinstance(message, dict) for message in row):
         _refuse(path, column, f"{type(row).__name__}: {str(row)[:60]}")
     messages = [{**message, **_standard(message)} for message in row]
@@ -74,9 +75,10 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
     """Conversations as one row of marked tokens."""
 
     def render(messages: list[dict[str, Any]], *, more: bool) -> str:
+        shown = json.dumps(messages, ensure_ascii=False)[:200]
         with errors.refusing(
             "the chat template does not take a conversation",
-            wanted=f"roles in the order that the model's template knows: {json.dumps(messages, ensure_ascii=False)[:200]}",
+            wanted=f"roles in the order that the model's template knows, for {shown}",
             fix="correct that conversation, or take another model.tokenizer",
         ):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more))
