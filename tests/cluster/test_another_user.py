@@ -126,7 +126,7 @@ def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, root: Path, folder:
     assert other("mkdir", "-m", "777", tokens).code == 0
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", *SHORT)
     assert ended.code == 0, ended.output
-    log = (ended.folder / "attempt-1" / "logs" / "rank-1.log").read_text()
+    log = (ended.attempt / "logs" / "rank-1.log").read_text()
     assert f"{tokens} is not used: a folder of user " in log
     assert other("ls", "-A", tokens).out == ""
 
