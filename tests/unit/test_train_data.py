@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bz2
-import gc
 import csv
+import gc
 import gzip
 import hashlib
 import json

@@ -205,7 +205,9 @@ def _cache(config: Config) -> Path:
     trouble = open_to_others(shared, folder=True)
     if not trouble:
         return shared
-    say(f"{shared} is not used: {trouble}. This attempt makes its tokens anew, in {own}; data.cache_dir would keep them")
+    say(
+        f"{shared} is not used: {trouble}. This attempt makes its tokens anew, in {own}; data.cache_dir would keep them"
+    )
     return own
 
 
