@@ -108,7 +108,7 @@ if os.environ["RANK"] == "1":
 
 
 def test_what_is_planted_in_tmp_is_not_used(sbatch, cluster, root: Path, folder: Path, other) -> None:
-    """Compiled code under the names that torch takes by default; and tokens, for which a run then has its own folder."""
+    """Compiled code under the names that torch takes by default; and tokens, whose usual name in /tmp is taken."""
     uid = cluster.exec(["id", "-u"]).out.strip()
     name = cluster.exec(["id", "-un"]).out.strip()
     planted = (f"/tmp/torchinductor_{name}", "/tmp/torchelastic_x", f"/tmp/dray-{uid}-x", "/tmp/.triton")

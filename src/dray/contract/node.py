@@ -96,7 +96,7 @@ def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:
 
 
 def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
-    """Whether a network variable names interfaces of this node; gloo wants each of them, NCCL and RCCL one that begins so.
+    """Whether a network variable names interfaces of this node: gloo wants each, NCCL and RCCL one that begins so.
 
     With a wrong one every rank fails, in words that name no variable.
     """

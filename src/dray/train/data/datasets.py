@@ -196,7 +196,7 @@ def _of_objective(config: Config) -> tuple[Encoding, Reading]:
 
 
 def _cache(config: Config) -> Path:
-    """Where tokens stay; for this attempt alone where another user has taken the name in /tmp that they usually have."""
+    """Where tokens stay; the attempt's own folder where another user has taken their usual name in /tmp."""
     shared, own = Path(f"{node.TOKENS}{os.getuid()}"), Path(config.scratch, "tokens")
     if config.data.cache_dir or not is_own(config.scratch):
         return Path(config.data.cache_dir or shared)
@@ -205,9 +205,7 @@ def _cache(config: Config) -> Path:
     trouble = open_to_others(shared, folder=True)
     if not trouble:
         return shared
-    say(
-        f"{shared} is not used: {trouble}. This attempt makes its tokens anew, in {own}; data.cache_dir would keep them"
-    )
+    say(f"{shared} is not used: {trouble}. This attempt makes its tokens in {own}; data.cache_dir would keep them")
     return own
 
 
