@@ -22,10 +22,11 @@ WARMUP = 3  # lines
 
 def main(pairs: int = 10, steps: int = 300) -> None:
     """A line for each pair, then the ratio."""
-    torchrun = f"srun apptainer exec {IMAGE} torchrun --nproc-per-node=2 train.py {steps}"
+    torchrun = f"srun --cpus-per-task=2 apptainer exec {IMAGE} torchrun --nproc-per-node=2 train.py {steps}"
+    cores = ["--ntasks-per-node=1", "--cpus-per-task=2"]
     ways = {
-        "dray": multinode(1, "ranks_per_node=2", steps=steps),
-        "torchrun": ["--nodes=1", f"--wrap={torchrun}"],
+        "dray": multinode(1, "ranks_per_node=2", steps=steps, options=cores),
+        "torchrun": ["--nodes=1", *cores, f"--wrap={torchrun}"],
     }
     ratios: list[float] = []
     with closing(client()) as engine:
