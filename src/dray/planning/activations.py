@@ -96,9 +96,9 @@ def whole(raw: Mapping[str, Any], name: str) -> int:
     """A setting that is a whole number, or a list of them for the layers, of which the largest counts; 0 where it is
     not there."""
     value = 0 if raw.get(name) is None else raw[name]
-    numbers = value if isinstance(value, list) and value else [value]
+    numbers: list[Any] = value if isinstance(value, list) and value else [value]
     if all(type(number) is int and abs(number) < _HUGE for number in numbers):
-        return max(numbers)
+        return int(max(numbers))
     problem, found = "a size in the model's configuration is not a whole number", f"{name} = {value!r}"[:100]
     raise ConfigError(problem, where=name, wanted="a whole number, such as 12", found=found)
 

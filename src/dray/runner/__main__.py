@@ -39,7 +39,7 @@ from dray.runner.startup import Startup
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 _ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has started
-# A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside strangers who connect to
+# A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside other users who connect to
 # Gloo's port. Not all that some machines allow: old programs close each number up to the limit, and 1,000,000,000 take
 # minutes.
 _FILES = 65_536

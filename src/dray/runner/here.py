@@ -9,6 +9,7 @@ import sys
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
     yield "memory", lambda: node.memory(wanted["memory_gb"])
     for variable in _NETWORK[: 1 if variant == "cpu" else 2]:
         if value := os.environ.get(variable):
-            yield variable, lambda variable=variable, value=value: _interfaces(variable, value)
+            yield variable, functools.partial(_interfaces, variable, value)
     if variant != "cpu":
         several, kind = len(plan["world"]["nodes"]) > 1, plan["fabric"]["kind"]
         yield "locked memory", lambda: node.locked_memory(needed=several and kind in ("infiniband", "slingshot"))
