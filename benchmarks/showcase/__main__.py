@@ -84,9 +84,10 @@ def last_step(output: str) -> int:
 
 
 def last_words(output: str) -> str:
-    """How its first attempt ended, as the job says it."""
+    """How its first attempt ended, as the job says it; without the end of a log, whose place it names."""
     ended = _ENDED.search(output)
-    return output[ended.start() :].partition("\nrun folder:")[0] if ended else ""
+    lines = output[ended.start() :].partition("\nrun folder:")[0].splitlines() if ended else []
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("|", "failing nodes:")))
 
 
 def losses(output: str) -> str:

@@ -26,7 +26,11 @@ def prepare(cluster: LocalCluster, nodes: int) -> None:
         raise UnfitError("there is no CPU image", wanted=IMAGE, fix="make image-cpu")
     now = cluster.health()
     if not now or now.size.nodes != nodes or not now.ready:
-        print(f"Bringing up a cluster of {nodes} nodes on this machine: dray cluster up --nodes {nodes}", flush=True)
+        other = f", in the place of one of {now.size.nodes} nodes" if now and now.size.nodes != nodes else ""
+        print(
+            f"Bringing up a cluster of {nodes} nodes on this machine{other}: dray cluster up --nodes {nodes}",
+            flush=True,
+        )
         cluster.up(nodes=nodes)
     folder = cluster.shared / "home" / "showcase"
     shutil.rmtree(folder, ignore_errors=True)
