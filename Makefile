@@ -23,7 +23,7 @@ IMAGE_OPTIONS = $(BASE_OPTION) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(BUNDL
   $(if $(SIGNERS),--signers "$(SIGNERS)") $(if $(DEBIAN),--debian "$(DEBIAN)")
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs screenshots test hostile faults gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean clean-images
+.PHONY: help install demo docs screenshots test hostile faults showcase gpu-check scale-sim coverage check check-rest release smoke cluster cluster-down torch-versions clean clean-images
 
 help: ## Show this list
 	@grep -hE '^[a-z%-]+:.*## ' Makefile | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and wr
 # SEED: of the moments and nodes that it chooses.
 faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of docs/measurements (NODES=3: spare nodes too)
 	@NODES=$(NODES) DRAY_TEST_ALL=1 DRAY_FAULTS=$(FAULTS) DRAY_FAULTS_SEED=$(SEED) timeout --signal=INT 2400 $(BIN)/pytest -q -s tests/faults
+
+showcase: .venv/host ## A user's training script on the local cluster (three nodes): a wrong variable, a node without power; four minutes
+	@$(BIN)/python benchmarks/showcase
 
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
 gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of docs/measurements (PYTHON=, CPU=1)

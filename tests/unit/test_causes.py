@@ -299,6 +299,8 @@ def test_a_hang(why: str) -> None:
 
 
 def test_a_node_that_was_lost() -> None:
+    wrong = "GLOO_SOCKET_IFNAME=ib0 names no network interface of this node\n  wanted: x"
+    assert causes.explained(cause(why=wrong, code=69)).name == "a network variable names no interface"
     assert causes.explained(cause(why="node 1 (n2) is gone\n  wanted: x", code=75)).name == "node failure"
 
 

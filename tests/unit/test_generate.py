@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from helpers import PYTHON, ROOT
 
 pytest.importorskip("torch", reason="torch: the training stack is not installed (make demo installs it)")
 
+from dray.train import manifest
 from trainings import Forks, Run
 
 pytestmark = pytest.mark.torch
@@ -104,3 +108,67 @@ def test_what_cannot_be(runs, tmp_path: Path, run: str, words: tuple[str, ...], 
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert said in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def with_setting(folder: Path, **settings: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def with_noise(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def with_few_bytes(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def with_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+
+
+def with_code(folder: Path) -> None:
+    (folder / "theirs.py").write_text("open('ran', 'w')\n")
+    with_setting(
+        folder, model_type="theirs", auto_map={"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.M"}
+    )
+
+
+def with_a_template(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+
+
+READ, TAKEN = "the model cannot be read", "the chat template does not take a prompt"
+
+
+@pytest.mark.parametrize(
+    ("damage", "objective", "problem", "found"),
+    [
+        (with_noise, "causal", READ, "SafetensorError: "),
+        (with_few_bytes, "causal", READ, "SafetensorError: "),
+        (with_a_pickle, "causal", READ, "no file named model.safetensors"),
+        (with_code, "causal", READ, "contains custom code"),
+        (lambda folder: with_setting(folder, n_embd="fp16"), "causal", READ, "Field 'n_embd' expected int, got str"),
+        (lambda folder: with_setting(folder, n_embd=64), "causal", READ, "RuntimeError: "),
+        (lambda folder: (folder / "tokenizer.json").write_text("[]"), "causal", READ, "TypeError: "),
+        (lambda folder: with_a_template(folder, "{% for"), "sft", TAKEN, "TemplateSyntaxError: "),
+        (lambda folder: with_a_template(folder, "{{ messages[7].content.x }}"), "sft", TAKEN, "UndefinedError: "),
+        (lambda folder: with_a_template(folder, "{{ 1 / 0 }}"), "sft", TAKEN, "ZeroDivisionError: "),
+    ],
+)
+def test_files_that_somebody_else_made(
+    runs, forks: Forks, tmp_path: Path, damage: Callable[[Path], object], objective: str, problem: str, found: str
+) -> None:
+    """With a manifest of their maker's, so that it is transformers that refuses them."""
+    folder = tmp_path / "model"
+    shutil.copytree(runs["causal"] / "checkpoints" / "final", folder)
+    damage(folder)
+    manifest.seal_model(folder)
+    job = jobs.Generate(str(folder), objective, "one", 2, 0.0, 0, trust_remote_code=False)
+    code, output = forks.job(job, tmp_path / "job")
+    *_, problem_line, where, _, found_line, _ = output.splitlines()
+    assert (code, problem_line, where) == (78, problem, f"  where:  {folder}"), output
+    assert found in found_line
+    assert not Path("ran").exists()

@@ -20,7 +20,7 @@ from dray.images.sources import arrival, debs, inputs, lock, pip, venv, wheels
 
 pytestmark = pytest.mark.hostile("what is installed")
 
-INSTALLS = re.compile(r"pip install|\$\(PIP\)|pip::install|pip\", \"(?:install|wheel)")
+INSTALLS = re.compile(r"pip (?:install|download)|\$\(PIP\)|pip::install|pip\", \"(?:install|wheel)")
 
 
 class TestEveryInstall:
@@ -33,6 +33,10 @@ class TestEveryInstall:
         known = ("--require-hashes", "$(LOCKED)", "--build-constraint", *local)
         assert len(installs) >= 10
         assert [line for line in installs if not any(word in line for word in known)] == []
+        # A source's own code would run, though its hash is right.
+        downloads = [line for line in installs if "pip download" in line]
+        assert len(downloads) == 2
+        assert [line for line in downloads if "--only-binary" not in line] == []
 
     def test_the_lock_of_venv_is_fresh_and_whole(self, root: Path) -> None:
         venv.require_fresh(root)

@@ -280,3 +280,55 @@ def test_what_is_not_known_is_said_and_stops_nobody(home: Path) -> None:
     assert f"\nmemory: not estimated: {told}\n" in strange.stdout
     command = dray("plan", "-v", "--", "true")
     assert (command.returncode, "memory:" in command.stdout) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("n_embd", "fp16", "n_embd = 'fp16'"),
+        ("n_layer", "[]", "n_layer = []"),
+        ("n_head", "true", "n_head = True"),
+        ("n_inner", "2.5", "n_inner = 2.5"),
+        ("vocab_size", "{}", "vocab_size = {}"),
+        ("num_experts_per_tok", "x", "num_experts_per_tok = 'x'"),
+        ("sliding_window", '["x"]', "sliding_window = ['x']"),
+    ],
+)
+def test_a_size_that_is_no_number_is_refused_with_its_key(key: str, value: str, found: str) -> None:
+    """Of a recipe, on its command line."""
+    ended = dray("plan", "recipes/smoke-cpu.toml", f"model.config.{key}={value}")
+    assert ended.stderr.splitlines() == [
+        "dray: a size in the model's configuration is not a whole number",
+        f"  where:  recipe model.config.{key}",
+        "  wanted: a whole number, such as 12",
+        f"  found:  {found}",
+        f"  fix:    set model.config.{key} to a whole number",
+    ]
+    assert ended.returncode == 78
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("vocab_size", 10**80)])
+def test_so_is_one_of_a_models_own_file(home: Path, key: str, value: object) -> None:
+    file = home / "hub" / "models--facebook--opt-6.7b" / "snapshots" / "abc" / "config.json"
+    file.write_text(json.dumps({**OPT, key: value}))
+    words = ("plan", "recipes/opt125m-yelp.toml", "model.name=facebook/opt-6.7b", "--gpus-per-node", "8")
+    ended = dray(*words, HF_HOME=str(home))
+    assert ended.stderr.splitlines() == [
+        "dray: a size in the model's configuration is not a whole number",
+        "  where:  config.json of facebook/opt-6.7b",
+        "  wanted: a whole number, such as 12",
+        f"  found:  {key} = {value!r}",
+        f"  fix:    correct {key} there, or set model.config.{key} in the recipe",
+    ]
+    assert ended.returncode == 78
+    assert dray(*words, f"model.config.{key}=4096", HF_HOME=str(home)).returncode == 0
+
+
+def test_of_sizes_for_each_layer_the_largest_counts() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100, "rms_norm_eps": 1}
+    assert memory.shape({**sizes, "intermediate_size": [32, 256]}) == memory.shape({**sizes, "intermediate_size": 256})
+
+
+@pytest.mark.parametrize("kind", [["gpt2"], {"a": 1}, None, 7])
+def test_a_type_that_is_no_text_is_not_known(kind: object) -> None:
+    assert memory.shape({"model_type": kind}) is None

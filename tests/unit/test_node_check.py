@@ -202,12 +202,19 @@ def names(plan: dict[str, Any]) -> list[str]:
     return [name for name, _ in here.checks(plan)]
 
 
-def test_what_is_looked_at(several: dict[str, Any]) -> None:
+def test_what_is_looked_at(several: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     every = [
         "shared memory", "room in /tmp", "the node's own folder", "room in the run folder", "the run folder", "memory",
     ]  # fmt: skip
     assert names(several) == every
     assert names(several | {"variant": "rocm6"}) == [*every, "locked memory", "RDMA cards"]
+    network = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    for variable in network:
+        monkeypatch.setenv(variable, "lo")
+    assert names(several) == [*every, "GLOO_SOCKET_IFNAME"]
+    assert names(several | {"variant": "rocm6"}) == [*every, *network, "locked memory", "RDMA cards"]
+    for variable in network:
+        monkeypatch.delenv(variable)
     assert names(several | {"variant": "cuda12"}) == [*every, "locked memory", "RDMA cards", "the kernel's log"]
     slingshot = {"variant": "rocm", "fabric": {"kind": "slingshot"}}
     assert names(several | slingshot) == [*every, "locked memory"]
@@ -247,6 +254,46 @@ def test_a_limit_of_locked_memory_that_rdma_cannot_live_with(
             "the limit of locked memory is too small for RDMA", "unlimited (ulimit -l)"
         )  # fmt: skip
         assert "LimitMEMLOCK=infinity" in one.fix
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "missing"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", ""),
+        ("GLOO_SOCKET_IFNAME", "lo,eth0", ""),
+        ("GLOO_SOCKET_IFNAME", "ib0", "ib0"),
+        ("GLOO_SOCKET_IFNAME", "eth", "eth"),  # gloo takes whole names
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", "ib0"),
+        ("NCCL_SOCKET_IFNAME", "eth", ""),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", ""),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth0", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth", "eth"),
+        ("NCCL_SOCKET_IFNAME", "hsn,ib", "hsn ib"),
+    ],
+)
+def test_a_network_variable_that_names_no_interface(variable: str, value: str, missing: str) -> None:
+    found = node.interfaces(variable, value, ["lo", "eth0"])
+    assert found.code == (69 if missing else 0)
+    if missing:
+        assert (found.problem, found.wanted, found.found) == (
+            f"{variable}={value} names no network interface of this node",
+            "an interface of this node: lo eth0",
+            missing,
+        )
+
+
+def test_a_wrong_network_variable_is_named_before_any_rank_starts(
+    several: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    """By all nodes, with the interfaces that there are; NCCL's on nodes with GPUs alone."""
+    wrong = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}
+    ends = [ended(one) for one in [start(number, 3, f"node{number + 1}", **wrong) for number in range(3)]]
+    assert [code for code, _ in ends] == [69, 69, 69], ends
+    why = json.loads((tmp_path / "failures" / "node-0.json").read_text())["why"]
+    assert why.splitlines()[0] == "GLOO_SOCKET_IFNAME=ib0 names no network interface of this node"
+    assert "fix:    leave GLOO_SOCKET_IFNAME out, or name one of these: env.GLOO_SOCKET_IFNAME in the recipe" in why
+    assert "an interface of this node: lo" in why
 
 
 def test_a_folder_that_is_gone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -176,6 +177,52 @@ def test_the_runner_passes_signals_on_once(plan, start: Start, tmp_path: Path) -
     os.killpg(node.pid, signal.SIGTERM)
     assert ended(node)[0] == 41
     assert not (tmp_path / "failures").exists()  # it was stopped: that is no cause
+
+
+def test_ranks_and_their_preflight_may_open_many_files(plan, start: Start, tmp_path: Path) -> None:
+    """Each idle connection to Gloo's port is a file of its rank's."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, resource, sys\n"
+        "started = next((name for name in ('dray.checks.preflight', 'launcher') if name in sys.orig_argv), '')\n"
+        "if started:\n"
+        f"    with open(f'{tmp_path}/{{started}}.files', 'w') as told:\n"
+        "        told.write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))\n"
+        "    os._exit(0)\n"
+    )
+    one_node(plan, "")
+    fabric = {"kind": "unknown", "strategy": "none", "libraries": [], "plugin": "", "transport": []}
+    plan |= {"variant": "cpu", "site": "site s", "fabric": fabric}
+    plan["preflight"] = {"timeout_s": 60, "megabytes": 1, "free_gb": 0, "shared_memory_gb": 0, "memory_gb": 0}
+    plan["launcher"] = [sys.executable, "-c", "", "launcher"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        node = start(0, 1, "node1", PYTHONPATH=str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    code, said = ended(node)
+    assert code == 0, said
+    allowed = str(min(hard, 65_536))
+    seen = {path.name: path.read_text() for path in tmp_path.glob("*.files")}
+    assert seen == dict.fromkeys(("dray.checks.preflight.files", "launcher.files"), allowed)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, (4096, 4096)),
+        (1024, 1 << 30, (65_536, 1 << 30)),
+        (1024, resource.RLIM_INFINITY, (65_536, resource.RLIM_INFINITY)),
+        (1 << 20, 1 << 20, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_how_many_files_ranks_may_open(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised) -> None:
+    limits: list[Any] = [None]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    runner.allow_files()
+    assert limits[-1] == raised
 
 
 def test_a_launcher_that_fails_is_recorded_where_no_rank_is(plan, start: Start, tmp_path: Path) -> None:

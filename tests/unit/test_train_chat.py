@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -35,6 +36,7 @@ HIDES = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
+DEEP = "[" * 100_000
 TURNS = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "Who?"},
@@ -108,9 +110,10 @@ def test_conversations_are_found_under_the_names_that_are_about() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", ["text", "[INST] x", 5, None, ["text"], [{"role": "user"}], [{"role": "bot", "content": "x"}]]
+    "row", ["text", "[INST] x", DEEP, 5, None, ["text"], [{"role": "user"}], [{"role": "bot", "content": "x"}]]
 )
 def test_what_is_no_conversation_is_refused(row: object) -> None:
+    gc.collect()  # else what other tests left ends in the midst of DEEP, and has no room to say so
     with pytest.raises(ConfigError, match="column 'messages' holds no conversations") as stopped:
         chat.conversation(row, "my.jsonl", "messages")
     assert "set data.column and data.answer_column" in stopped.value.finding.fix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import csv
+import gc
 import gzip
 import hashlib
 import json
@@ -224,6 +225,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, streaming
         ("latin.txt", b"caf\xe9 " * 100, "the dataset is not UTF-8"),
         ("wide.txt", "text".encode("utf-16"), "the dataset is not UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": "b",}\n', "a line is not JSON"),
+        ("deep.jsonl", b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}\n", "a line is not JSON"),
         ("list.jsonl", b'["a"]\n', "there is no column 'text'"),
         ("other.jsonl", b'{"content": "a"}\n', "there is no column 'text'"),
         ("number.jsonl", b'{"text": 1}\n', "column 'text' is not text"),
@@ -263,6 +265,21 @@ def test_texts_that_are_not(tmp_path: Path, name: str, content: bytes | None, sa
     assert str(path) in told
     assert "  fix:    " in told
     assert not list((tmp_path / "tokens").glob("*.part-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"text": "a"}\n' + "[" * 100_000 + "\n", "a line is not JSON"),
+        ("a.json", "[" * 100_000, "a file is not JSON"),
+    ],
+)
+def test_json_that_is_deeper_than_python_reads(tmp_path: Path, name: str, content: str, said: str) -> None:
+    gc.collect()  # else what other tests left ends in the midst of it, and has no room to say so
+    (tmp_path / name).write_text(content)
+    told = refused(texts, tmp_path, f"data.train={tmp_path / name}")
+    assert told.splitlines()[0] == said
+    assert "more than 64 lists or objects within one another" in told
 
 
 def test_a_row_that_would_be_cut_is_named(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ def saved(folder: Path) -> Path:
         ("model.config.vocab_size=100", "the tokenizer has tokens that the model lacks"),
         ("model.attn_implementation=flash_attention_2", "the model cannot be made"),
         ("train.objective=masked", "the model cannot be made"),
+        ("model.config.attn_pdrop=x", "transformers refuses model.config"),
+        ("model.config.activation_function=nope", "the model cannot be made"),
+        ("model.config.n_embd=-4", "the model cannot be made"),
+        ("model.config.n_embd=0", "the model cannot be made"),
     ],
 )
 def test_models_that_are_not(tmp_path: Path, said: str, message: str) -> None:
@@ -146,10 +150,26 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     chosen = config(tmp_path / "a", f"model.name={folder}")
     told = refused(replace(chosen, model=replace(chosen.model, tokenizer=str(saved(tmp_path / "other")))))
-    assert told.startswith("transformers has no such model\n  wanted: a folder with a config.json\n")
-    assert str(folder) in told
+    assert told.splitlines()[:2] == ["transformers has no such model", f"  where:  {folder}"]
     with pytest.raises(DrayError, match="the tokenizer cannot be read"):
         tokenizer.load(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", "x" * 4096, "the model cannot be made"),
+        ("config.json", '{"model_type": "gpt2", "attn_pdrop": "x"}', "transformers has no such model"),
+        ("config.json", '{"model_type": "gpt2", "auto_map": 7}', "transformers has no such model"),
+        ("config.json", "[1]", "transformers has no such model"),
+    ],
+)
+def test_a_named_model_with_a_damaged_file(tmp_path: Path, name: str, content: str, message: str) -> None:
+    folder = saved(tmp_path)
+    own = saved(tmp_path / "other")
+    (folder / name).write_text(content)
+    told = refused(config(tmp_path / "a", f"model.name={folder}", f"model.tokenizer={own}"))
+    assert told.splitlines()[:2] == [message, f"  where:  {folder}"]
 
 
 def test_the_named_models_settings_can_be_overridden_and_its_weights_left(tmp_path: Path) -> None:

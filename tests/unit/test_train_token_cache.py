@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -16,7 +18,10 @@ import pytest
 np = pytest.importorskip("numpy")
 token_cache = pytest.importorskip("dray.train.data.token_cache")
 token_writer = pytest.importorskip("dray.train.data.token_writer")
+from dray.contract import node  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
+from dray.train.data import datasets, tokenizer  # noqa: E402
+from trainings import config  # noqa: E402
 
 pytestmark = pytest.mark.hostile("token cache")
 
@@ -148,6 +153,49 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, which: str, h
         made(cache)
     assert refused.value.finding.code == 78
     assert refused.value.finding.where == str(folder)
+
+
+def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cache")
+    with pytest.raises(DrayError, match="the token cache is open to other users") as refused:
+        made(tmp_path / "cache")
+    assert (refused.value.finding.code, refused.value.finding.found) == (78, "no folder")
+
+
+def squat(path: Path) -> None:
+    path.mkdir(0o777)
+    path.chmod(0o777)
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+def give_away(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("root gives a folder to another user")
+    path.mkdir()
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize("squats", [squat, link, give_away, os.mkfifo, Path.touch])
+def test_a_name_in_tmp_that_another_user_took_stops_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, squats: Callable[[Path], object]
+) -> None:
+    """Its tokens are made in the attempt's own folder, and later runs have the usual one once it is free."""
+    monkeypatch.setattr(node, "TOKENS", f"{tmp_path}/dray-tokens-")
+    usual = tmp_path / f"dray-tokens-{os.getuid()}"
+    (tmp_path / "own").mkdir(0o700)
+    chosen = config(tmp_path)
+    chosen = replace(chosen, scratch=str(tmp_path / "own"), data=replace(chosen.data, cache_dir=""))
+    squats(usual)
+    loaded = datasets.load(chosen, tokenizer.load(chosen))
+    assert f"{usual} is not used: " in capsys.readouterr().out
+    assert list((tmp_path / "own" / "tokens").glob("*/manifest.json"))
+    usual.rmdir() if usual.is_dir() and not usual.is_symlink() else usual.unlink()
+    again = datasets.load(chosen, tokenizer.load(chosen))
+    assert list(usual.glob("*/manifest.json"))
+    assert again.total == loaded.total
 
 
 def test_another_maker_may_be_ready_earlier(tmp_path: Path) -> None:

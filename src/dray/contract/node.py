@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections.abc import Sequence
 
 from dray.contract import exit_codes
 from dray.contract.findings import Finding
@@ -91,6 +92,29 @@ def locked_memory(*, needed: bool, limit: int | None = None) -> Finding:
         fix="PropagateResourceLimitsExcept=MEMLOCK in slurm.conf and LimitMEMLOCK=infinity for slurmd; elsewhere in "
         "/etc/security/limits.conf",
         code=exit_codes.UNFIT if needed else exit_codes.DONE,
+    )
+
+
+def interfaces(variable: str, value: str, present: Sequence[str]) -> Finding:
+    """Whether a network variable names interfaces of this node: gloo wants each, NCCL and RCCL one that begins so.
+
+    With a wrong one every rank fails, in words that name no variable.
+    """
+    named = value.removeprefix("=").split(",")
+    if variable.startswith("GLOO"):
+        missing = [one for one in named if one not in present]
+    else:
+        exact = value.startswith("=")
+        fits = [one for one in named for own in present if own == one or (own.startswith(one) and not exact)]
+        missing = [] if fits or value.startswith("^") else named
+    if not missing:
+        return Finding(variable, found=value, kind="ok")
+    return Finding(
+        f"{variable}={value} names no network interface of this node",
+        wanted=f"an interface of this node: {' '.join(present)}",
+        found=" ".join(missing),
+        fix=f"leave {variable} out, or name one of these: env.{variable} in the recipe, or the site's file (dray plan)",
+        code=exit_codes.UNFIT,
     )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dray.contract.findings import ConfigError
+
 # Where a configuration does not say: the function between a block's two linear layers, and its dropout.
 _ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neo": "gelu_new", "opt": "relu", "bert": "gelu"}
 _DROPOUTS = {"gpt2": 0.1, "opt": 0.1, "bert": 0.1}
@@ -19,7 +21,7 @@ _WRITTEN_OUT = ("gelu_new", "gelu_fast")  # in single operations, of which each 
 _LOSS = 12
 """Of a logit: its logarithm and two gradients, in 32 bits."""
 
-
+_HUGE = 1 << 62  # the product of some still fits into a float
 _PARTS, _LARGEST = 8, 1.6e9
 """How many parts chunked logits come in at least, and the most bytes of one, its gradient with it."""
 _SLICE = 1 << 27
@@ -74,20 +76,31 @@ class Use:
 
 def block(raw: Mapping[str, Any], *, hidden: int, width: int, shared: int, heads: int, inner: int) -> Block:
     """From config.json, and the sizes that are read from it."""
-    kind = raw.get("model_type", "")
+    kind = str(raw.get("model_type", ""))
     names = ("activation_function", "hidden_act", "hidden_activation")
     gated = "rms_norm_eps" in raw
     activation = next((str(raw[name]) for name in names if raw.get(name)), _ACTIVATIONS.get(kind, "silu"))
     dropouts = [raw[name] for name in ("resid_pdrop", "resid_dropout", "hidden_dropout_prob", "dropout") if name in raw]
     windowed = raw.get("use_sliding_window", True)
-    active = raw.get("num_experts_per_tok") or 1
+    active = whole(raw, "num_experts_per_tok") or 1
     return Block(
         hidden=hidden, width=width, shared=shared, heads=heads, inner=inner * active, activation=activation,
         gated=gated, fused=kind == "gpt2", normed=kind in ("qwen3", "qwen3_moe"), eager=kind == "gpt_neo",
         flex=kind not in WITHOUT_FLEX,
         dropout=bool(dropouts[0] if dropouts else _DROPOUTS.get(kind, 0)),
-        window=(raw.get("sliding_window") or 0) if windowed else 0, head=9 if kind == "bert" else 0,
+        window=whole(raw, "sliding_window") if windowed else 0, head=9 if kind == "bert" else 0,
     )  # fmt: skip
+
+
+def whole(raw: Mapping[str, Any], name: str) -> int:
+    """A setting that is a whole number, or a list of them for the layers, of which the largest counts; 0 where it is
+    not there."""
+    value = 0 if raw.get(name) is None else raw[name]
+    numbers: list[Any] = value if isinstance(value, list) and value else [value]
+    if all(type(number) is int and abs(number) < _HUGE for number in numbers):
+        return int(max(numbers))
+    problem, found = "a size in the model's configuration is not a whole number", f"{name} = {value!r}"[:100]
+    raise ConfigError(problem, where=name, wanted="a whole number, such as 12", found=found)
 
 
 def kept(block: Block, layers: int, use: Use) -> float:

@@ -75,18 +75,19 @@ class Estimate:
 
 
 def shape(raw: Mapping[str, Any]) -> Shape | None:
-    """From what config.json says; None where the model is of a kind that is not understood."""
+    """From what config.json says; None where the model is of a kind that is not understood. ConfigError names a setting
+    that is no number where transformers has numbers alone."""
     of_text = raw.get("text_config")  # of a model that also sees or hears
     raw = {**raw, **of_text} if isinstance(of_text, dict) else raw
-    kind = raw.get("model_type", "")
+    kind = str(raw.get("model_type", ""))
     known = {**_DEFAULTS.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
 
     def one(*names: str, other: int = 0) -> int:
-        return next((int(known[name]) for name in names if name in known), other)
+        return next((activations.whole(known, name) for name in names if name in known), other)
 
     hidden, layers = one("hidden_size", "n_embd", "d_model"), one("num_hidden_layers", "n_layer", "num_layers")
-    heads = one("num_attention_heads", "n_head", "num_heads")
-    if not (hidden and layers and heads and "vocab_size" in known):
+    heads, vocabulary = one("num_attention_heads", "n_head", "num_heads"), one("vocab_size")
+    if not (hidden and layers and heads and vocabulary):
         return None
     each = one("head_dim", other=hidden // heads)
     width, shared = heads * each, one("num_key_value_heads", other=heads) * each
@@ -102,14 +103,14 @@ def shape(raw: Mapping[str, Any]) -> Shape | None:
     positions = one("max_position_embeddings", "n_positions", other=_LEARNED.get(kind, 0)) if kind in _LEARNED else 0
     positions += 2 if kind == "opt" else 0  # its first two are for padding
     tables = 1 if known.get("tie_word_embeddings", not gated) else 2
-    total = known["vocab_size"] * hidden * tables + positions * hidden + layers * block
+    total = vocabulary * hidden * tables + positions * hidden + layers * block
     total += hidden if gated else 2 * hidden
     if kind == "bert":  # types of tokens, and the head's layer and norm; the other norm is the embeddings'
-        total += known.get("type_vocab_size", 2) * hidden + hidden * hidden + 3 * hidden + known["vocab_size"] * tables
+        total += one("type_vocab_size", other=2) * hidden + hidden * hidden + 3 * hidden + vocabulary * tables
     linear = 4 * hidden + 2 * (width + shared) + (3 if gated else 2) * (hidden + inner)
     linear -= 2 * hidden if kind == "gpt2" else 0  # queries, keys and values are one layer
     sizes = activations.block(known, hidden=hidden, width=width, shared=shared, heads=heads, inner=inner)
-    return Shape(total, hidden, layers, known["vocab_size"], linear, total - layers * block, sizes)
+    return Shape(total, hidden, layers, vocabulary, linear, total - layers * block, sizes)
 
 
 def estimate(recipe: Recipe, model: Shape, *, ranks: int, ranks_per_node: int) -> Estimate:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -38,6 +39,10 @@ from dray.runner.startup import Startup
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _SITE_PACKAGES_NOT_NEEDED = ("-S", "-E")
 _ENDING_S = 10.0  # seconds from SIGKILL to the end of what this node has started
+# A rank holds a file for each connection: 1,024, the usual soft limit, are too few beside other users who connect to
+# Gloo's port. Not all that some machines allow: old programs close each number up to the limit, and 1,000,000,000 take
+# minutes.
+_FILES = 65_536
 
 
 def main(path: str) -> int:
@@ -47,6 +52,7 @@ def main(path: str) -> int:
         raise ConfigError("the plan is damaged", where=path, fix="begin the run again")
     world = plan["world"]
     os.environ[output.PASSED] = " ".join(plan.get("recipe", {}).get("pass_env", ()))
+    allow_files()
     number = os.environ.get(world["identity"]["node"], "unknown")
     clock = {"runner": time.time()}
     links = lock = unfit = None
@@ -92,6 +98,14 @@ def main(path: str) -> int:
             links.close()
         if lock is not None:
             os.close(lock)
+
+
+def allow_files() -> None:
+    """Let this process, and so the preflight, the launcher and all ranks, open more files than by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def launch(

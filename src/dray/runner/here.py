@@ -9,6 +9,7 @@ import sys
 if __name__ == "__main__":
     sys.path[:] = [*sys.path[1:], os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from dray.contract import exit_codes, node
 from dray.contract.findings import Finding
 from dray.runner import rdma
 
+_NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 Check = Callable[[], "Finding | list[Finding]"]
 
 
@@ -29,6 +31,9 @@ def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
     yield "room in the run folder", lambda: node.free_space(folder, wanted["free_gb"])
     yield "the run folder", lambda: node.writable(folder)
     yield "memory", lambda: node.memory(wanted["memory_gb"])
+    for variable in _NETWORK[: 1 if variant == "cpu" else 2]:
+        if value := os.environ.get(variable):
+            yield variable, functools.partial(_interfaces, variable, value)
     if variant != "cpu":
         several, kind = len(plan["world"]["nodes"]) > 1, plan["fabric"]["kind"]
         yield "locked memory", lambda: node.locked_memory(needed=several and kind in ("infiniband", "slingshot"))
@@ -36,6 +41,12 @@ def checks(plan: Mapping[str, Any]) -> Iterator[tuple[str, Check]]:
             yield "RDMA cards", lambda: rdma.cards(needed=kind == "infiniband" or "IB" in plan["fabric"]["transport"])
     if variant.startswith("cuda"):
         yield "the kernel's log", node.xids
+
+
+def _interfaces(variable: str, value: str) -> Finding:
+    import socket  # noqa: PLC0415  5 ms, and few nodes have such a variable
+
+    return node.interfaces(variable, value, [name for _, name in socket.if_nameindex()])
 
 
 def found(name: str, check: Check) -> list[Finding]:

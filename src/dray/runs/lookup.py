@@ -37,6 +37,7 @@ def files(recipe: Recipe, facts: Facts, *, exact: bool = False) -> Files:
         return Files()
     home = recipe.env.get("HF_HOME", facts.hf_home or "")
     configuration = _configuration(recipe, home)
+    _require_sizes(recipe, configuration or {})
     in_image = Path(sys.prefix, "image.json").is_file() and recipe.image != "cpu"
     ask = configuration and (exact or in_image) and not recipe.train.compile
     found = list(_model_type(recipe, facts, configuration))
@@ -63,6 +64,21 @@ def _configuration(recipe: Recipe, home: str) -> dict[str, Any] | None:
         return {**_json(model.name, model.revision, home), **model.config}
     except (OSError, ConfigError, ValueError):  # the nodes say what is wrong with it
         return None
+
+
+def _require_sizes(recipe: Recipe, configuration: dict[str, Any]) -> None:
+    """Refuse a configuration with a text, say, in the place of a size."""
+    model = recipe.model
+    try:
+        memory.shape(configuration)
+    except ConfigError as wrong:
+        name = wrong.finding.where
+        if name in model.config or "text_config" in model.config:
+            wrong.amend(where=f"recipe model.config.{name}", fix=f"set model.config.{name} to a whole number")
+        else:
+            file = f"config.json of {model.name or model.tokenizer}"
+            wrong.amend(where=file, fix=f"correct {name} there, or set model.config.{name} in the recipe")
+        raise
 
 
 def _counted(recipe: Recipe, configuration: dict[str, Any], *, exact: bool) -> Counted | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import NoReturn
 
@@ -14,6 +14,7 @@ from dray.contract import exit_codes, failures, unexpected
 from dray.contract.findings import ConfigError, DrayError
 
 _AT_END: list[Callable[[], None]] = []
+_FULL_GPU = "OutOfMemoryError"  # torch's own, without the seconds that torch takes
 _PATIENCE_S = 5.0  # for what a dead disk keeps waiting
 
 
@@ -41,6 +42,21 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+@contextmanager
+def refusing(problem: str, *, wanted: object, fix: str, where: object = "") -> Iterator[None]:
+    """Of a user's files that a library loads here: a ConfigError, whatever the library raises; none has a list of it.
+
+    A GPU without memory is no fault of theirs.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DrayError) or type(error).__name__ == _FULL_GPU:
+            raise
+        found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+        raise ConfigError(problem, where=where, wanted=wanted, found=found, fix=fix) from error
+
+
 def _nondeterministic(raised: Exception) -> DrayError | None:
     """What torch refuses with train.deterministic."""
     text = str(raised)
@@ -56,7 +72,7 @@ def _nondeterministic(raised: Exception) -> DrayError | None:
 
 def _memory(raised: Exception) -> DrayError | None:
     """A GPU that is full is no defect; torch says what held it."""
-    if type(raised).__name__ != "OutOfMemoryError":  # torch's own, without the seconds that torch takes
+    if type(raised).__name__ != _FULL_GPU:
         return None
     traceback.print_exception(raised)
     return DrayError(

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from dray.contract.findings import ConfigError
+from dray.train import errors
+from dray.train.data import lines
 from dray.train.data.encoding import Encode
 from dray.train.data.token_cache import LABEL, LAST
 
@@ -39,7 +40,7 @@ def conversation(row: object, path: str, column: str) -> str:
     """The messages of a row, as a document; empty where no assistant says a thing."""
     if isinstance(row, str) and row.lstrip().startswith("["):
         with suppress(ValueError):
-            row = json.loads(row)
+            row = lines.parsed(row)
     if not isinstance(row, list) or not all(isinstance(message, dict) for message in row):
         _refuse(path, column, f"{type(row).__name__}: {str(row)[:60]}")
     messages = [{**message, **_standard(message)} for message in row]
@@ -74,15 +75,13 @@ def encoder(tokenizer: PreTrainedTokenizerFast, end: int) -> Encode:
     """Conversations as one row of marked tokens."""
 
     def render(messages: list[dict[str, Any]], *, more: bool) -> str:
-        try:
+        shown = json.dumps(messages, ensure_ascii=False)[:200]
+        with errors.refusing(
+            "the chat template does not take a conversation",
+            wanted=f"roles in the order that the model's template knows, for {shown}",
+            fix="correct that conversation, or take another model.tokenizer",
+        ):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=more))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(
-                "the chat template does not take a conversation",
-                wanted="roles in the order that the model's template knows",
-                found=f"{error}: {json.dumps(messages, ensure_ascii=False)[:200]}",
-                fix="correct that conversation, or take another model.tokenizer",
-            ) from error
 
     def answers(messages: list[dict[str, Any]], whole: str) -> Iterator[range]:
         """Where they are: from where a model would go on, to the end of its turn."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from dray.contract import node
+from dray.contract.files import open_to_others
 from dray.contract.findings import ConfigError
 from dray.train import objectives
 from dray.train.config import Config
@@ -24,7 +25,7 @@ from dray.train.data.packing import Packed, packed
 from dray.train.data.resolve import Dataset
 from dray.train.data.sources import Reading
 from dray.train.data.stream import Stream
-from dray.train.data.token_cache import Tokens, cached, fingerprint
+from dray.train.data.token_cache import Tokens, cached, fingerprint, is_own
 from dray.train.errors import say
 from dray.train.recipe import Source
 
@@ -195,7 +196,17 @@ def _of_objective(config: Config) -> tuple[Encoding, Reading]:
 
 
 def _cache(config: Config) -> Path:
-    return Path(config.data.cache_dir or f"{node.TOKENS}{os.getuid()}")
+    """Where tokens stay; the attempt's own folder where another user has taken their usual name in /tmp."""
+    shared, own = Path(f"{node.TOKENS}{os.getuid()}"), Path(config.scratch, "tokens")
+    if config.data.cache_dir or not is_own(config.scratch):
+        return Path(config.data.cache_dir or shared)
+    with suppress(FileExistsError):
+        shared.mkdir(mode=0o700)
+    trouble = open_to_others(shared, folder=True)
+    if not trouble:
+        return shared
+    say(f"{shared} is not used: {trouble}. This attempt makes its tokens in {own}; data.cache_dir would keep them")
+    return own
 
 
 def tokenized(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
 import lzma
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
+from dray.contract.files import DEPTH, too_deep
 from dray.contract.findings import ConfigError
 from dray.train.data import remote
 
@@ -63,3 +65,15 @@ def _decoded(line: bytes, place: int, path: str) -> str:
             found=f"byte 0x{line[error.start]:02x} at byte {place + error.start} of {path}",
             fix=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}'",
         ) from error
+
+
+def parsed(text: str | bytes) -> Any:  # noqa: ANN401  any JSON value
+    """What the JSON of a dataset says; ValueError where it is none, or so deep that Python gives up on it."""
+    try:
+        value = json.loads(text)
+        deep = too_deep(value)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"more than {DEPTH} lists or objects within one another")
+    return value

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from dray.contract.dataset import BUILTIN, ending
 from dray.contract.findings import ConfigError
 from dray.train.data import builders, chat, corpus, remote, table
-from dray.train.data.lines import COMPRESSED, opened, read
+from dray.train.data.lines import COMPRESSED, opened, parsed, read
 from dray.train.data.listing import ARROW, LINES, builder_of, files, identity, readable
 from dray.train.data.mapping import Map
 from dray.train.data.remote import Seen
@@ -232,7 +232,7 @@ def _json_rows(piece: Piece, column: str | None) -> Iterator[Any]:
         if line.isspace():
             continue
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except ValueError as error:
             raise ConfigError(
                 "a line is not JSON",
@@ -251,7 +251,7 @@ def _begins_with_list(path: str) -> bool:
 def _list_rows(piece: Piece, column: str | None) -> Iterator[Any]:
     with opened(piece.path) as file:
         try:
-            rows = json.load(file)
+            rows = parsed(file.read())
         except ValueError as error:
             raise ConfigError(
                 "a file is not JSON", wanted="a list of objects", found=f"{error} in {piece.path}", fix="correct it"

@@ -26,7 +26,7 @@ from dray.train.collectives import all_gather_json, barrier, broadcast_json
 from dray.train.data.staged import stage
 from dray.train.data.token_writer import FILES, IDS, LABEL, LAST, MANIFEST, fill, private, sha256
 
-__all__ = ["IDS", "LABEL", "LAST", "Tokens", "cached", "fingerprint"]
+__all__ = ["IDS", "LABEL", "LAST", "Tokens", "cached", "fingerprint", "is_own"]
 
 
 _VERSION = 3
@@ -90,7 +90,7 @@ def cached(
     attempt's folder on the node.
     """
     folder = cache / name
-    near = Path(scratch, "tokens", name) if _own(scratch) else folder
+    near = Path(scratch, "tokens", name) if is_own(scratch) else folder
 
     def make() -> None:
         if not folder.is_dir():
@@ -111,7 +111,7 @@ def cached(
     return _open(near if near.exists() else folder)
 
 
-def _own(scratch: str) -> bool:
+def is_own(scratch: str) -> bool:
     """Whether the attempt goes on: after it, anybody may make a folder of that name."""
     try:
         return bool(scratch) and not open_to_others(scratch, folder=True)

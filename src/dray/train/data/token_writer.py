@@ -45,7 +45,8 @@ def fill(
 ) -> None:
     """Write into a folder of its own, then rename it. Another node or run may do the same, with the same bytes."""
     cache = folder.parent
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # by a file too, which `private` refuses
+        cache.mkdir(mode=0o700, parents=True)
     private(cache)
     if _made_by_another(folder):
         return

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dray.contract.findings import ConfigError
-from dray.train import objectives
+from dray.train import errors, objectives
 from dray.train.config import Config
 from dray.train.data import chat, hub
 
@@ -24,15 +24,9 @@ def load(config: Config) -> PreTrainedTokenizerFast:
     folder = hub.model(
         name, model.revision if name == model.name else model.tokenizer_revision, weights=False, code=code
     )
-    try:
+    wanted = "a tokenizer.json"
+    with errors.refusing("the tokenizer cannot be read", where=folder, wanted=wanted, fix="set model.tokenizer"):
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=code)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            "the tokenizer cannot be read",
-            wanted=f"a tokenizer.json in {folder}",
-            found=" ".join(str(error).split())[:300],
-            fix="set model.tokenizer",
-        ) from error
     if not isinstance(found, PreTrainedTokenizerFast):
         _lacks(folder, "the fast kind, with a tokenizer.json")
     if found.eos_token_id is None and found.sep_token_id is None:

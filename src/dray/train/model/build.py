@@ -23,7 +23,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from dray.contract.findings import ConfigError
-from dray.train import objectives
+from dray.train import errors, objectives
 from dray.train.config import Config
 from dray.train.data import hub
 from dray.train.kernels import head
@@ -46,7 +46,9 @@ def build(
     if model.attn_implementation != "auto":
         options["attn_implementation"] = model.attn_implementation
     auto_model = objectives.named(config.train.objective).auto_model
-    try:
+    wanted = f"{config.train.objective}, type {settings.model_type}, attention {model.attn_implementation}"
+    fix = "correct [model], or train.objective"
+    with errors.refusing("the model cannot be made", where=folder, wanted=wanted, fix=fix):
         if filled and folder and model.weights:
             network: PreTrainedModel = auto_model.from_pretrained(
                 folder, config=settings, use_safetensors=True, **options, **(placed or {})
@@ -58,13 +60,6 @@ def build(
             with no_init_weights():
                 network = auto_model.from_config(settings, **options)
             network.tie_weights()
-    except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(
-            "the model cannot be made",
-            wanted=f"{config.train.objective}, type {settings.model_type}, attention {model.attn_implementation}",
-            found=" ".join(str(error).split())[:400],
-            fix="correct [model], or train.objective",
-        ) from error
     if config.analog:
         from dray.train.model import analog  # noqa: PLC0415  not every image has it
 
@@ -91,10 +86,13 @@ def check(config: Config, tokens: PreTrainedTokenizerFast) -> tuple[PreTrainedCo
 def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model without its weights and without room for them."""
     settings, folder = check(config, tokens)
-    with torch.device("meta"):
-        found: PreTrainedModel = objectives.named(config.train.objective).auto_model.from_config(
-            settings, trust_remote_code=config.model.trust_remote_code
-        )
+    auto_model = objectives.named(config.train.objective).auto_model
+    wanted = f"{config.train.objective}, type {settings.model_type}"
+    with (
+        errors.refusing("the model cannot be made", wanted=wanted, fix="correct [model], or train.objective"),
+        torch.device("meta"),
+    ):
+        found: PreTrainedModel = auto_model.from_config(settings, trust_remote_code=config.model.trust_remote_code)
     if (Path(folder) / "generation_config.json").is_file() and folder:
         found.generation_config = GenerationConfig.from_pretrained(folder)
     return found
@@ -135,20 +133,14 @@ def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> P
     model = config.model
     named = {"vocab_size": len(tokens), "bos_token_id": tokens.bos_token_id, "eos_token_id": tokens.eos_token_id}
     named["pad_token_id"] = tokens.pad_token_id
-    try:
-        if folder:
+    if folder:
+        wanted = "a folder with a config.json that transformers reads"
+        with errors.refusing("transformers has no such model", where=folder, wanted=wanted, fix="set model.name"):
             defaults = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-        else:
+    else:
+        wanted = "a type that it knows, such as gpt2, llama or bert"
+        with errors.refusing("transformers has no such model", wanted=wanted, fix="set model.type"):
             defaults = AutoConfig.for_model(model.type)
-    except (ValueError, OSError) as error:
-        raise ConfigError(
-            "transformers has no such model",
-            wanted="a folder with a config.json" if folder else "a type that it knows, such as gpt2, llama or bert",
-            found=f"model.name = {model.name!r}: {' '.join(str(error).split())[:300]}"
-            if folder
-            else f"model.type = {model.type!r}",
-            fix="set model.name" if folder else "set model.type",
-        ) from error
     known = set(defaults.to_dict()) | set(defaults.attribute_map)
     for name in model.config:
         if name not in known:
@@ -159,9 +151,11 @@ def _settings(config: Config, folder: str, tokens: PreTrainedTokenizerFast) -> P
                 found=f"model.config.{name}",
                 fix="correct model.config in the recipe",
             )
-    made: PreTrainedConfig = defaults if folder else AutoConfig.for_model(model.type, **named | model.config)
-    if folder:
-        made.update(model.config)
+    wanted = f"values of the types that a {defaults.model_type} configuration has"
+    with errors.refusing("transformers refuses model.config", wanted=wanted, fix="correct model.config in the recipe"):
+        made: PreTrainedConfig = defaults if folder else AutoConfig.for_model(model.type, **named | model.config)
+        if folder:
+            made.update(model.config)
     _check_sizes(config, made, tokens)
     return made
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from dray.contract.findings import ConfigError
 from dray.contract.jobs import Generate
-from dray.train import manifest, objectives
+from dray.train import errors, manifest, objectives
 from dray.train.outputs import device_map
 
 _MANY = 64  # tokens, by default
@@ -21,7 +21,10 @@ def run(job: Generate) -> None:
     """Print the prompt and what comes after it; of a conversation the answer alone."""
     manifest.check_model(Path(job.model))
     chat = objectives.named(job.objective).conversations
-    architectures = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code).architectures or []
+    with _reading(job):
+        settings = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
+    architectures = settings.architectures or []
     if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise ConfigError(
             "this model does not generate text",
@@ -29,14 +32,14 @@ def run(job: Generate) -> None:
             found=f"{', '.join(architectures) or 'no architecture'} in {job.model}",
             fix="train a causal one: train.objective = causal",
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
     placing: Any = nullcontext({})
     if job.placing:
-        placing = device_map.placed(_shell(job), job.placing)
+        placing = device_map.placed(_shell(job, settings), job.placing)
     with placing as options:
-        network: Any = AutoModelForCausalLM.from_pretrained(
-            job.model, trust_remote_code=job.trust_remote_code, **options
-        ).eval()
+        with _reading(job):
+            network: Any = AutoModelForCausalLM.from_pretrained(
+                job.model, trust_remote_code=job.trust_remote_code, use_safetensors=True, **options
+            ).eval()
         if job.placing:
             device = device_map.first(network)
         else:
@@ -45,10 +48,15 @@ def run(job: Generate) -> None:
         print(_text(job, network, tokenizer, device, chat=chat), flush=True)
 
 
-def _shell(job: Generate) -> Any:  # noqa: ANN401  a transformers model
+def _reading(job: Generate) -> AbstractContextManager[None]:
+    """Its files may be somebody else's."""
+    wanted, fix = "files that transformers reads, with weights as safetensors", "write it again: dray export RUN"
+    return errors.refusing("the model cannot be read", where=job.model, wanted=wanted, fix=fix)
+
+
+def _shell(job: Generate, settings: PreTrainedConfig) -> Any:  # noqa: ANN401  a transformers model
     """The model without its weights and without room for them, in the type of its file."""
-    settings = AutoConfig.from_pretrained(job.model, trust_remote_code=job.trust_remote_code)
-    with torch.device("meta"):
+    with _reading(job), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             settings, trust_remote_code=job.trust_remote_code, dtype=settings.dtype or torch.float32
         )
@@ -57,7 +65,13 @@ def _shell(job: Generate) -> Any:  # noqa: ANN401  a transformers model
 def _text(job: Generate, network: Any, tokenizer: Any, device: torch.device, *, chat: bool) -> str:  # noqa: ANN401
     if chat:
         messages = [{"role": "user", "content": job.prompt}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        with errors.refusing(
+            "the chat template does not take a prompt",
+            where=job.model,
+            wanted="one message of role user",
+            fix="train with another model.tokenizer",
+        ):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     else:
         prompt = tokenizer(job.prompt or tokenizer.eos_token, return_tensors="pt").input_ids
