@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -134,10 +135,11 @@ def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPath
     finish(paths, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
     safe = f"  safe:   all up to step 20, in {paths.checkpoints}/step-20"
+    again = f"dray submit --run={shlex.quote(str(paths.run))}"
     assert stop(paths.run).splitlines() == [
         "mine, attempt 1 has ended before: stopped, after step 20",
         safe,
-        f"  resume: the same command with --run={paths.run}",
+        f"  resume: {again}  # or sbatch slurm/multinode.sh with the same --run",
         "its job waited in the queue, and was cancelled",
         f"run folder: {paths.run}",
     ]

@@ -427,7 +427,7 @@ def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "stopped by the time limit at 2026-11-25T01:38:48Z, after step 18",
         "  safe:   nothing yet; checkpoint.every=N saves every N steps",
-        f"  again:  the same command with --run={paths.run}",
+        f"  again:  dray submit --run={paths.run}  # or sbatch slurm/multinode.sh with the same --run",
         f"run folder: {paths.run}",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
 from dray.config import checkout
 from dray.images import store
+from dray.runs import resubmit
 from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id, next_attempt, run_named
 
@@ -70,13 +72,20 @@ def submit(
     folder = run_named((runs or default_runs()).absolute(), run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
+    before = resubmit.asked(folder) if folder and asked.last else None
+    asked.say(before.options if before else ())
+    if before:
+        site, gpu_memory = site or before.site, before.gpu_memory if gpu_memory is None else gpu_memory
+    if asked.image:
+        os.environ.setdefault("DRAY_IMAGE", asked.image)
     folder = folder or (runs or default_runs()).absolute() / new_id(recipe.name)
     attempt = next_attempt(folder)
     given = [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides]
     wanted = queue.Asked(
-        given, asked.command, nodes, ranks or 0, gpus_per_node, site, gpu_memory, options=sbatch or ()
+        given, asked.command, nodes, ranks or 0, gpus_per_node or asked.gpus, site, gpu_memory, options=sbatch or (),
+        before=before.options if before else None,
     )  # fmt: skip
     plan, argv = queue.planned(recipe, attempt, wanted)  # before the image, which may take long to build
     variant = plan.recipe.image_name

@@ -16,7 +16,7 @@ from dray.runs import live, squeue
 from dray.runs.live import State
 from dray.runs.named import find, newest_first
 from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.result import left, result_of, summary
+from dray.runs.result import left, next_command, result_of, summary
 from dray.runs.write import read
 
 Say = Callable[[str], None]
@@ -185,9 +185,7 @@ def _before(paths: RunPaths) -> str:
     name = f"{paths.run.name}, attempt {paths.attempt}"
     if found := result_of(paths):
         ended = f"{found.status}{f', after step {found.steps}' if found.steps else ''}"
-        return "\n".join(
-            [f"{name} has ended before: {ended}", *left(found, f"the same command with --run={paths.run}")]
-        )
+        return "\n".join([f"{name} has ended before: {ended}", *left(found, next_command(paths))])
     folder = paths.checkpoints
     with suppress(DrayError, OSError):
         folder = Path(read(paths).recipe.checkpoint.folder or folder)
