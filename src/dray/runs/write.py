@@ -140,9 +140,13 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     # What a model keeps depends on the variant and the precision that the plan chooses.
     chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
     files = lookup.files(chosen, facts, exact=exact)
-    seconds, run = grace.slowest(paths.run.parent, recipe.name) or (None, "")
+    runs = grace.earlier(paths.run.parent, recipe.name)
+    seconds, run = grace.slowest(paths.run.parent, runs) or (None, "")
+    earlier = paths.attempt > 1 or any(one != paths.run.name for one in runs)
     files = files.model_copy(
-        update={"layer": layers.look(recipe, choice.site, facts), "save_s": seconds, "save_run": run}
+        update={
+            "layer": layers.look(recipe, choice.site, facts), "save_s": seconds, "save_run": run, "earlier": earlier,
+        }
     )
     made = plan(
         recipe, choice.site, facts, files, run_folder=PurePosixPath(paths.run),
