@@ -246,9 +246,10 @@ QUOTED = [
     ("ModuleNotFoundError: No module named 'accelerate'", "a Python import failed"),
     ("RuntimeError: Distributed package doesn't have NCCL built in", "the image has no NCCL"),
     ("[rank1]: OSError: [Errno 30] Read-only file system: '/shared/home/.cache'", "a read-only folder"),
-    ("ConnectionError: Couldn't reach 'nosuch/thing' on the Hub (OfflineModeIsEnabled)", "offline, and not in the cache"),
-    ("FileNotFoundError: Couldn't find a module script at /work/accuracy/accuracy.py. Module 'accuracy' doesn't exist on "
-     "the Hugging Face Hub either.", "offline, and not in the cache"),
+    ("ConnectionError: Couldn't reach 'nosuch/thing' on the Hub (OfflineModeIsEnabled)",
+     "offline, and not in the cache"),
+    ("FileNotFoundError: Couldn't find a module script at /work/accuracy/accuracy.py. Module 'accuracy' doesn't exist "
+     "on the Hugging Face Hub either.", "offline, and not in the cache"),
     ("Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
      "the loss is not finite"),
     ("the loss is not finite any more", "the loss is not finite"),

@@ -105,7 +105,9 @@ def test_without_an_answer_the_words_of_sbatch_stay(cluster: Path) -> None:
 
 
 def test_dray_submit_tells_it_and_leaves_no_folder(cluster: Path, tmp_path: Path) -> None:
-    (cluster / "sbatch").write_text(f"#!/bin/bash\necho '{SAYS.format('Invalid partition name specified')}' >&2\nexit 1\n")
+    (cluster / "sbatch").write_text(
+        f"#!/bin/bash\necho '{SAYS.format('Invalid partition name specified')}' >&2\nexit 1\n"
+    )
     (cluster / "sbatch").chmod(0o755)
     with pytest.raises(ConfigError) as refused:
         queue.submit(["sbatch", "--partition=gpuu"], tmp_path / "runs" / "r", "none", tmp_path)

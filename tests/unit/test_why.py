@@ -299,15 +299,30 @@ class TestStates:
         assert (seen.state, seen.why, seen.finished) == ("stopped", reason, at)
         assert "before it could write a result" in "\n".join(status.text(seen))
 
+    def test_sigterm_and_then_silence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A bare sbatch's log is in no run folder; what its script heard is. Nothing else tells, where Slurm is not."""
+        monkeypatch.setenv("PATH", "/nowhere")
+        paths = begun(tmp_path / "runs")
+        paths.stop.write_text("TERM\n")
+        assert look(paths.run, Queue()).state == "running"  # it may be saving
+        for path in (paths.plan, paths.stop):
+            os.utime(path, (time.time() - 60,) * 2)
+        seen = look(paths.run, Queue())
+        assert (seen.state, seen.why) == ("stopped", "SIGTERM")
+        lines = page(paths.run)
+        assert lines[0] == f"mine, attempt 1: stopped by SIGTERM at {seen.finished}, before it could write a result"
+        assert lines[1] == "cause: asked to end"
+
     def test_the_controller_tells_where_nothing_is_accounted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         slurm, paths = Slurm(tmp_path, monkeypatch), begun(tmp_path / "runs")
         os.utime(paths.plan, (1, 1))
+        paths.stop.write_text("TERM\n")
         (slurm.folder / "scontrol").write_text("ClusterName = local\nJobId=17 JobState=CANCELLED Reason=None\n")
         paths.facts.write_text(f"{paths.facts.read_text()}cluster=local\n")
         lines = page(paths.run)
-        assert lines[0] == "mine, attempt 1: stopped by scancel, before it could write a result"
+        assert lines[0].startswith("mine, attempt 1: stopped by scancel at ")
         assert "  Slurm: job 17: CANCELLED" in lines
 
     def test_earlier_attempts_and_restarts(self, tmp_path: Path) -> None:

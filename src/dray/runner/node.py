@@ -51,8 +51,8 @@ def require(plan: Mapping[str, Any]) -> None:
                 f"the program is not in the container: {word}",
                 wanted=f"a file {os.path.join(plan['where'], word)}",
                 found="no such file, seen from inside",
-                fix="correct the path. Inside, a node sees the folder where you submit, the recipe's folders and the binds "
-                "that dray plan -v lists; another one by [[binds]] in a site file of yours (docs/launch.md, Your cluster's site file)",
+                fix="correct the path. Inside, a node sees the folder where you submit, the recipe's folders and the "
+                "binds that dray plan -v lists; another one by [[binds]] in a site file (docs/launch.md)",
             )
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import accounting, again, capsule, causes, cost, grace, noted, rank_log, records, startup, stop
+from dray.runs import accounting, again, capsule, causes, cost, grace, noted, rank_log, records, startup
 from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, newest_checkpoint
@@ -27,6 +27,7 @@ from dray.runs.stop import Stop, utc
 from dray.runs.write import read
 
 T = TypeVar("T")
+_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 
 
 def finish(
@@ -152,7 +153,9 @@ class _Left:
 
     def asked_by_user(self) -> bool:
         """Whether `dray stop` has asked for it."""
-        return stop.by_user(self.paths.folder)
+        with suppress(OSError):
+            return run_folder.BY_USER.encode() in files.read(self.paths.stop, limit=_ASKED).splitlines()
+        return False
 
     def _asked_at(self) -> float | None:
         with suppress(OSError):

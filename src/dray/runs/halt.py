@@ -105,6 +105,9 @@ def _say_asked(state: State, say: Say, *, now: bool) -> None:
     assert state.paths
     how = "is ended now" if now else "was asked to save and end"
     say(f"{state.run.name}, attempt {state.paths.attempt} {how}: {state.where}")
+    if not now and (grace := _grace(state.paths)) is not None:
+        ended = f"what still runs in {grace:g} s is ended"
+        say(f"its program gets SIGUSR1 to save and end by; while dray stop waits, {ended}")
     if state.kind == "unknown" and not now:
         say("whether it still goes on is not known here; dray stop --no-wait does not wait for it")
 

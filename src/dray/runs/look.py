@@ -20,11 +20,13 @@ from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
 from dray.runs.stages import Live
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
-from dray.runs.stop import Stop, by_user, of_files, utc
+from dray.runs.stop import TERM, Stop, asked, of_files, utc
 
 FRESH_S = 120.0
 """What was written to since then is alive: the trainer touches its lease every 10 s, and NFS keeps what it knows of a
 file for up to a minute."""
+_KILLED_S = 45.0
+"""The same of a run whose job got SIGTERM: Slurm kills what is left after KillWait, which is 30 s by default."""
 _ASK_S, _NEXT_S, _UNKNOWN_S = 15.0, 45.0, 600.0
 _ALLOCATION = ("", "(null)")
 _WIDE = 400
@@ -176,10 +178,16 @@ class _Attempt(Left):
     @cached_property
     def _cancelled(self) -> Stop | None:
         """What ended it before it could write a result."""
-        told = of_files(self.paths.folder, self.job)
-        if told is None and by_user(self.paths.folder):
-            told = Stop(run_folder.BY_USER, utc(written(self.paths.stop) or 0.0))
-        return told
+        if told := of_files(self.paths.folder, self.job):
+            return told
+        reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": TERM}
+        known = [reasons[one] for one in self._asked if one in reasons]
+        return Stop(known[-1], utc(written(self.paths.stop) or 0.0)) if known else None
+
+    @cached_property
+    def _asked(self) -> list[str]:
+        """Who has asked it to end."""
+        return asked(self.paths.folder)
 
     def _lost(self) -> str:
         """Of one that is gone: a node that failed is nobody's wish."""
@@ -195,7 +203,10 @@ class _Attempt(Left):
         checkpoints = Path(folder) if isinstance(folder, str) and folder else self.paths.checkpoints
         places = (self.paths.metrics, checkpoints / "lease.json", self.paths.node_log(0), self.paths.rank_log(0))
         newest = max(filter(None, map(written, (*places, self.paths.plan))), default=0.0)
-        return RUNNING if newest > time.time() - FRESH_S else NO_RESULT
+        fresh = _KILLED_S if "TERM" in self._asked else FRESH_S
+        if newest > time.time() - fresh:
+            return RUNNING
+        return STOPPED if "TERM" in self._asked else NO_RESULT
 
     def _reached(self, state: str, read: Read | None, *, closely: bool) -> Table:
         """By the metrics of one without a result."""

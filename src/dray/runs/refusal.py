@@ -41,7 +41,7 @@ _NAMES = {
 
 
 def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
-    """The refusal of this sbatch command, with what exists and the nearest of it; the same where Slurm tells no more."""
+    """The refusal of a command of sbatch, with what exists and the nearest; as it is where Slurm tells no more."""
     said = refused.finding.found
     for text, name in _NAMES.items():
         if text in said:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dray.contract import files, run_folder
 
 # What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
-TIME_LIMIT, PREEMPTION, REQUEUE = "the time limit", "preemption", "scontrol requeue"
+TIME_LIMIT, PREEMPTION, REQUEUE, TERM = "the time limit", "preemption", "scontrol requeue", "SIGTERM"
 _BY_STATE = {
     "TIMEOUT": TIME_LIMIT,
     "PREEMPTED": PREEMPTION,
@@ -25,7 +25,8 @@ _EARLY_S = 120  # Slurm may send a signal a minute early, and its time limit has
 _NEVER = ("", "None", "N/A", "Unknown")
 # A step is also cancelled by srun, once a task of it has failed; then the batch script goes on, and writes a result.
 _CANCELLED = re.compile(
-    r"\*\*\* (?:JOB|STEP) \S{1,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?: DUE TO ([A-Z ]{1,40}\b))?"
+    r"\*\*\* (?:JOB|STEP) \S{1,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
+    r"(?: DUE TO ([A-Z ]{1,40}\b))?"
 )
 _DUE_TO = {
     "": "scancel", "TIME LIMIT": TIME_LIMIT, "PREEMPTION": PREEMPTION, "NODE FAILURE": "a node failure",
@@ -75,13 +76,13 @@ def of_job(text: str) -> str:
     return _BY_STATE.get(_state(dict(re.findall(r"(\w+)=(\S*)", text))), "")
 
 
-def by_user(attempt: Path) -> bool:
-    """Whether `dray stop` has asked an attempt to end."""
+def asked(attempt: Path) -> list[str]:
+    """Who has asked an attempt to end: `dray stop`, or the signals that its batch script heard."""
     with suppress(OSError):
-        asked = attempt / run_folder.STOP
+        file = attempt / run_folder.STOP
         # Most are empty, and there are lists of thousands of runs.
-        return asked.stat().st_size > 0 and run_folder.BY_USER.encode() in files.read(asked, limit=_ASKED).splitlines()
-    return False
+        return files.read(file, limit=_ASKED).decode(errors="replace").splitlines() if file.stat().st_size else []
+    return []
 
 
 def of_files(attempt: Path, job: int) -> Stop | None:
@@ -94,7 +95,7 @@ def of_files(attempt: Path, job: int) -> Stop | None:
         if (found := _CANCELLED.search(line[:1000])) and (reason := _DUE_TO.get(found[2] or "")):
             with suppress(ValueError, OverflowError):
                 at = utc(time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")))
-                return Stop(run_folder.BY_USER if by_user(attempt) else reason, at)
+                return Stop(run_folder.BY_USER if run_folder.BY_USER in asked(attempt) else reason, at)
     return None
 
 

@@ -117,7 +117,8 @@ def look(paths: RunPaths) -> Report:
     if result is None:
         seen = _seen(paths)
         slurm, reason = _asked(paths)
-        reason = seen.why if seen and seen.state == state.STOPPED else reason
+        if seen and seen.state == state.STOPPED and not (reason and seen.why == stop.TERM):
+            reason = seen.why
         if reason and Stop(reason, "").by_wish:  # ranks that were stopped may die in any way; none of them is a cause
             status, cause = state.STOPPED, None
     told = Report(

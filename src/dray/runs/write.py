@@ -145,7 +145,10 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     earlier = paths.attempt > 1 or any(one != paths.run.name for one in runs)
     files = files.model_copy(
         update={
-            "layer": layers.look(recipe, choice.site, facts), "save_s": seconds, "save_run": run, "earlier": earlier,
+            "layer": layers.look(recipe, choice.site, facts),
+            "save_s": seconds,
+            "save_run": run,
+            "earlier": earlier,
         }
     )
     made = plan(
