@@ -42,36 +42,36 @@ _NAMES = {
 
 def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
     """The refusal of a command of sbatch, with what exists and the nearest; as it is where Slurm tells no more."""
-    said = refused.finding.found
+    message = refused.finding.found
     for text, name in _NAMES.items():
-        if text in said:
-            return _named(said, name, argv)
-    if any(text in said for text in _SIZES):
-        return _sized(said, argv)
-    if "Requested time limit is invalid" in said:
+        if text in message:
+            return _named(message, name, argv)
+    if any(text in message for text in _SIZES):
+        return _sized(message, argv)
+    if "Requested time limit is invalid" in message:
         limits = scheduler.limits()
         return ConfigError(
             "Slurm refuses this --time",
             wanted="\n".join(f"{name}: at most {limit}" for name, limit in [*limits.items()][:_SHOWN]),
-            found=said,
+            found=message,
             fix="--sbatch=--time=HH:MM:SS, within the limit of the partition",
         )
     return refused
 
 
-def _named(said: str, name: _Name, argv: Sequence[str]) -> ConfigError:
+def _named(message: str, name: _Name, argv: Sequence[str]) -> ConfigError:
     known, given = name.known(), _value(argv, name.long, name.short)
     article = "an" if name.long[0] in "aeiou" else "a"
     near = difflib.get_close_matches(given, known, n=1) or known[:1]
     return ConfigError(
         f"Slurm refuses this {name.long}" if given else f"Slurm wants {article} {name.long}",
         wanted=f"one of {', '.join(known[:_SHOWN])}" if known else f"{article} {name.long} of this cluster",
-        found=f"--{name.long}={given}\n{said}" if given else said,
+        found=f"--{name.long}={given}\n{message}" if given else message,
         fix=f"--sbatch=--{name.long}={near[0] if near else name.long.upper()}",
     )
 
 
-def _sized(said: str, argv: Sequence[str]) -> ConfigError:
+def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     """Nodes and GPUs that no partition has, or not this one."""
     partitions = scheduler.partitions()
     nodes, gpus = _number(argv, "nodes"), max(_number(argv, "gpus-per-node"), _number(argv, "gres"))
@@ -80,7 +80,7 @@ def _sized(said: str, argv: Sequence[str]) -> ConfigError:
     return ConfigError(
         "no nodes of the cluster are as this job wants them",
         wanted="\n".join(f"{one.name}: {_size(one)}" for one in partitions[:_SHOWN]),
-        found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{said}",
+        found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
         fix=_fix(nodes, gpus, asked, partitions),
     )
 
