@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,24 @@ def test_a_run_that_others_may_write_is_not_taken(slurm: Slurm, tmp_path: Path) 
     ran(tmp_path).folder.chmod(0o777)
     with pytest.raises(ConfigError, match="the run is another user's, or others may write into it"):
         submit("--run=mine")
+
+
+@pytest.mark.torch
+def test_a_run_of_this_machine(tmp_path: Path) -> None:
+    def dray(*words: str) -> list[str]:
+        argv = [sys.executable, "-m", "dray", "run", *words]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return (done.stderr + done.stdout).splitlines()
+
+    words = ("nodes=2", "launcher=python", "preflight.when=never", "env.SAYS=once", "--", "sh", "-c", 'echo "$SAYS"')
+    assert "once" in dray("--run=mine", *words)
+    again = dray("--run=mine", "env.SAYS=twice")
+    assert again[0] == (
+        "resumes mine by the plan of attempt 1: sh -c 'echo \"$SAYS\"', image cpu, launcher python, 2 nodes; with "
+        "env.SAYS=twice"
+    )
+    assert "twice" in again
+    assert (tmp_path / "runs" / "mine" / "attempt-2" / "result.json").exists()
 
 
 class TestBatchScript:

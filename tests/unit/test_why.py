@@ -287,9 +287,16 @@ class TestStates:
         paths.facts.write_text(f"{paths.facts.read_text()}cluster=local\n")
         record(paths, "rank-3", why="killed by SIGKILL", code=137)
         paths.stop.write_text(asked)
+        paths.node_log(0).touch()
         log = paths.run / "job-17.log" if line.startswith("JOB") else paths.node_log(0)
         log.write_text(f"slurmstepd: error: *** {line}\n")
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.mktime((2026, 11, 26, 21, 5, 11, 0, 0, -1))))
+        cancelled = time.mktime((2026, 11, 26, 21, 5, 11, 0, 0, -1))
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(cancelled))
+        os.utime(paths.plan, (cancelled + 60,) * 2)
+        other = "lost" if with_slurm else "running"
+        before = {"": other, "USR1\n": other, "USR1\ndray stop\n": "stopped" if with_slurm else other}
+        assert look(paths.run, Queue()).state == before[asked]  # it ended an earlier attempt of the job
+        os.utime(paths.plan, (cancelled - 60,) * 2)
         lines = page(paths.run)
         assert lines[:2] == [
             f"mine, attempt 1: stopped by {reason} at {at}, before it could write a result",

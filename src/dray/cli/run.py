@@ -67,6 +67,8 @@ def run(
     folder = (runs or default_runs()).absolute()
     asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run_id))
     asked.say()
+    if asked.last and not _given(context, engine) and asked.last.plan.engine in engines.names("local"):
+        engine = asked.last.plan.engine
     settings = asked.recipe()
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")

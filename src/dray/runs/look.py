@@ -178,7 +178,7 @@ class _Attempt(Left):
     @cached_property
     def _cancelled(self) -> Stop | None:
         """What ended it before it could write a result."""
-        if told := of_files(self.paths.folder, self.job):
+        if told := of_files(self.paths.folder, self.job, self.began or 0.0):
             return told
         reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": TERM}
         known = [reasons[one] for one in self._asked if one in reasons]
@@ -197,7 +197,7 @@ class _Attempt(Left):
         held = scratch.held(self.plan.get("scratch"))
         if held is not None:
             return RUNNING if held else self._lost()
-        if of_files(self.paths.folder, self.job):
+        if of_files(self.paths.folder, self.job, self.began or 0.0):
             return self._lost()
         folder = dig(self.plan, "recipe", "checkpoint", "folder")
         checkpoints = Path(folder) if isinstance(folder, str) and folder else self.paths.checkpoints

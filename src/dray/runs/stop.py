@@ -32,6 +32,7 @@ _DUE_TO = {
     "": "scancel", "TIME LIMIT": TIME_LIMIT, "PREEMPTION": PREEMPTION, "NODE FAILURE": "a node failure",
     "JOB REQUEUE": REQUEUE,
 }  # fmt: skip
+_CLOCKS_S = 10.0  # between a node's clock and that of the disk
 _ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 
 
@@ -85,17 +86,18 @@ def asked(attempt: Path) -> list[str]:
     return []
 
 
-def of_files(attempt: Path, job: int) -> Stop | None:
+def of_files(attempt: Path, job: int, began: float) -> Stop | None:
     """What ended an attempt without a result, by what Slurm wrote into its logs as it was cancelled.
 
-    Of `dray stop` Slurm tells as of scancel.
+    Of `dray stop` Slurm tells as of scancel. The job's log also has what ended its attempts before this one `began`.
     """
     logs = (attempt.parent / f"job-{job}.log", attempt / run_folder.LOGS / "srun.log", attempt / run_folder.node_log(0))
     for line in (line for log in logs if log.is_file() for line in files.tail(log)):
         if (found := _CANCELLED.search(line[:1000])) and (reason := _DUE_TO.get(found[2] or "")):
             with suppress(ValueError, OverflowError):
-                at = utc(time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")))
-                return Stop(run_folder.BY_USER if run_folder.BY_USER in asked(attempt) else reason, at)
+                at = time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
+                if at >= began - _CLOCKS_S:
+                    return Stop(run_folder.BY_USER if run_folder.BY_USER in asked(attempt) else reason, utc(at))
     return None
 
 
