@@ -142,6 +142,12 @@ def test_a_name_of_no_run_is_nothing_to_run(slurm: Slurm, tmp_path: Path) -> Non
     )  # fmt: skip
 
 
+def test_a_remote_wants_to_know_what_to_bring(slurm: Slurm) -> None:
+    with pytest.raises(ConfigError, match="--run alone is not for --on") as refused:
+        submit("--on", "lumi", "--run=mine")
+    assert refused.value.finding.fix.endswith("or at the login node: dray submit --run=mine")
+
+
 def test_a_run_that_others_may_write_is_not_taken(slurm: Slurm, tmp_path: Path) -> None:
     ran(tmp_path).folder.chmod(0o777)
     with pytest.raises(ConfigError, match="the run is another user's, or others may write into it"):

@@ -18,6 +18,7 @@ from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, S
 from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
 from dray.config import checkout
+from dray.contract.findings import ConfigError
 from dray.images import store
 from dray.runs import resubmit
 from dray.runs import submit as queue
@@ -56,6 +57,12 @@ def submit(
     """
     queue.check(sbatch or [])
     if on:
+        if run and not arguments and not context.obj:
+            raise ConfigError(
+                "--run alone is not for --on: the plan is there, and the image that it wants is brought from here",
+                found=f"--on {on} --run={run}",
+                fix=f"name the recipe or the command again; or at the login node: dray submit --run={shlex.quote(run)}",
+            )
         asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
         options: dict[str, object] = {
             "--nodes": nodes,
