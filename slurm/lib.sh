@@ -200,6 +200,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
   # Of what srun itself tells some says why a node was lost, and is evidence.
+  echo "logs of all ranks: $attempt/logs; below are rank 0's lines"
   if grep -q '^  "logs_by_node": true' plan.json; then
     lib::follow logs/node-0.log logs/srun.log | sed -Eun 's/^rank 0 \| //p; t; /^(srun|slurmstepd)\b/p' &
   else
@@ -271,15 +272,14 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   local where="$DRAY_HOME"
   ((${#command[@]} == 0)) || where="$(realpath -- "${SLURM_SUBMIT_DIR:-$PWD}")"
   [[ "$where" != / ]] || lib::die 78 "a command cannot run in /, which would hide the image's own files" "fix:    submit it from its folder"
-  [[ -n "$recipe" ]] || ((${#command[@]} >= 2)) || lib::die 78 "there is nothing to run" \
-    "wanted: sbatch slurm/multinode.sh RECIPE [key=value ...], or [key=value ...] -- COMMAND ..."
+  local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
+  [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
+  runs="$(realpath -m -- "$runs")"
+  [[ -n "$recipe" ]] || ((${#command[@]} >= 2)) || plan::last
   set -- "${settings[@]}"
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(engine::found)"
   image="$(plan::guess "$@")"
-  local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
-  [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
-  runs="$(realpath -m -- "$runs")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \

@@ -93,7 +93,7 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   where="${made:-$where}"
   mkdir -p -- "$folder/runs"
   folders+=("$door")
-  for word in "$own_sites" "${HF_HOME:-}" "${@#--*=}"; do
+  for word in "$DRAY_HOME" "$own_sites" "${HF_HOME:-}" "${@#--*=}"; do
     [[ "$word" != /?* || ! -d "$word" || "$word/" == "$folder/"* ]] || folders+=("$(realpath -s -- "$word")")
   done
   login::environment

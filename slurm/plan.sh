@@ -15,6 +15,23 @@ plan::known() { # WORD ANSWER WHAT...: whether the planner's answer is one of th
     "fix:    use an image and a checkout of the same version of dray"
 }
 
+plan::last() { # neither a recipe nor a command is given: the run's last plan has both; sets given_image to its image
+  local file plan="" number
+  for number in "${!settings[@]}"; do
+    [[ "${settings[number]}" == *=* ]] || lib::die 78 "there is nothing to run: a program stands in the place of a setting" \
+      "wanted: [key=value ...] -- COMMAND ..." "found:  ${settings[number]}" \
+      "fix:    put -- before it:$(printf ' %q' sbatch slurm/multinode.sh "${settings[@]:0:number}" -- "${settings[@]:number}")"
+  done
+  [[ -z "$given_run" ]] || plan="$(printf '%s\n' "$runs/${given_run##*/}"/attempt-*/plan.json | sort --version-sort | tail --lines=1)"
+  [[ -f "$plan" ]] || lib::die 78 "there is nothing to run" ${given_run:+"where:  $runs/${given_run##*/}, which has no plan"} \
+    "wanted: RECIPE [key=value ...], or [key=value ...] -- COMMAND ..., or --run=NAME of a run that is there" \
+    "fix:    sbatch slurm/multinode.sh recipes/smoke-cpu.toml"
+  # Another user's plan names any image. The planner refuses that of a run that is not this user's.
+  [[ -z "$given_image" && -O "$plan" && " ${settings[*]} " != *" image="* && " ${settings[*]} " != *" adopted="* ]] || return 0
+  file="$(sed -n 's/^ "image": "\(.*\)",$/\1/p' "$plan")"
+  [[ ! -f "$file" || "$file" -ef "$DRAY_HOME/build/$(basename -- "$file")" ]] || given_image="$file"
+}
+
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
   # shellcheck disable=SC2034 # engine::traits sets all that it knows
   local setting variant="" file formats suffix never

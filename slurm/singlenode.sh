@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train a recipe on one node: sbatch [OPTIONS] slurm/singlenode.sh RECIPE [key=value ...]
 # or start a program of yours as every rank:  sbatch [OPTIONS] slurm/singlenode.sh [key=value ...] -- train.py ...
+# or go on with a run that is there:         sbatch [OPTIONS] slurm/singlenode.sh --run=NAME
 # Options given to sbatch (--nodes, --gpus-per-node, --time, --account, --partition ...) win over these:
 #SBATCH --job-name=dray
 #SBATCH --nodes=1

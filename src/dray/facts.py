@@ -179,6 +179,8 @@ class Files(BaseModel):
     """Seconds that the slowest checkpoint of an earlier run took."""
     save_run: str = ""
     """Which run that was."""
+    earlier: bool = False
+    """Whether a run of this recipe is there already, with which the notes came that are the same each time."""
     findings: tuple[Finding, ...] = ()
     """What it shows to fail: a program that is not there, a type of model that transformers does not have."""
     missing_paths: dict[str, str] = {}

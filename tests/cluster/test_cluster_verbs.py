@@ -54,6 +54,21 @@ def test_status_of_a_healthy_cluster(cluster, healed):
     assert f"/shared is {cluster.shared}" in ended.stdout
 
 
+def test_verbs_of_dray_as_at_a_login_node(cluster, healed, sif):
+    """A job is submitted, waited for, found and explained, by a dray that is in the image alone."""
+    submitted = dray("exec", "--", "dray", "submit", "recipes/smoke-cpu.toml", "train.steps=5", "--follow")
+    assert submitted.returncode == 0, submitted.stderr
+    run = submitted.stdout.split("run folder: ")[1].split("\n")[0]
+    assert run.startswith("/shared/runs/")
+    told = dray("exec", "--", "dray", "why", run)
+    assert (told.returncode, told.stdout.splitlines()[0]) == (0, f"{run[13:]}, attempt 1: done, nothing failed")
+    again = dray("exec", "--", "dray", "submit", f"--run={run}", "--dry-run")
+    assert again.stderr.startswith(f"resumes {run[13:]} by the plan of attempt 1: recipe smoke-cpu, ")
+    missing = dray("exec", "--", "dray", "submit", "recipes/smoke-cpu.toml", "--sbatch=--partition=mian")
+    assert missing.returncode == 78
+    assert missing.stderr.endswith("  fix:    --sbatch=--partition=main\n")
+
+
 def test_up_again_is_quick_and_keeps_everything(cluster, healed):
     names = [machine.name for machine in healed.machines]
     before = [(cluster.machine(name).id, cluster.machine(name).attrs["State"]["StartedAt"]) for name in names]

@@ -39,7 +39,8 @@ def test_it_saves_and_goes_on(sbatch, cluster, short) -> None:
     )
     causes = [json.loads(file.read_text()) for file in (ended.attempt / "failures").iterdir()]
     assert {(cause["code"], cause["why"]) for cause in causes} == {(75, "it was asked to save and end")}
-    again = sbatch(words[0], f"--run=/shared/runs/{ended.folder.name}", *words[1:], f"train.steps={step + 2}")
+    again = sbatch(words[0], f"--run={ended.folder.name}", f"train.steps={step + 2}")  # the rest is in its plan
     assert again.code == 0, again.output
+    assert f"resumes {ended.folder.name} by the plan of attempt 1: recipe smoke-cpu, image cpu, " in again.output
     assert (again.folder, again.attempt.name) == (ended.folder, "attempt-2")
     assert again.metrics("start")[0]["first_step"] == step

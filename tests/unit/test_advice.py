@@ -52,6 +52,22 @@ def test_what_a_job_gets_by_default() -> None:
     assert notes(options=("-t", "60", "-c8")) == notes(options=("--exclusive", "--time=1")) == []
 
 
+def test_what_is_the_same_each_time_comes_with_the_first_run_alone(tmp_path: Path) -> None:
+    recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
+    facts = Facts(scheduler="slurm", nodelist="n1", nodes=1, engine="apptainer", image="/i.sif", login="here")
+
+    def problems(run: str, attempt: int = 1) -> list[str]:
+        found = decide(recipe, *at_site(facts), RunPaths(tmp_path / run, attempt)).findings
+        return [one.problem for one in found if one.level == "note"]
+
+    first = "20261101-000000-smoke-cpu-7"
+    assert len(problems(first)) == 2
+    (tmp_path / first).mkdir()
+    assert len(problems(first)) == 2  # its own folder is no earlier run
+    assert (problems("20261102-000000-smoke-cpu-8"), problems("mine")) == ([], [])
+    assert problems(first, attempt=2) == []
+
+
 def test_gpus_of_another_kind() -> None:
     (others,) = notes("image=cuda", "train.precision=fp16", site="iris")
     assert (others.problem, others.found) == ("site iris has GPUs for image=cuda12", "image=cuda")

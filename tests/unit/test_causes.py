@@ -237,6 +237,19 @@ QUOTED = [
     ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "a GPU failed"),
     ("ImportError: libcudart.so.13: cannot open shared object file: No such file", "a Python import failed"),
     ("[rank1]: ModuleNotFoundError: No module named 'trl'", "a Python import failed"),
+    ("/usr/bin/python3: No module named nosuchmodule", "a Python import failed"),
+    ("/opt/venv/bin/python: Error while finding module specification for 'x.y' (ModuleNotFoundError: No module named "
+     "'x')", "a Python import failed"),
+    ("/opt/conda/bin/python3.11: Error while finding module specification for 'accelerate.commands.launch' "
+     "(ModuleNotFoundError: No module named 'accelerate')", "the launcher is not in the image"),
+    ("/usr/bin/python3: No module named deepspeed", "the launcher is not in the image"),
+    ("ModuleNotFoundError: No module named 'accelerate'", "a Python import failed"),
+    ("RuntimeError: Distributed package doesn't have NCCL built in", "the image has no NCCL"),
+    ("[rank1]: OSError: [Errno 30] Read-only file system: '/shared/home/.cache'", "a read-only folder"),
+    ("ConnectionError: Couldn't reach 'nosuch/thing' on the Hub (OfflineModeIsEnabled)",
+     "offline, and not in the cache"),
+    ("FileNotFoundError: Couldn't find a module script at /work/accuracy/accuracy.py. Module 'accuracy' doesn't exist "
+     "on the Hugging Face Hub either.", "offline, and not in the cache"),
     ("Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
      "the loss is not finite"),
     ("the loss is not finite any more", "the loss is not finite"),

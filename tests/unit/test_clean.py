@@ -57,6 +57,12 @@ def looked(runs: Path, *kinds: str, days: float = 30, build: Path | None = None,
     return {item.path.name: item for item in clean.look(options)}
 
 
+@pytest.mark.parametrize(("days", "age"), [(30, "30 days"), (1, "1 day"), (12 / 24, "12 hours"), (1 / 24, "1 hour")])
+def test_what_is_too_young_is_told_in_days_or_hours(tmp_path: Path, days: float, age: str) -> None:
+    ended(tmp_path, "young", days=0.01)
+    assert looked(tmp_path, days=days)["young"].kept == f"younger than {age}"
+
+
 def test_which_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "my runs"
     failed, trained, young = ended(runs, "failed"), ended(runs, "trained", model=True), ended(runs, "young", days=1)

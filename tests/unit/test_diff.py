@@ -142,6 +142,15 @@ start-up:     9 -> 9 s (+0%)
 """
 
 
+def test_thousands_are_whole_numbers() -> None:
+    before = effect.Curve(tokens_per_s=18950.4, median_s=0.12345)
+    after = before.model_copy(update={"tokens_per_s": 323400.0})
+    assert [*compared._times(before, after)] == [
+        "step, median: 0.1235 -> 0.1235 s (+0%)",
+        "speed:        18,950 -> 323,400 tokens/s (+1607%)",
+    ]
+
+
 def test_a_copy_tells_no_start_up_and_medians_are_those_of_all_verbs(base: RunPaths) -> None:
     log(base, {1: 2.5, 2: 2.4, 3: 2.3, 4: 2.1, 5: 2.0})
     found = effect.curve([base])

@@ -194,9 +194,12 @@ class TestChosen:
             read_recipe(ROOT / "recipes" / "smoke-cpu.toml", [f"grace_s={value}"])
 
 
-def found(*options: str, save: float | None = 70.0, recipe: tuple[str, ...] = (), **more: object) -> list[Finding]:
+def found(
+    *options: str, save: float | None = 70.0, recipe: tuple[str, ...] = (), earlier: bool = False, **more: object
+) -> list[Finding]:
     made = read_recipe(ROOT / "recipes" / "smoke-cpu.toml", recipe)
-    return list(planned.find(made, SITE, facts(*options, **more), Files(save_s=save, save_run="r1" if save else "")))
+    files = Files(save_s=save, save_run="r1" if save else "", earlier=earlier)
+    return list(planned.find(made, SITE, facts(*options, **more), files))
 
 
 class TestBefore:
@@ -238,6 +241,7 @@ class TestBefore:
         assert found(save=20.0, **left) == []
         assert found(**{**left, "preempt_mode": "OFF"}) == [first, third]
         assert found(**{**left, "preempt_mode": "GANG,SUSPEND"}) == [first, third]
+        assert found(save=None, earlier=True, **{**left, "preempt_signal": False}) == []
         (silent,) = found(save=None, **{**left, "preempt_signal": False})
         assert (silent.level, silent.problem) == (
             "note", "preemption here comes without the signal that asks a run to save",
@@ -259,9 +263,12 @@ class TestBefore:
             (tmp_path / name / "attempt-1" / "result.json").write_bytes(content)
         (tmp_path / "20261107-000000-smoke-cpu-12").symlink_to("/nonexistent")
         os.mkfifo(tmp_path / "20261108-000000-smoke-cpu-13")
-        assert grace.slowest(tmp_path, recipe.name) == (90.0, "20261102-000000-smoke-cpu-8")
-        assert grace.slowest(tmp_path, "smoke-cpu-2") == (500.0, "20261103-000000-smoke-cpu-2-9")
-        assert grace.slowest(tmp_path / "none", recipe.name) is None
+        for runs, name, slowest in (
+            (tmp_path, recipe.name, (90.0, "20261102-000000-smoke-cpu-8")),
+            (tmp_path, "smoke-cpu-2", (500.0, "20261103-000000-smoke-cpu-2-9")),
+            (tmp_path / "none", recipe.name, None),
+        ):
+            assert grace.slowest(runs, grace.earlier(runs, name)) == slowest
         made = decide(recipe, facts(), sites.Choice(SITE, "test"), RunPaths(tmp_path / "new"))
         assert [one.wanted for one in made.findings if "grace" in one.problem] == [
             "180 s or more: a checkpoint of run 20261102-000000-smoke-cpu-8 took 90.0 s"

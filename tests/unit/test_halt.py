@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -134,10 +135,11 @@ def test_a_requeued_job_is_cancelled_where_it_waits(slurm: Slurm, paths: RunPath
     finish(paths, code=75, stopped=Stop("the time limit", "2026-11-24T05:00:00Z"), batch=True)
     slurm.has(17, "PENDING")
     safe = f"  safe:   all up to step 20, in {paths.checkpoints}/step-20"
+    again = f"dray submit --run={shlex.quote(str(paths.run))}"
     assert stop(paths.run).splitlines() == [
         "mine, attempt 1 has ended before: stopped, after step 20",
         safe,
-        f"  resume: the same command with --run={paths.run}",
+        f"  resume: {again}  # or sbatch slurm/multinode.sh with the same --run",
         "its job waited in the queue, and was cancelled",
         f"run folder: {paths.run}",
     ]
@@ -238,7 +240,11 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
             finish(paths, code=143, stopped=Stop("SIGTERM", ""))
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
-    assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in stop(paths.run, wait=True)
+    told = stop(paths.run, wait=True)
+    assert told.splitlines()[1] == (
+        "its program gets SIGUSR1 to save and end by; while dray stop waits, what still runs in 120 s is ended"
+    )
+    assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in told
     assert slurm.calls == ["scancel 17"]
 
 
@@ -257,7 +263,8 @@ class TestHere:
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
             mark = processes.mark(running.pid)
             paths.process.write_text(json.dumps(mark))
-            assert stop(paths.run) == f"mine, attempt 1 was asked to save and end: process {running.pid}"
+            asked = f"mine, attempt 1 was asked to save and end: process {running.pid}"
+            assert stop(paths.run).splitlines()[0] == asked
             stop(paths.run, now=True)
             assert running.wait(20) == -15
         assert live.look(paths.run).kind == "ended"

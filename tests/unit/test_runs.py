@@ -252,7 +252,7 @@ def test_a_run_that_was_stopped_has_no_cause(root: Path, tmp_path: Path) -> None
     assert summary(result, paths) == (
         f"{stopped}, before the first step was logged\n"
         "  safe:   nothing yet; checkpoint.every=N saves every N steps\n"
-        f"  again:  the same command with --run={paths.run}\n{folder}"
+        f"  again:  dray submit --run={paths.run}  # or sbatch slurm/multinode.sh with the same --run\n{folder}"
     )
     command = result.model_copy(update={"command": True})
     assert summary(command, paths, again="dray run --run=r -- t.py") == (

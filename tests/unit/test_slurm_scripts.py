@@ -288,7 +288,8 @@ class TestStopped:
         assert (script.returncode, result["exit_code"], result["checkpoint"]) == (143, 143, newest)
         lines = out.splitlines()[-4:]
         assert lines[0] == f"stopped by the time limit at {result['at']}, after step 47"
-        again, folder = f"the same command with --run={run}", f"run folder: {run}"
+        again = f"dray submit --run={run}  # or sbatch slurm/multinode.sh with the same --run"
+        folder = f"run folder: {run}"
         assert lines[1:] == (
             [f"  safe:   all up to step 40, in {newest}", f"  resume: {again}", folder]
             if kept
@@ -340,7 +341,8 @@ class TestStopped:
         assert (script.returncode, result["exit_code"]) == (code, code), err
         assert (result["status"], result["reason"], result["cause"]) == ("stopped", f"SIG{name}", None)
         stopped = f"stopped by SIG{name} at {result['at']}\n  safe:   what the command itself has saved\n"
-        assert f"{stopped}  again:  the same command with --run={attempt.parent}\n" in out
+        again = f"dray submit --run={attempt.parent}  # or sbatch slurm/multinode.sh with the same --run"
+        assert f"{stopped}  again:  {again}\n" in out
 
     @pytest.mark.parametrize(("program", "code"), [("trap 'exit 75' USR1;", 75), ("", 0)])
     def test_the_time_limit_comes_near(self, job: Job, program: str, code: int) -> None:

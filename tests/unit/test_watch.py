@@ -366,6 +366,31 @@ def test_the_stages(tmp_path: Path, make: Callable[[RunPaths], object], stage: s
     assert live.stage == stage
 
 
+@pytest.mark.parametrize(
+    ("written", "image"),
+    [
+        ({"address": "10.0.0.1", "port": 1}, 9.0),
+        ({"times": {"runner": NOW + 4, "met": NOW + 5, "launched": NOW + 9}}, 4.0),
+    ],
+)
+def test_the_image_has_started_before_the_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: dict[str, object], image: float
+) -> None:
+    """The first node writes its file again after the preflight."""
+    paths = begun(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: NOW + 20)
+    os.utime(paths.plan, (NOW, NOW))
+    for path, text, at in (
+        (paths.folder / "rendezvous.json", json.dumps(written), NOW + 9), (paths.preflight_report, "{}", NOW + 8),
+    ):  # fmt: skip
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (at, at))
+    live = look(paths.run, Queue(), closely=True).live
+    assert live
+    assert [(one.name, one.s) for one in live.stages] == [("image started", image), ("preflight passed", 8.0)]
+
+
 def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     waits = queued(tmp_path, 1)
     monkeypatch.setattr(time, "time", lambda: NOW)
@@ -427,7 +452,7 @@ def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "mine: stopped (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
         "stopped by the time limit at 2026-11-25T01:38:48Z, after step 18",
         "  safe:   nothing yet; checkpoint.every=N saves every N steps",
-        f"  again:  the same command with --run={paths.run}",
+        f"  again:  dray submit --run={paths.run}  # or sbatch slurm/multinode.sh with the same --run",
         f"run folder: {paths.run}",
     ]
 
@@ -582,7 +607,7 @@ def test_logs_follow_into_the_next_attempt(
     seen = watched.look()
     show = logs._Shown(watched, logs.Printer(), "", 0)
     looking_again(watched)
-    assert show.begin(seen, 0.0, whole=False)
+    assert show.begin(seen, 0.0, None, whole=False)
     show.follow(seen, wait)
     out, err = capsysbinary.readouterr()
     assert out == b"loads\nstep 1/60  loss 5\nstep 2/60  loss 4\nsaved\nasked to end\nresumed\n"
@@ -650,9 +675,13 @@ def test_a_list_fits_a_narrow_terminal(
 
 def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="the run has no such rank") as refused:
         logs.logs(str(talks.run), rank=7, node="0")
-    assert refused.value.finding.wanted == "the log of rank 7"
+    assert (refused.value.finding.wanted, refused.value.finding.fix) == ("a rank from 0 to 1", "--rank 1")
+    talks.rank_log(1).unlink()
+    with pytest.raises(ConfigError) as refused:
+        logs.logs(str(talks.run), rank=1)
+    assert refused.value.finding.wanted == "the log of rank 1"
     with pytest.raises(ConfigError, match="the rank is on another node") as refused:
         logs.logs(str(talks.run), node="n1", rank=1)
     assert (refused.value.finding.wanted, refused.value.finding.fix) == ("--node 1", "--rank 1 alone")
@@ -661,7 +690,19 @@ def test_no_such_log(talks: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = look(talks.run, Queue()).model_copy(update={"state": "no result"})
     monkeypatch.setattr(logs.Watched, "look", lambda _watched: seen)
     with pytest.raises(ConfigError, match="found:  the run has no result\n"):
-        logs.logs(str(talks.run), rank=7)
+        logs.logs(str(talks.run), rank=1)
+
+
+@pytest.mark.parametrize(("last", "lines"), [(2, 2), (0, 0), (99, 11)])
+def test_the_last_lines(
+    talks: RunPaths, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes], last: int, lines: int
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    logs.logs(str(talks.run))
+    whole = capsysbinary.readouterr().out.splitlines()
+    assert len(whole) == 11
+    logs.logs(str(talks.run), last=last)
+    assert capsysbinary.readouterr().out.splitlines() == whole[11 - lines :]
 
 
 def drawn(paths: RunPaths, width: int = 72) -> list[str]:
@@ -697,7 +738,7 @@ def test_the_commands_of_its_page(talks: RunPaths) -> None:
     text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 7
     script = "\n".join(line.replace("dray", f"{shlex.quote(sys.executable)} -m dray", 1) for line in lines)
     env = {**PYTHON, "HOME": str(talks.run), "DRAY_RUNS": str(talks.run.parent), "RUN": "min"}
     done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60, check=True)

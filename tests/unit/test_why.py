@@ -17,11 +17,14 @@ from pathlib import Path
 import pytest
 
 from damage import HOSTILE, RECORD, replace
+from dray.cli import status
 from dray.facts import Facts
 from dray.runs import bundle, causes, why
 from dray.runs.finish import finish
+from dray.runs.look import look
 from dray.runs.paths import RunPaths
 from dray.runs.result import summary
+from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
 from helpers import PYTHON, ROOT
@@ -258,6 +261,76 @@ class TestStates:
         told = [line for line in lines if line.startswith(("cause:", "  Slurm:"))]
         shown = state.replace("\x1b", "\\u001b")
         assert told == [*([f"cause: {name}"] if name else []), *([f"  Slurm: job 17: {shown}"] if state else [])]
+
+    @pytest.mark.parametrize(
+        ("line", "asked", "reason", "name"),
+        [
+            ("JOB 17 ON n1 CANCELLED AT 2026-11-26T21:05:11 ***", "", "scancel", "cancelled"),
+            ("JOB 17 ON n1 CANCELLED AT 2026-11-26T21:05:11 ***", "USR1\ndray stop\n", "dray stop", "asked to end"),
+            ("STEP 17.0 ON n1 CANCELLED AT 2026-11-26T21:05:11 ***", "USR1\n", "scancel", "cancelled"),
+            ("JOB 17 ON n1 CANCELLED AT 2026-11-26T21:05:11 DUE TO TIME LIMIT ***", "", "the time limit", "time limit"),
+            ("STEP 17.0 ON n1 CANCELLED AT 2026-11-26T21:05:11 DUE TO PREEMPTION ***", "", "preemption", "preemption"),
+        ],
+    )
+    @pytest.mark.parametrize("with_slurm", [True, False])
+    def test_killed_before_it_could_write_a_result(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, asked: str, reason: str, name: str,
+        *, with_slurm: bool,
+    ) -> None:  # fmt: skip
+        """Slurm's line in the job's log tells it, also where this machine has no Slurm and all was written just now."""
+        if with_slurm:
+            slurm = Slurm(tmp_path, monkeypatch)
+            (slurm.folder / "scontrol").write_text("ClusterName = local\n")
+        else:
+            monkeypatch.setenv("PATH", "/nowhere")
+        paths = begun(tmp_path / "runs")
+        paths.facts.write_text(f"{paths.facts.read_text()}cluster=local\n")
+        record(paths, "rank-3", why="killed by SIGKILL", code=137)
+        paths.stop.write_text(asked)
+        paths.node_log(0).touch()
+        log = paths.run / "job-17.log" if line.startswith("JOB") else paths.node_log(0)
+        log.write_text(f"slurmstepd: error: *** {line}\n")
+        cancelled = time.mktime((2026, 11, 26, 21, 5, 11, 0, 0, -1))
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(cancelled))
+        os.utime(paths.plan, (cancelled + 60,) * 2)
+        other = "lost" if with_slurm else "running"
+        before = {"": other, "USR1\n": other, "USR1\ndray stop\n": "stopped" if with_slurm else other}
+        assert look(paths.run, Queue()).state == before[asked]  # it ended an earlier attempt of the job
+        os.utime(paths.plan, (cancelled - 60,) * 2)
+        lines = page(paths.run)
+        assert lines[:2] == [
+            f"mine, attempt 1: stopped by {reason} at {at}, before it could write a result",
+            f"cause: {name}",
+        ]
+        seen = look(paths.run, Queue(), closely=True)
+        assert (seen.state, seen.why, seen.finished) == ("stopped", reason, at)
+        assert "before it could write a result" in "\n".join(status.text(seen))
+
+    def test_sigterm_and_then_silence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A bare sbatch's log is in no run folder; what its script heard is. Nothing else tells, where Slurm is not."""
+        monkeypatch.setenv("PATH", "/nowhere")
+        paths = begun(tmp_path / "runs")
+        paths.stop.write_text("TERM\n")
+        assert look(paths.run, Queue()).state == "running"  # it may be saving
+        for path in (paths.plan, paths.stop):
+            os.utime(path, (time.time() - 60,) * 2)
+        seen = look(paths.run, Queue())
+        assert (seen.state, seen.why) == ("stopped", "SIGTERM")
+        lines = page(paths.run)
+        assert lines[0] == f"mine, attempt 1: stopped by SIGTERM at {seen.finished}, before it could write a result"
+        assert lines[1] == "cause: asked to end"
+
+    def test_the_controller_tells_where_nothing_is_accounted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slurm, paths = Slurm(tmp_path, monkeypatch), begun(tmp_path / "runs")
+        os.utime(paths.plan, (1, 1))
+        paths.stop.write_text("TERM\n")
+        (slurm.folder / "scontrol").write_text("ClusterName = local\nJobId=17 JobState=CANCELLED Reason=None\n")
+        paths.facts.write_text(f"{paths.facts.read_text()}cluster=local\n")
+        lines = page(paths.run)
+        assert lines[0].startswith("mine, attempt 1: stopped by scancel at ")
+        assert "  Slurm: job 17: CANCELLED" in lines
 
     def test_earlier_attempts_and_restarts(self, tmp_path: Path) -> None:
         first = begun(tmp_path)

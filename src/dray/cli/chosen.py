@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,12 @@ from dray import engines
 from dray.cli import candidates
 from dray.config import checkout
 from dray.config.recipe import Recipe
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, counted
+from dray.contract.values import printable
+from dray.images import store
 from dray.planning.schema import Plan
 from dray.runs import write
+from dray.runs.named import is_run
 
 Arguments = Annotated[
     list[str] | None,
@@ -94,21 +98,62 @@ class Chosen:
     overrides: tuple[str, ...]
     command: tuple[str, ...]
     ranks: int | None
+    last: write.Last | None = None
+    """Of a run that is there, where neither a recipe nor a command is given."""
 
     @property
     def beside(self) -> Path:
         """Where the recipe is; a command runs where we stand."""
+        if self.last:
+            return checkout.root()
         return self.path.absolute().parent if self.path else Path.cwd()
+
+    @property
+    def gpus(self) -> int:
+        """Of a node, as the last attempt had them; --ranks says it anew."""
+        return self.last.gpus if self.last and not self.ranks else 0
+
+    @property
+    def image(self) -> str:
+        """The file of an image that was named for the last attempt (DRAY_IMAGE, --image); empty for dray's own."""
+        if not self.last or any(one.startswith(("image=", "adopted=")) for one in self.overrides):
+            return ""
+        plan, file = self.last.plan, Path(self.last.plan.image)
+        own = store.sif(checkout.root(), plan.recipe.image_name)
+        is_own = file.suffix != own.suffix or (own.exists() and file.exists() and own.samefile(file))
+        return "" if is_own or not file.is_file() else str(file)
+
+    def say(self, options: Sequence[str] = ()) -> None:
+        """Tell which run goes on, and as what; with these options of sbatch."""
+        if not self.last:
+            return
+        plan, recipe = self.last.plan, self.last.recipe
+        program = shlex.join(recipe.command.argv) if recipe.command else f"recipe {recipe.name}"
+        size = counted(recipe.nodes, "node") + (f" of {counted(self.last.gpus, 'GPU')}" if self.last.gpus else "")
+        more = f"; with {shlex.join(self.overrides)}" if self.overrides else ""
+        more += f"; sbatch {shlex.join(options)}" if options else ""
+        line = f"{program}, image {self.image or recipe.image_name}, launcher {recipe.launcher}, {size}{more}"
+        print(printable(f"resumes {plan.run} by the plan of attempt {plan.attempt}: {line}"), file=sys.stderr)
 
     def recipe(self) -> Recipe:
         """Read it."""
+        if self.last:
+            return write.over(self.last.recipe, self.overrides)
         return write.read_recipe(self.path, self.overrides, self.command)
 
 
 def chosen(
-    arguments: list[str] | None, launcher: str, context: typer.Context, ranks: int | None = None, gpus: int = 0
+    arguments: list[str] | None,
+    launcher: str,
+    context: typer.Context,
+    ranks: int | None = None,
+    gpus: int = 0,
+    run: Path | None = None,
 ) -> Chosen:
-    """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name."""
+    """A recipe or a command, and what is set besides. A file is a recipe, also one with = in its name.
+
+    Where neither is given, the plan of the last attempt of that `run` has both.
+    """
     require_gpus(ranks, gpus)
     command, rest = tuple(context.obj or ()), [*(arguments or [])]
     if rest and not command and Path(rest[0]).suffix in (".py", ".sh"):
@@ -125,12 +170,19 @@ def chosen(
             found=f"{path} and {' '.join(command)}",
             fix="leave one out; a recipe may name its command itself ([command] argv)",
         )
-    if not path and not command:
-        raise ConfigError(
-            "there is nothing to run", wanted="a recipe, such as recipes/smoke-cpu.toml, or -- and a command"
-        )
     options = {"launcher": launcher, "ranks_per_node": ranks}
-    return Chosen(path, (*rest, *(f"{key}={value}" for key, value in options.items() if value)), command, ranks)
+    overrides = (*rest, *(f"{key}={value}" for key, value in options.items() if value))
+    if path or command:
+        return Chosen(path, overrides, command, ranks)
+    if run is None or not is_run(run):
+        raise ConfigError(
+            "there is nothing to run",
+            where=run or "",
+            wanted="a recipe, such as recipes/smoke-cpu.toml; -- and a command; or --run=NAME of a run that is there",
+            found=f"no run {run.name}" if run else "",
+            fix=f"dray runs --runs {shlex.quote(str(run.parent))}" if run else "",
+        )
+    return Chosen(None, overrides, (), ranks, write.last(run))
 
 
 def require_gpus(ranks: int | None, gpus: int) -> None:

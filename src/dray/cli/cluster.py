@@ -26,6 +26,7 @@ _log = Console(stderr=True, highlight=False)
 _USAGE = """\
   dray cluster shell                                       open a shell on it; then, for example:
   sbatch --wait slurm/multinode.sh recipes/smoke-cpu.toml  train on two of its nodes
+  dray cluster exec -- dray submit recipes/smoke-cpu.toml  any verb of dray, as at a login node
   dray cluster status | down                               show its health; remove it"""
 
 
@@ -101,10 +102,13 @@ def exec_(
     node: Annotated[str, typer.Option(help="The machine: controller, n1, n2 ...")] = CONTROLLER,
     user: Annotated[str, typer.Option(help="The user: dray or root.")] = USER,
 ) -> None:
-    """Run a command on the cluster, in this checkout; the exit code is the command's.
+    """Run a command on the cluster, in this checkout; the exit code is the command's. dray runs in the CPU image.
 
     dray cluster exec -- sinfo
+    dray cluster exec -- dray submit recipes/smoke-cpu.toml --follow
     """
+    if command[0] == "dray":
+        command = ["bash", "slurm/desk.sh", *command[1:]]
     with closing(client()) as engine:
         ended = LocalCluster(engine).exec(command, node=node, user=user, show=True)
     raise typer.Exit(ended.code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -39,12 +40,15 @@ def logs(
     since: Annotated[
         str, typer.Option(metavar="WHEN", help="Only lines from then on: 90m, 12h, 3d, 18:00, or 2026-11-24T18:00.")
     ] = "",
+    last: Annotated[
+        int | None, typer.Option("--last", "-n", min=0, metavar="N", help="Only the last N lines; with -f, then on.")
+    ] = None,
     runs: Runs = None,
     on: On = "",
 ) -> None:
     """Show the logs of all nodes and ranks, in the order of time as far as their lines tell it.
 
-    dray logs 4711 --rank 3 -f
+    dray logs 4711 --rank 3 -n 50 -f
     """
     hand_over(on)
     folder, begin = find(run, runs), times.since(since)
@@ -52,7 +56,12 @@ def logs(
     seen = watched.look()
     printer = Printer()
     show = _Shown(watched, printer, node, rank)
-    if not show.begin(seen, begin, whole=not follow) and not follow:
+    if rank is not None and seen.ranks and rank >= seen.ranks:
+        raise ConfigError(
+            "the run has no such rank", where=seen.folder, wanted=f"a rank from 0 to {seen.ranks - 1}",
+            found=f"--rank {rank}", fix=f"--rank {seen.ranks - 1}",
+        )  # fmt: skip
+    if not show.begin(seen, begin, last, whole=not follow) and not follow:
         raise ConfigError(
             "there is no such log",
             where=seen.folder if seen.attempt is None else f"{seen.folder}/attempt-{seen.attempt}/logs",
@@ -107,12 +116,13 @@ class _Shown:
         self._logs: dict[Path, Log] = {}
         self._attempt: int | None = None
 
-    def begin(self, seen: State, since: float, *, whole: bool) -> bool:
-        """Show what is there, in the order of time; whether there is any."""
+    def begin(self, seen: State, since: float, last: int | None, *, whole: bool) -> bool:
+        """Show what is there, in the order of time, or the `last` so many lines of it; whether there is a log."""
         self._attempt = seen.attempt
         self._add(seen)
         paths = RunPaths(Path(seen.folder), seen.attempt or 1)
-        for log, line in files.joined([*self._logs.values()], paths, since=since, whole=whole):
+        lines = files.joined([*self._logs.values()], paths, since=since, whole=whole)
+        for log, line in lines if last is None else deque(lines, last):
             self._printer.line(log, line)
             if is_gone():
                 break

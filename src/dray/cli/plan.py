@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from dray import facts, render
-from dray.cli.chosen import Arguments, Launcher, chosen, report
+from dray.cli.chosen import Arguments, Chosen, Launcher, chosen, report
 from dray.cli.options import GpuMemory, GpusPerNode, Nodes, Ranks, Runs, Sbatch, Site
 from dray.config.recipe import Recipe
 from dray.config.sites import Choice
@@ -20,7 +20,7 @@ from dray.images import store
 from dray.planning import questions
 from dray.planning.schema import Plan
 from dray.runs import layers, login, write
-from dray.runs.paths import RunPaths, default_runs, new_id
+from dray.runs.paths import RunPaths, default_runs, new_id, run_named
 
 _MORE = "-v shows all: each environment variable and bind with its source, and what runs on each node"
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole plan.")]
@@ -58,7 +58,8 @@ def plan(
     dray plan recipes/smoke-cpu.toml --nodes 4 batch.global_size=32
     dray plan recipes/smoke-cpu.toml --site lumi -N4 image=rocm --format bash
     """
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+    folder = (runs or default_runs()).absolute()
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run or ""))
     recipe = asked.recipe()
     if facts_file and (nodes or gpus_per_node or sbatch):
         raise ConfigError(
@@ -71,12 +72,12 @@ def plan(
         seen, choice = write.at_site(_read(facts_file, site, gpu_memory))
     else:
         seen, choice = login.facts(
-            recipe, nodes, gpus_per_node, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
+            recipe, nodes, gpus_per_node or asked.gpus, site, ranks=ranks, options=sbatch or (), gpu_memory=gpu_memory
         )
-    folder = (runs or default_runs()).absolute()
     if save:
-        _write(recipe, seen, choice, folder, run, asked.beside)
+        _write(asked, recipe, seen, choice, folder, run)
         return
+    asked.say()
     decided = write.decide(recipe, seen, choice, RunPaths(folder / new_id(recipe.name, job=seen.job)), exact=exact)
     if form == "text":
         show(decided, verbose=verbose, assumed=bool(seen.login))
@@ -95,13 +96,14 @@ def show(decided: Plan, *, verbose: bool, assumed: bool) -> None:
     print(render.text(decided) if verbose else f"{render.summary(decided)}\n{_MORE}\n", end="")
 
 
-def _write(recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None, beside: Path) -> None:
+def _write(asked: Chosen, recipe: Recipe, seen: Facts, choice: Choice, runs: Path, run: str | None) -> None:
     """Answer slurm/lib.sh: with what it must know better, or with where the attempt and its checkpoints are."""
     question = questions.ask(recipe, choice.site, seen) or layers.ask(recipe, choice.site, seen)
     if question:
         print(question)
         return
-    decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run, beside=beside)
+    asked.say()
+    decided, paths = write.begin(recipe, seen, choice, runs=runs, run=run, beside=asked.beside)
     report(decided)
     print(f"attempt={paths.folder}\ncheckpoints={recipe.checkpoint.folder}")
 

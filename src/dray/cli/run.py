@@ -20,7 +20,7 @@ from dray.contract.findings import ConfigError
 from dray.planning.schema import Plan
 from dray.runs import accounting, allocation, hosts, local, write
 from dray.runs.finish import finish
-from dray.runs.paths import RunPaths, default_runs, run_name
+from dray.runs.paths import RunPaths, default_runs, run_name, run_named
 from dray.runs.result import Result, summary
 from dray.runs.stop import Stop, utc
 
@@ -64,9 +64,12 @@ def run(
     dray run recipes/smoke-cpu.toml train.steps=20
     dray run --ranks 2 -- python train.py --lr 1e-4
     """
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
-    settings = asked.recipe()
     folder = (runs or default_runs()).absolute()
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, run_named(folder, run_id))
+    asked.say()
+    if asked.last and not _given(context, engine) and asked.last.plan.engine in engines.names("local"):
+        engine = asked.last.plan.engine
+    settings = asked.recipe()
     if not hostfile:
         _refuse({"--node": node is not None, "--secret": secret is not None, "--print": show}, "goes with --hostfile")
     if not hostfile and (allocated := allocation.found(os.environ)):
@@ -83,7 +86,7 @@ def run(
     if engines.get(engine).image == "python":
         local.require(settings, typed)
     if hostfile or settings.image != "cpu":
-        gpus_per_node = gpus_per_node or ranks or 0
+        gpus_per_node = gpus_per_node or ranks or asked.gpus
     if not hostfile:
         _refuse({f"--engine {engine}": engine not in engines.names("local")}, "goes with --hostfile, or with sbatch")
     if hostfile:

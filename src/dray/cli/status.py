@@ -54,6 +54,8 @@ def text(seen: State) -> list[str]:
         return [*lines, *start, *ended]
     lines += [*(running(seen) if seen.live else []), *start]
     lines += [f"  {seen.why}"] if seen.why and not seen.live else []
+    if seen.attempt and seen.state == state.STOPPED:
+        lines.append(f"  stopped by {seen.why} {times.local(seen.finished)}, before it could write a result")
     if seen.attempt and seen.state in _UNTOLD:
         lines.append(f"  {_UNTOLD[seen.state]}: dray why {seen.run}")
     lines += [f"warning: {one}" for one in seen.warnings]

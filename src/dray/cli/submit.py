@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from dray.cli.options import GpuMemory, GpusPerNode, Json, Nodes, Ranks, Runs, S
 from dray.cli.plan import Verbose, show
 from dray.cli.top import watch
 from dray.config import checkout
+from dray.contract.findings import ConfigError
 from dray.images import store
+from dray.runs import resubmit
 from dray.runs import submit as queue
 from dray.runs.paths import default_runs, new_id, next_attempt, run_named
 
@@ -54,6 +57,12 @@ def submit(
     """
     queue.check(sbatch or [])
     if on:
+        if run and not arguments and not context.obj:
+            raise ConfigError(
+                "--run alone is not for --on: the plan is there, and the image that it wants is brought from here",
+                found=f"--on {on} --run={run}",
+                fix=f"name the recipe or the command again; or at the login node: dray submit --run={shlex.quote(run)}",
+            )
         asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
         options: dict[str, object] = {
             "--nodes": nodes,
@@ -70,13 +79,20 @@ def submit(
     folder = run_named((runs or default_runs()).absolute(), run)
     # The job has another working directory.
     site = str(Path(site).absolute()) if site.endswith(".toml") else site
-    asked = chosen(arguments, launcher, context, ranks, gpus_per_node)
+    asked = chosen(arguments, launcher, context, ranks, gpus_per_node, folder)
     recipe = asked.recipe()
+    before = resubmit.asked(folder) if folder and asked.last else None
+    asked.say(before.options if before else ())
+    if before:
+        site, gpu_memory = site or before.site, before.gpu_memory if gpu_memory is None else gpu_memory
+    if asked.image:
+        os.environ.setdefault("DRAY_IMAGE", asked.image)
     folder = folder or (runs or default_runs()).absolute() / new_id(recipe.name)
     attempt = next_attempt(folder)
     given = [*([str(asked.path.absolute())] if asked.path else []), *asked.overrides]
     wanted = queue.Asked(
-        given, asked.command, nodes, ranks or 0, gpus_per_node, site, gpu_memory, options=sbatch or ()
+        given, asked.command, nodes, ranks or 0, gpus_per_node or asked.gpus, site, gpu_memory, options=sbatch or (),
+        before=before.options if before else None,
     )  # fmt: skip
     plan, argv = queue.planned(recipe, attempt, wanted)  # before the image, which may take long to build
     variant = plan.recipe.image_name

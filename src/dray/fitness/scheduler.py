@@ -80,14 +80,44 @@ def partitions() -> list[Partition]:
     return found
 
 
+def limits() -> dict[str, str]:
+    """How long a job may run at most, by partition."""
+    return dict(line.split("|") for line in _listed("%R|%l") if line.count("|") == 1)
+
+
+def features() -> list[str]:
+    """What --constraint may name."""
+    return sorted({name for line in _listed("%f") for name in line.split(",") if name != "(null)"})
+
+
+def _listed(format_: str) -> list[str]:
+    """Of sinfo; none where it does not answer in time."""
+    if not process.which("sinfo"):
+        return []
+    with suppress(DrayError, OSError):
+        argv = ["sinfo", "--noheader", f"--format={format_}"]
+        return process.run(argv, check=False, seconds=_ANSWER_S).out.splitlines()
+    return []
+
+
 def accounts() -> list[str]:
     """Which accounts of Slurm this user's jobs may name; none where it keeps none, or does not answer in time."""
+    return _associated("account")
+
+
+def qualities() -> list[str]:
+    """The same of what --qos may name."""
+    return _associated("qos")
+
+
+def _associated(column: str) -> list[str]:
     if not process.which("sacctmgr"):
         return []
-    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", "format=account"]
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "associations", f"format={column}"]
     with suppress(DrayError, OSError, KeyError):  # a user id that no passwd knows has no name
-        lines = process.run([*argv, f"user={getpass.getuser()}"], check=False, seconds=_ANSWER_S).out.splitlines()
-        return sorted({line.strip() for line in lines if re.fullmatch(r"[\w.@+-]+", line.strip())})
+        out = process.run([*argv, f"user={getpass.getuser()}"], check=False, seconds=_ANSWER_S).out
+        names = (name.strip() for name in re.split("[\n,]", out))
+        return sorted({name for name in names if re.fullmatch(r"[\w.@+-]+", name)})
     return []
 
 

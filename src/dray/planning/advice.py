@@ -28,7 +28,7 @@ _CORES = ("--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive")
 
 def find(plan: Plan, site: Site, facts: Facts, files: Files) -> Iterator[Finding]:
     """Every note."""
-    if facts.login:
+    if facts.login and not files.earlier:
         yield from _options((*site.sbatch, *facts.options))
     yield from _gpus(plan, site)
     yield from _launchers(plan)

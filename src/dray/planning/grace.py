@@ -76,7 +76,7 @@ def _preemption(facts: Facts, files: Files) -> Iterator[Finding]:
                 found=seen,
                 fix="save often (checkpoint.every), or take a partition that is not preempted",
             )
-        if not facts.preempt_signal:
+        if not facts.preempt_signal and not files.earlier:
             yield Finding(
                 "preemption here comes without the signal that asks a run to save",
                 wanted="PreemptParameters=send_user_signal, and a GraceTime, in slurm.conf",

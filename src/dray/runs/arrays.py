@@ -13,7 +13,7 @@ from dray import process
 from dray.contract import files, run_folder
 from dray.contract.findings import DrayError
 from dray.planning.schema import Plan
-from dray.runs import login, source, write
+from dray.runs import login, refusal, source, write
 from dray.runs import submit as queue
 from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
@@ -115,9 +115,11 @@ def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source,
             make_run_folder(job.run, share=job.plan.recipe.runs.share)
             made.append(job.run)
         done = process.run(argv)
-    except (DrayError, OSError):
+    except (DrayError, OSError) as refused:
         for run in made:
             run.rmdir()
+        if isinstance(refused, DrayError):
+            raise refusal.explained(refused, argv) from None
         raise
     number, _, cluster = done.out.strip().partition(";")
     now, several = time.time(), len(group) > 1

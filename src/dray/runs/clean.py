@@ -181,7 +181,8 @@ def _checked(item: Item, needed: list[Path], options: Options) -> Item:
     if item.kept:
         return item
     if item.age < options.days:
-        return item.stays(f"younger than {options.days:g} days")
+        age = counted(options.days, "day") if options.days >= 1 else counted(round(options.days * 24), "hour")
+        return item.stays(f"younger than {age}")
     if any(part == one or part in one.parents for part in item.parts for one in needed):
         return item.stays("a run that goes on needs it")
     return item

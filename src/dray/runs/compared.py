@@ -78,7 +78,11 @@ def _times(a: Curve, b: Curve) -> Iterator[str]:
     for name, ours, theirs, unit in rows:
         if ours is not None and theirs is not None:
             change = f" ({(theirs - ours) / ours:+.0%})" if ours else ""
-            yield f"{name + ':':<14}{ours:,.4g} -> {theirs:,.4g} {unit}{change}"
+            yield f"{name + ':':<14}{_figure(ours)} -> {_figure(theirs)} {unit}{change}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _short(value: str) -> str:

@@ -17,7 +17,7 @@ from dray.runs.write import read
 _NOT_RUNNING = {
     "queued": ("the run waits in the queue", "wait until it has begun"),
     "starting": ("the run has no plan yet: its job begins", "try again in some seconds"),
-    "ended": ("the run has ended", "start its next attempt: the same command with --run"),
+    "ended": ("the run has ended", "start its next attempt: dray submit --run=NAME, or dray run --run=NAME"),
     "unknown": ("nobody knows here whether the run goes on", "enter it on the machine where it was started"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +18,18 @@ from dray.runs.stop import TIME_LIMIT, Stop
 _RUNS = 8  # the newest ones
 
 
-def slowest(runs: Path, name: str) -> tuple[float, str] | None:
-    """Seconds of the slowest checkpoint of the newest run of this recipe that tells it, and which run that is."""
+def earlier(runs: Path, name: str) -> list[str]:
+    """The runs of this recipe, the newest first."""
     pattern = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-(\d+|[0-9a-f]{{6}})")
     with suppress(OSError):
-        names = sorted((path.name for path in runs.iterdir() if pattern.fullmatch(path.name)), reverse=True)
-        for run in (runs / one for one in names[:_RUNS]):
+        return sorted((path.name for path in runs.iterdir() if pattern.fullmatch(path.name)), reverse=True)
+    return []
+
+
+def slowest(runs: Path, names: Sequence[str]) -> tuple[float, str] | None:
+    """Seconds of the slowest checkpoint of the first of these runs that tells it, and which run that is."""
+    for run in (runs / one for one in names[:_RUNS]):
+        with suppress(OSError):
             if run.lstat().st_uid == os.geteuid() and (seconds := _of(run)) is not None:
                 return seconds, run.name
     return None

@@ -16,7 +16,7 @@ from dray.runs import live, squeue
 from dray.runs.live import State
 from dray.runs.named import find, newest_first
 from dray.runs.paths import RunPaths, newest_checkpoint
-from dray.runs.result import left, result_of, summary
+from dray.runs.result import left, next_command, result_of, summary
 from dray.runs.write import read
 
 Say = Callable[[str], None]
@@ -105,6 +105,9 @@ def _say_asked(state: State, say: Say, *, now: bool) -> None:
     assert state.paths
     how = "is ended now" if now else "was asked to save and end"
     say(f"{state.run.name}, attempt {state.paths.attempt} {how}: {state.where}")
+    if not now and (grace := _grace(state.paths)) is not None:
+        ended = f"what still runs in {grace:g} s is ended"
+        say(f"its program gets SIGUSR1 to save and end by; while dray stop waits, {ended}")
     if state.kind == "unknown" and not now:
         say("whether it still goes on is not known here; dray stop --no-wait does not wait for it")
 
@@ -185,9 +188,7 @@ def _before(paths: RunPaths) -> str:
     name = f"{paths.run.name}, attempt {paths.attempt}"
     if found := result_of(paths):
         ended = f"{found.status}{f', after step {found.steps}' if found.steps else ''}"
-        return "\n".join(
-            [f"{name} has ended before: {ended}", *left(found, f"the same command with --run={paths.run}")]
-        )
+        return "\n".join([f"{name} has ended before: {ended}", *left(found, next_command(paths))])
     folder = paths.checkpoints
     with suppress(DrayError, OSError):
         folder = Path(read(paths).recipe.checkpoint.folder or folder)

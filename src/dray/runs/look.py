@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from dray.runs.reasons import meaning
 from dray.runs.squeue import Job, Queue
 from dray.runs.stages import Live
 from dray.runs.state import DONE, FAILED, LOST, NO_RESULT, QUEUED, RUNNING, STOPPED, State, Waiting
-from dray.runs.stop import utc
+from dray.runs.stop import TERM, Stop, asked, of_files, utc
 
 FRESH_S = 120.0
 """What was written to since then is alive: the trainer touches its lease every 10 s, and NFS keeps what it knows of a
 file for up to a minute."""
+_KILLED_S = 45.0
+"""The same of a run whose job got SIGTERM: Slurm kills what is left after KillWait, which is 30 s by default."""
 _ASK_S, _NEXT_S, _UNKNOWN_S = 15.0, 45.0, 600.0
 _ALLOCATION = ("", "(null)")
 _WIDE = 400
@@ -137,6 +140,8 @@ class _Attempt(Left):
             found["goes_on"] = self.goes_on
             found["live"] = Live(stage="the job plans the next attempt") if state == RUNNING else None
             return found | _ended(result, closely=closely)
+        if state == STOPPED and self._cancelled:
+            found |= {"why": self._cancelled.reason, "finished": self._cancelled.at}
         if closely and state != QUEUED:
             found["startup"] = startup.read(self.paths, names, self._waited(job))
         return found | self._reached(state, read, closely=closely)
@@ -157,7 +162,7 @@ class _Attempt(Left):
     def _state(self, queue: Queue) -> tuple[str, Job | None]:
         """And the job by which the run goes on."""
         if self.number < max(self.numbers, default=0):  # what Slurm has goes on with a later attempt
-            return (self._ended() if self.ended else LOST), None
+            return (self._ended() if self.ended else self._lost()), None
         decided = live.decide(self, queue)
         job, ended, kind = decided.job, self.ended, decided.kind
         if kind == "queued":
@@ -168,17 +173,40 @@ class _Attempt(Left):
             return RUNNING, job
         if ended:
             return (QUEUED if kind == "unknown" and self.queued and not queue.is_absent else self._ended()), None
-        return (LOST if kind == "ended" else self._by_files()), job  # one by salloc outlives a run in it
+        return (self._lost() if kind == "ended" else self._by_files()), job  # one by salloc outlives a run in it
+
+    @cached_property
+    def _cancelled(self) -> Stop | None:
+        """What ended it before it could write a result."""
+        if told := of_files(self.paths.folder, self.job, self.began or 0.0):
+            return told
+        reasons = {run_folder.BY_USER: run_folder.BY_USER, "TERM": TERM}
+        known = [reasons[one] for one in self._asked if one in reasons]
+        return Stop(known[-1], utc(written(self.paths.stop) or 0.0)) if known else None
+
+    @cached_property
+    def _asked(self) -> list[str]:
+        """Who has asked it to end."""
+        return asked(self.paths.folder)
+
+    def _lost(self) -> str:
+        """Of one that is gone: a node that failed is nobody's wish."""
+        return STOPPED if self._cancelled and self._cancelled.by_wish else LOST
 
     def _by_files(self) -> str:
         held = scratch.held(self.plan.get("scratch"))
         if held is not None:
-            return RUNNING if held else LOST
+            return RUNNING if held else self._lost()
+        if of_files(self.paths.folder, self.job, self.began or 0.0):
+            return self._lost()
         folder = dig(self.plan, "recipe", "checkpoint", "folder")
         checkpoints = Path(folder) if isinstance(folder, str) and folder else self.paths.checkpoints
         places = (self.paths.metrics, checkpoints / "lease.json", self.paths.node_log(0), self.paths.rank_log(0))
         newest = max(filter(None, map(written, (*places, self.paths.plan))), default=0.0)
-        return RUNNING if newest > time.time() - FRESH_S else NO_RESULT
+        fresh = _KILLED_S if "TERM" in self._asked else FRESH_S
+        if newest > time.time() - fresh:
+            return RUNNING
+        return STOPPED if "TERM" in self._asked else NO_RESULT
 
     def _reached(self, state: str, read: Read | None, *, closely: bool) -> Table:
         """By the metrics of one without a result."""

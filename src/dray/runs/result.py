@@ -17,6 +17,7 @@ from dray.contract.values import printable
 from dray.runs import cost as costs
 from dray.runs import startup as startups
 from dray.runs.cost import Cost, Spent
+from dray.runs.named import job_of
 from dray.runs.paths import RunPaths
 from dray.runs.reading import LIMIT, require_version
 from dray.runs.recovery import Next, Recovery
@@ -204,7 +205,7 @@ def result_of(paths: RunPaths) -> Result | None:
 
 def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None = None) -> str:
     """The last words of a run. `again` is what to type for its next attempt; the output of rank `shown` was shown."""
-    again = again or f"the same command with --run={paths.run}"
+    again = again or next_command(paths)
     ended, go_on = _ended(result, paths, again, shown), comes_next(result)
     lines = [*ended, *restarts(result), *(f"recovered: {one}" for one in result.recoveries), *go_on]
     lines += [
@@ -213,6 +214,14 @@ def summary(result: Result, paths: RunPaths, again: str = "", shown: int | None 
     lines += [f"warning: {warning}" for warning in result.warnings]
     lines.append(f"run folder: {paths.run}")
     return "\n".join([*lines, f"exit code: {result.exit_code}"] if result.cause else lines)
+
+
+def next_command(paths: RunPaths) -> str:
+    """What puts the next attempt of a run into the queue; one without Slurm is started as it was."""
+    run = shlex.quote(str(paths.run))
+    if not job_of(paths.folder):
+        return f"the same command with --run={run}"
+    return f"dray submit --run={run}  # or sbatch slurm/multinode.sh with the same --run"
 
 
 def _ended(result: Result, paths: RunPaths, again: str, shown: int | None) -> list[str]:

@@ -15,7 +15,7 @@ from dray.contract import files, run_folder
 from dray.runs import metrics
 from dray.runs.metrics import Event, Rare
 from dray.runs.paths import RunPaths
-from dray.runs.reading import dig, written
+from dray.runs.reading import dig, table, written
 
 _HEAD = 1 << 18  # bytes of a node's log in which the first lines are
 _MOST = 16  # warnings, and slow ranks
@@ -125,11 +125,17 @@ def _started(paths: RunPaths, plan: dict[str, Any]) -> str:
 def _stages(paths: RunPaths, began: float, rare: Rare) -> list[Stage]:
     """Those that leave a time."""
     at = {
-        "image started": written(paths.folder / run_folder.RENDEZVOUS),
+        "image started": _image_started(paths.folder / run_folder.RENDEZVOUS),
         "preflight passed": written(paths.preflight_report),
     }
     at |= {name: metrics.number(rare.first.get(kind, {}), "time") for kind, name in _BY_EVENT.items()}
     return [Stage(name=name, s=round(max(0.0, when - began), 1)) for name, when in at.items() if when]
+
+
+def _image_started(rendezvous: Path) -> float | None:
+    """When the first node's runner began. After the preflight it writes the file again, with that time in it."""
+    told = table(rendezvous, []) or {}
+    return metrics.number(dig(told, "times") or {}, "runner") or written(rendezvous)
 
 
 _BY_EVENT = {"start": "model built", "step": "first step"}

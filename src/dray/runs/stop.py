@@ -1,13 +1,17 @@
-"""Why a job was stopped, as far as Slurm tells."""
+"""Why a job was stopped, as far as Slurm tells, or the files of a run that was killed before it wrote a result."""
 
 from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from dray.contract import files, run_folder
+
 # What scontrol shows as the state of a job or its reason; while a job is ending its state is COMPLETING.
-TIME_LIMIT, PREEMPTION, REQUEUE = "the time limit", "preemption", "scontrol requeue"
+TIME_LIMIT, PREEMPTION, REQUEUE, TERM = "the time limit", "preemption", "scontrol requeue", "SIGTERM"
 _BY_STATE = {
     "TIMEOUT": TIME_LIMIT,
     "PREEMPTED": PREEMPTION,
@@ -19,6 +23,17 @@ _BY_STATE = {
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
 _EARLY_S = 120  # Slurm may send a signal a minute early, and its time limit has minutes
 _NEVER = ("", "None", "N/A", "Unknown")
+# A step is also cancelled by srun, once a task of it has failed; then the batch script goes on, and writes a result.
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S{1,60} ON \S{1,300} CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)"
+    r"(?: DUE TO ([A-Z ]{1,40}\b))?"
+)
+_DUE_TO = {
+    "": "scancel", "TIME LIMIT": TIME_LIMIT, "PREEMPTION": PREEMPTION, "NODE FAILURE": "a node failure",
+    "JOB REQUEUE": REQUEUE,
+}  # fmt: skip
+_CLOCKS_S = 10.0  # between a node's clock and that of the disk
+_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 
 
 class Stop(NamedTuple):
@@ -28,6 +43,11 @@ class Stop(NamedTuple):
     at: str
     left_s: int | None = None
     """Seconds from SIGUSR1 to the time limit."""
+
+    @property
+    def by_wish(self) -> bool:
+        """Whether somebody wanted the end, or a limit that was known."""
+        return self.reason not in ("a node failure", "the memory limit")
 
     @property
     def by_slurm(self) -> bool:
@@ -52,6 +72,35 @@ def of_state(state: str) -> str:
     return _BY_STATE.get(state.split(" ", maxsplit=1)[0], "")
 
 
+def of_job(text: str) -> str:
+    """The same by what `scontrol show job` tells of it; Slurm knows a job that has ended for some minutes."""
+    return _BY_STATE.get(_state(dict(re.findall(r"(\w+)=(\S*)", text))), "")
+
+
+def asked(attempt: Path) -> list[str]:
+    """Who has asked an attempt to end: `dray stop`, or the signals that its batch script heard."""
+    with suppress(OSError):
+        file = attempt / run_folder.STOP
+        # Most are empty, and there are lists of thousands of runs.
+        return files.read(file, limit=_ASKED).decode(errors="replace").splitlines() if file.stat().st_size else []
+    return []
+
+
+def of_files(attempt: Path, job: int, began: float) -> Stop | None:
+    """What ended an attempt without a result, by what Slurm wrote into its logs as it was cancelled.
+
+    Of `dray stop` Slurm tells as of scancel. The job's log also has what ended its attempts before this one `began`.
+    """
+    logs = (attempt.parent / f"job-{job}.log", attempt / run_folder.LOGS / "srun.log", attempt / run_folder.node_log(0))
+    for line in (line for log in logs if log.is_file() for line in files.tail(log)):
+        if (found := _CANCELLED.search(line[:1000])) and (reason := _DUE_TO.get(found[2] or "")):
+            with suppress(ValueError, OverflowError):
+                at = time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))
+                if at >= began - _CLOCKS_S:
+                    return Stop(run_folder.BY_USER if run_folder.BY_USER in asked(attempt) else reason, utc(at))
+    return None
+
+
 def of_a_batch_job(text: str) -> bool:
     """Whether Slurm can put the job back into its queue, unlike one by salloc."""
     return re.search(r"(?m)(?:^|\s)BatchFlag=1(?:\s|$)", text) is not None
@@ -63,11 +112,14 @@ def _seconds(fields: dict[str, str], name: str) -> int | None:
     return int(value) if re.fullmatch("[0-9]{1,11}", value) else None
 
 
+def _state(fields: dict[str, str]) -> str:
+    """By its state and its reason."""
+    state = "PREEMPTED" if fields.get("PreemptTime", "") not in _NEVER else fields.get("JobState", "")
+    return _BY_REASON.get(fields.get("Reason", ""), state)
+
+
 def _reason(fields: dict[str, str], at: float, grace: int) -> str:
-    state = fields.get("JobState", "")
-    if fields.get("PreemptTime", "") not in _NEVER:
-        state = "PREEMPTED"
-    state = _BY_REASON.get(fields.get("Reason", ""), state)
+    state = _state(fields)
     if state in _BY_STATE:
         return _BY_STATE[state]
     end = _seconds(fields, "end")

@@ -19,7 +19,7 @@ from dray.contract.findings import ConfigError, DrayError, error
 from dray.contract.values import control_characters
 from dray.images import store
 from dray.planning.schema import Plan
-from dray.runs import live, login, named, source, write
+from dray.runs import live, login, named, refusal, source, write
 from dray.runs.paths import RunPaths, make_run_folder
 from dray.runs.queued import Queued
 
@@ -179,6 +179,8 @@ def submit(
             folder.rmdir()
         if isinstance(refused, DrayError) and not process.which(argv[0]):
             refused.amend(fix="submit on a login node of the cluster; without Slurm: dray run, or make cluster")
+        if isinstance(refused, DrayError):
+            raise refusal.explained(refused, argv) from None
         raise
     number, _, cluster = done.out.strip().partition(";")
     queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))

@@ -14,6 +14,7 @@ from dray import facts, process
 from dray.contract import files, secrets
 from dray.contract.findings import DrayError, counted
 from dray.contract.values import printable
+from dray.fitness import scheduler
 from dray.planning.schema import Plan
 from dray.runs import again, causes, logs, records, state, stop
 from dray.runs import look as looking
@@ -24,6 +25,7 @@ from dray.runs.paths import RunPaths, attempts, last_attempt
 from dray.runs.reading import reason
 from dray.runs.result import UNKNOWN, Attempt, Cause, Result, comes_next, restarts, who
 from dray.runs.squeue import Queue
+from dray.runs.stop import Stop
 from dray.runs.write import read
 
 _LIMIT = 4 << 20  # bytes of the facts
@@ -111,17 +113,23 @@ def look(paths: RunPaths) -> Report:
         evidence = [*cause.evidence, *records.by_slurm(paths.logs)]
         named = causes.explained(cause.model_copy(update={"evidence": list(dict.fromkeys(evidence))}))
         cause = records.redacted(named, plan)
-    slurm, reason = ("", None) if result else _asked(paths)
-    reason = result.reason if result else reason
+    seen, slurm, reason = None, "", result.reason if result else None
+    if result is None:
+        seen = _seen(paths)
+        slurm, reason = _asked(paths)
+        if seen and seen.state == state.STOPPED and not (reason and seen.why == stop.TERM):
+            reason = seen.why
+        if reason and Stop(reason, "").by_wish:  # ranks that were stopped may die in any way; none of them is a cause
+            status, cause = state.STOPPED, None
     told = Report(
         run=result.run if result else paths.run.name,
         attempt=paths.attempt,
         folder=str(paths.run),
         status=status,
-        now="" if result else _now(paths),
+        now="" if result else _now(seen),
         exit_code=result.exit_code if result else None,
         reason=reason,
-        at=result.at if result else None,
+        at=result.at if result else seen.finished if seen else None,
         cause=cause,
         after=[_after(one, found[0]) for one in found[1:]] if cause and status != "stopped" else [],
         evidence=[*(cause.evidence if cause else []), *filter(None, [slurm])],
@@ -160,12 +168,16 @@ def read_plan(paths: RunPaths, warnings: list[str]) -> Plan | None:
         return None
 
 
-def _now(paths: RunPaths) -> str:
+def _seen(paths: RunPaths) -> state.State | None:
     """As `dray status` sees an attempt without a result."""
     with suppress(OSError):  # another user's folder
-        if does := _doing(looking.look(paths.folder, Queue(), closely=True)):
-            return does
-    return "it runs, or it was killed before it could write one"
+        return looking.look(paths.folder, Queue(), closely=True)
+    return None
+
+
+def _now(seen: state.State | None) -> str:
+    """What it does."""
+    return (_doing(seen) if seen else "") or "it runs, or it was killed before it could write one"
 
 
 def _doing(seen: state.State) -> str:
@@ -198,6 +210,10 @@ def _accounted(job: int | str, cluster: str) -> tuple[str, str | None]:
             lines = process.run(argv, check=False, seconds=_ASK_S).out.strip().splitlines()
             if lines:  # else its accounting does not know the job
                 return f"Slurm: job {job}: {lines[-1][:100]}", stop.of_state(lines[-1]) or None
+        if process.which("scontrol") and cluster in ("", scheduler.cluster_name()):
+            shown = process.run(["scontrol", "show", "job", "--oneliner", str(job)], check=False, seconds=_ASK_S).out
+            if found := re.search(r"\bJobState=([A-Z_]{1,40})", shown):
+                return f"Slurm: job {job}: {found[1]}", stop.of_job(shown) or None
     return "", None
 
 
@@ -248,7 +264,10 @@ def _status(report: Report) -> str:
         return ": ".join(filter(None, [report.status, report.now]))
     if report.status == "done":
         return "done, nothing failed"
-    stopped = f" by {report.reason} at {report.at}" if report.reason else ""
+    stopped = f" by {report.reason}" if report.reason else ""
+    stopped += f" at {report.at}" if report.at else ""
+    if report.exit_code is None:
+        return f"{report.status}{stopped}, before it could write a result"
     return f"{report.status}{stopped}, exit code {report.exit_code}"
 
 

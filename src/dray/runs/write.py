@@ -10,11 +10,12 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from dray import __version__, render
+from dray import facts as probed
 from dray.config import accelerate, deepspeed, maps, sites
 from dray.config.model import explained, load, validate
 from dray.config.recipe import Recipe
@@ -26,8 +27,8 @@ from dray.fitness import lint
 from dray.planning import caches, image, members, precision
 from dray.planning.plan import plan
 from dray.planning.schema import Plan
-from dray.runs import capsule, grace, layers, lookup
-from dray.runs.paths import RunPaths, first_attempt, new_id, next_attempt, of_job, run_name
+from dray.runs import capsule, grace, layers, live, lookup
+from dray.runs.paths import RunPaths, attempts, first_attempt, new_id, newest_attempt, next_attempt, of_job, run_name
 
 _LIMIT = 256 << 10  # of a configuration; PyYAML takes seconds for that
 
@@ -62,6 +63,29 @@ def over(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """A run's own recipe with the command line's overrides, whose relative paths start where we stand."""
     table = recipe.model_dump(exclude_unset=True)
     return _placed(validate(Recipe, table, overrides, what="the run's recipe"), Path.cwd())
+
+
+class Last(NamedTuple):
+    """The last attempt of a run, from which its next one is planned where nothing else is named."""
+
+    plan: Plan
+    recipe: Recipe
+    """With the nodes that its job had at first."""
+    gpus: int
+    """Of a node."""
+
+
+def last(run: Path) -> Last:
+    """ConfigError: the run has no plan that can be read, or is not this user's: what it names would run as you."""
+    paths = newest_attempt(live.own(run))
+    plan = read(paths)
+    seen = probed.parse(files.text(paths.facts, "the run's facts"), where=str(paths.facts))
+    # A job that has lost a node goes on with fewer (min_nodes), and its next one is to have them all.
+    known = [RunPaths(paths.run, number) for number in attempts(paths.run)]
+    plans = [read(one) for one in known if one.plan.is_file()]
+    sizes = [len(one.world.nodes) for one in plans if one.job == plan.job]
+    recipe = plan.recipe.model_copy(update={"nodes": max(sizes)})
+    return Last(plan, recipe, seen.gpus_per_node)
 
 
 def _placed(recipe: Recipe, beside: Path) -> Recipe:
@@ -119,9 +143,16 @@ def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, 
     chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = caches.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
-    seconds, run = grace.slowest(paths.run.parent, recipe.name) or (None, "")
+    runs = grace.earlier(paths.run.parent, recipe.name)
+    seconds, run = grace.slowest(paths.run.parent, runs) or (None, "")
+    earlier = paths.attempt > 1 or any(one != paths.run.name for one in runs)
     files = files.model_copy(
-        update={"layer": layers.look(recipe, choice.site, facts), "save_s": seconds, "save_run": run}
+        update={
+            "layer": layers.look(recipe, choice.site, facts),
+            "save_s": seconds,
+            "save_run": run,
+            "earlier": earlier,
+        }
     )
     made = plan(
         recipe, choice.site, facts, files, run_folder=PurePosixPath(paths.run),

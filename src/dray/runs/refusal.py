@@ -1,0 +1,120 @@
+"""What sbatch refuses to queue, told with what the cluster has in its place."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from dray.contract.findings import ConfigError, DrayError, counted
+from dray.fitness import scheduler
+from dray.fitness.scheduler import Partition
+
+_SHOWN = 12
+_SIZES = (
+    "Requested node configuration is not available", "Node count specification invalid", "Invalid generic resource",
+    "More processors requested than permitted", "Requested partition configuration not available",
+)  # fmt: skip
+
+
+class _Name(NamedTuple):
+    """An option of sbatch that names something of the cluster."""
+
+    long: str
+    short: str
+    known: Callable[[], list[str]]
+
+
+def _partitions() -> list[str]:
+    return [*dict.fromkeys(one.name for one in scheduler.partitions())]
+
+
+_NAMES = {
+    "Invalid partition name": _Name("partition", "p", _partitions),
+    "No partition specified": _Name("partition", "p", _partitions),
+    "Invalid account": _Name("account", "A", scheduler.accounts),
+    "Invalid qos": _Name("qos", "q", scheduler.qualities),
+    "Invalid feature": _Name("constraint", "C", scheduler.features),
+}
+
+
+def explained(refused: DrayError, argv: Sequence[str]) -> DrayError:
+    """The refusal of a command of sbatch, with what exists and the nearest; as it is where Slurm tells no more."""
+    message = refused.finding.found
+    for text, name in _NAMES.items():
+        if text in message:
+            return _named(message, name, argv)
+    if any(text in message for text in _SIZES):
+        return _sized(message, argv)
+    if "Requested time limit is invalid" in message:
+        limits = scheduler.limits()
+        return ConfigError(
+            "Slurm refuses this --time",
+            wanted="\n".join(f"{name}: at most {limit}" for name, limit in [*limits.items()][:_SHOWN]),
+            found=message,
+            fix="--sbatch=--time=HH:MM:SS, within the limit of the partition",
+        )
+    return refused
+
+
+def _named(message: str, name: _Name, argv: Sequence[str]) -> ConfigError:
+    known, given = name.known(), _value(argv, name.long, name.short)
+    article = "an" if name.long[0] in "aeiou" else "a"
+    near = difflib.get_close_matches(given, known, n=1) or known[:1]
+    return ConfigError(
+        f"Slurm refuses this {name.long}" if given else f"Slurm wants {article} {name.long}",
+        wanted=f"one of {', '.join(known[:_SHOWN])}" if known else f"{article} {name.long} of this cluster",
+        found=f"--{name.long}={given}\n{message}" if given else message,
+        fix=f"--sbatch=--{name.long}={near[0] if near else name.long.upper()}",
+    )
+
+
+def _sized(message: str, argv: Sequence[str]) -> ConfigError:
+    """Nodes and GPUs that no partition has, or not this one."""
+    partitions = scheduler.partitions()
+    nodes, gpus = _number(argv, "nodes"), max(_number(argv, "gpus-per-node"), _number(argv, "gres"))
+    named = _value(argv, "partition", "p").split(",")
+    asked = [one for one in partitions if one.name in named] or partitions[:1]
+    return ConfigError(
+        "no nodes of the cluster are as this job wants them",
+        wanted="\n".join(f"{one.name}: {_size(one)}" for one in partitions[:_SHOWN]),
+        found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
+        fix=_fix(nodes, gpus, asked, partitions),
+    )
+
+
+def _size(one: Partition) -> str:
+    gpus = counted(one.gpus, "GPU") if one.gpus else "no GPUs"
+    return f"{counted(one.nodes, 'node')} with {counted(one.cpus, 'CPU')}, {gpus}"
+
+
+def _fix(nodes: int, gpus: int, asked: Sequence[Partition], partitions: Iterable[Partition]) -> str:
+    if fitting := [one.name for one in partitions if one.nodes >= nodes and one.gpus >= gpus and one not in asked]:
+        return f"--sbatch=--partition={fitting[0]}"
+    if most := max((one.gpus for one in asked if one.gpus < gpus), default=0):
+        return f"--gpus-per-node {most}"
+    if gpus and not any(one.gpus for one in asked):
+        return "leave out --gpus-per-node and set image=cpu: these nodes have no GPUs"
+    if most := max((one.nodes for one in asked if one.nodes < nodes), default=0):
+        return f"--nodes {most}"
+    return "ask for less of what --sbatch names, such as --sbatch=--cpus-per-task=N or --mem"
+
+
+def _value(argv: Sequence[str], long: str, short: str) -> str:
+    """The last one that sbatch is given, or its environment's."""
+    value = os.environ.get(f"SBATCH_{long.upper()}", "")
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        if word.startswith(f"--{long}="):
+            value = word.partition("=")[2]
+        elif word in (f"--{long}", f"-{short}"):
+            value = after
+        elif word.startswith(f"-{short}") and short:
+            value = word[2:]
+    return value
+
+
+def _number(argv: Sequence[str], long: str) -> int:
+    found = re.search(r"\d+$", _value(argv, long, ""))
+    return int(found[0]) if found else 0
