@@ -1,4 +1,4 @@
-"""Programs that know nothing of dray, each started unchanged on two nodes: for srun, Lightning, transformers' Trainer."""
+"""Programs that know nothing of dray, each unchanged on two nodes: for srun, Lightning and transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -112,12 +112,16 @@ def test_lightning(sbatch, root: Path, folder: Path, lightning: str, launcher: s
     [
         ("torchrun", (), "DistributedDataParallel"),
         ("deepspeed", (), "DistributedDataParallel"),
+        ("deepspeed", ("zero2.json",), "DistributedDataParallel"),  # on a CPU accelerate leaves DeepSpeed out
     ],
+    ids=["torchrun", "deepspeed", "zero2"],
 )
 def test_the_trainer_of_transformers(
     sbatch, root: Path, folder: Path, launcher: str, words: tuple[str, ...], wrapped: str
 ) -> None:
     """It decides by its own argument whether DeepSpeed trains, whatever has started it."""
+    settings = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+    (folder / "zero2.json").write_text(json.dumps(settings))
     ended = sbatch(
         f"{root}/slurm/multinode.sh", *QUICK, f"launcher={launcher}", "--", "hf_trainer.py", *words, workdir=WORKDIR
     )
