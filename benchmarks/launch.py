@@ -170,7 +170,9 @@ def _meet(scratch: Path, count: int, *, on: bool = False) -> float:
     launch = {"launcher": ["true"], "command": ["true"], "where": str(scratch), "preflight": room if on else None}
     launch |= {"variant": "cpu", "fabric": {"kind": "unknown"}}
     path.write_text(
-        json.dumps({"folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world})
+        json.dumps(
+            {"run": "r1", "folder": str(folder), "scratch": f"{scratch}/own", "attempt": 1, **launch, "world": world}
+        )
     )
     source = str(checkout.root() / "src")
     begun = time.perf_counter()

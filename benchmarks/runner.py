@@ -74,6 +74,7 @@ def _plan(folder: str, launcher: list[str]) -> str:
         "identity": {"node": "N", "nodes": "NS", "name": "NN", "cpus": "NC", "image": "NI"},
     }
     launch = {
+        "run": "r1",
         "folder": folder,
         "scratch": f"{folder}/own",
         "launcher": launcher,

@@ -43,6 +43,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
     return {
         "folder": str(tmp_path),
         "scratch": str(tmp_path / "own"),
+        "run": "r1",
         "attempt": 1,
         "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
         "command": ["train", "{node_rank}"],

@@ -164,14 +164,12 @@ node::mounts
 DRAY_IMAGE_ID=$(od --address-radix=n --format=x1 --skip-bytes=48 --read-bytes=16 '/shared/my work/build/dray-cpu.sif' | tr --delete ' \n') || true
 export DRAY_IMAGE_ID
 
-# Only the node knows these: its own identity, and what pass_env names.
+# Only the node knows these: its own identity, Slurm's task, and what pass_env names.
 # Where bash traces (SHELLOPTS=xtrace), the log would show the values.
 { traced=$-; set +x; } 2>/dev/null
-if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
-if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
-if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
-if [[ -v SLURM_CPUS_ON_NODE ]]; then export APPTAINERENV_SLURM_CPUS_ON_NODE="$SLURM_CPUS_ON_NODE"; fi
-if [[ -v DRAY_IMAGE_ID ]]; then export APPTAINERENV_DRAY_IMAGE_ID="$DRAY_IMAGE_ID"; fi
+for variable in SLURM_NODEID SLURM_STEP_NUM_NODES SLURMD_NODENAME SLURM_CPUS_ON_NODE DRAY_IMAGE_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_COUNT SLURM_ARRAY_TASK_ID SLURM_CLUSTER_NAME SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOBID SLURM_JOB_ACCOUNT SLURM_JOB_CPUS_PER_NODE SLURM_JOB_END_TIME SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_PARTITION SLURM_JOB_START_TIME SLURM_JOB_USER SLURM_LAUNCH_NODE_IPADDR SLURM_LOCALID SLURM_NNODES SLURM_NODELIST SLURM_NPROCS SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_RESTART_COUNT SLURM_STEP_NODELIST SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_SUBMIT_DIR SLURM_TASKS_PER_NODE; do
+  [[ ! -v "$variable" ]] || export "APPTAINERENV_$variable=${!variable}"
+done
 [[ "$traced" != *x* ]] || set -x
 
 export APPTAINERENV_DRAY_STARTED="$started"

@@ -81,6 +81,21 @@ def test_gpus_of_another_kind() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (("launcher=deepspeed", "image=cpu"), True),
+        (("launcher=deepspeed", "image=cuda"), False),
+        (("launcher=torchrun", "image=cpu"), False),
+    ],
+)
+def test_deepspeed_that_accelerate_leaves_out(words: tuple[str, ...], noted: bool) -> None:
+    facts = Facts(scheduler="slurm", nodelist="n[1-2]", nodes=2, gpus_per_node=2, engine="apptainer", image="/i.sif")
+    plan = decide(read_recipe(None, words, ["train.py"]), *at_site(facts), RunPaths(Path("/runs/r")))
+    problem = "on a CPU transformers' Trainer and accelerate train without DeepSpeed, and do not tell"
+    assert (problem in {finding.problem for finding in plan.findings}) is noted
+
+
 def test_weights_that_hardly_move() -> None:
     assert problems("model.dtype=bf16") == ["16-bit weights lose updates that are small beside them"]
     assert notes("model.dtype=bf16", "train.strategy=zero2") == []

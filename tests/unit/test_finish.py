@@ -94,6 +94,27 @@ def test_a_damaged_record_still_tells_who_failed(paths: RunPaths, fields: dict[s
         assert result["warnings"][0].startswith(f"{paths.failures}/rank-3.json cannot be read: ")
 
 
+@pytest.mark.parametrize(
+    ("left", "group"),
+    [
+        ({"largest": 2, "absent": [1, 3]}, "2 of the 4 ranks (not in it: rank 1 on n1, rank 3 on n2)"),
+        ({"largest": 1, "absent": []}, "1 of the 4 ranks"),
+        (None, ""),
+    ],
+)
+def test_ranks_that_have_worked_apart_are_told(root: Path, tmp_path: Path, left: object, group: str) -> None:
+    paths = begun(root, tmp_path, "ranks_per_node=2")
+    if left:
+        paths.process_group.write_text(json.dumps(left))
+    result = finish(paths, code=75)
+    told = (
+        f"the largest process group has {group}: they have worked apart, maybe in the same files; call "
+        "init_process_group() in each rank without rank= and world_size=: RANK and WORLD_SIZE tell it both"
+    )
+    assert result.warnings == ([told] if left else [])
+    assert result.exit_code == 75
+
+
 def test_lines_of_metrics_that_are_none(root: Path, tmp_path: Path) -> None:
     paths = begun(root, tmp_path)
     lines = [

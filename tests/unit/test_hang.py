@@ -20,7 +20,7 @@ import pytest
 from dray.contract import heartbeat
 from dray.contract.findings import ConfigError, Finding
 from dray.runner import beats as beats_module
-from dray.runner import channel, control, hang, stacks
+from dray.runner import channel, control, hang, process_group, stacks
 from dray.runner.beats import Beat, Beats
 from dray.runner.odd import Entered, Seen, odd
 from dray.runs import local, write
@@ -304,9 +304,9 @@ def test_what_waits_for_ranks_that_have_failed_does_not_hang(plan: dict[str, Any
     first, other = socket.socketpair()
     children = SimpleNamespace(watch=lambda *_: None)
     with first, other:
-        links = control.Control(
-            plan["world"], 0, children, {1: channel.Channel(first, b"key", host=True)}, hang=hang.Hang(plan, 0, 0)
-        )
+        joined = process_group.Joined(plan, 0, 0)
+        channels = {1: channel.Channel(first, b"key", host=True)}
+        links = control.Control(plan["world"], 0, children, channels, joined, hang=hang.Hang(plan, 0, 0))
         if failed:
             links.cause = Finding("rank 0 has failed", code=1)
         channel.Channel(other, b"key", host=False).send({"late": [2, 1, heartbeat.STEP, 9.0, 1.0]})

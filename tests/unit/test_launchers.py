@@ -16,6 +16,7 @@ from dray.config.recipe import Launcher
 from dray.contract.findings import ConfigError
 from dray.planning import launchers
 from dray.runs.write import read_recipe
+from helpers import PYTHON
 
 JOB = launchers.Job(python="python3", folder="/my runs/r1", hosts=("n1", "n2"), each=4)
 COMMANDS = {
@@ -144,3 +145,18 @@ class TestWords:
         (tmp_path / "r.toml").touch()
         refused = self.plan(tmp_path, *words)
         assert (refused.returncode, refused.stderr.splitlines()[0]) == (78, f"dray: {said}")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_ranks_outside_slurm_see_nothing_of_a_job(tmp_path: Path, launcher: str) -> None:
+    """`dray run` in a job's shell starts nodes of its own: the shell's task is none of them."""
+    show = "import os; print(*(name for name in os.environ if name.startswith('SLURM')))"
+    argv = [sys.executable, "-m", "dray", "run", f"launcher={launcher}", "ranks_per_node=1", "--run=mine", "--local"]
+    task = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}
+    ended = subprocess.run(
+        [*argv, "--", "python3", "-c", show], cwd=tmp_path, env={**PYTHON, **task}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "runs" / "mine" / "attempt-1" / "logs" / "rank-0.log").read_text() == "\n"

@@ -20,7 +20,7 @@ import pytest
 
 from dray.contract.findings import UnfitError
 from dray.runner import __main__ as runner
-from dray.runner import address, channel, control, host, introduction
+from dray.runner import address, channel, control, host, introduction, process_group
 from dray.runner import rendezvous as meeting
 from dray.runner import start as starts
 from nodes import SECRET, Start, ended, free_port, rendezvous
@@ -482,7 +482,8 @@ class TestChannel:
     @pytest.mark.parametrize("last", ["restart", "ended"])
     def test_the_first_node_parts_so(self, crossing, plan, last: str) -> None:
         host, guest, told = crossing
-        links = control.Control(plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: host})
+        joined = process_group.Joined(plan, 0, 0)
+        links = control.Control(plan["world"], 0, SimpleNamespace(watch=lambda *_: None), {1: host}, joined)
         say = links.close if last == "ended" else lambda: links.restart(starts.Start(1, "ab" * 32, 5))
         parting = threading.Thread(target=say, daemon=True)
         parting.start()

@@ -386,12 +386,39 @@ def test_the_address_is_that_of_the_sites_interface() -> None:
 # Ranks without an agent.
 
 
-def test_each_rank_gets_what_torch_reads(tmp_path: Path) -> None:
+def _tasks(*, cores: dict[str, str]) -> list[dict[str, str]]:
+    """What `srun --nodes=3 --ntasks-per-node=2` tells the two tasks of its second node."""
+    return [
+        {
+            **{"SLURM_PROCID": str(2 + local), "SLURM_LOCALID": str(local), "SLURM_NODEID": "1", "SLURM_NNODES": "3"},
+            **{"SLURM_NTASKS": "6", "SLURM_NPROCS": "6", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS_PER_NODE": "2"},
+            **{"SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"},
+            **cores,
+        }
+        for local in range(2)
+    ]
+
+
+_OF_A_NODE = {"SLURM_PROCID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "3", "SLURM_NNODES": "3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "tasks"),
+    [
+        ({}, [{}, {}]),
+        (_OF_A_NODE, _tasks(cores={})),
+        ({**_OF_A_NODE, "SLURM_CPUS_PER_TASK": "9"}, _tasks(cores={"SLURM_CPUS_PER_TASK": "4"})),
+        ({**_OF_A_NODE, "SLURM_CPUS_PER_TASK": "1"}, _tasks(cores={"SLURM_CPUS_PER_TASK": "1"})),
+    ],
+    ids=["without Slurm", "a job", "with cores", "with fewer cores than ranks"],
+)
+def test_each_rank_gets_what_torch_reads(env: dict[str, str], tasks: list[dict[str, str]], tmp_path: Path) -> None:
+    """And in a job what it would have as a task of srun."""
     show = "import json, os; print(json.dumps(dict(os.environ)))"
     out = tmp_path / "out"
     with out.open("wb") as file:
         subprocess.run(
-            [*RANKS, "3", "2", "1", "n1", "5000", sys.executable, "-c", show], stdout=file, env={}, check=True
+            [*RANKS, "3", "2", "1", "n1", "5000", sys.executable, "-c", show], stdout=file, env=env, check=True
         )
     worlds = [json.loads(line) for line in out.read_text().splitlines()]
     worlds = [{key: world[key] for key in world if key != "LC_CTYPE"} for world in worlds]
@@ -399,6 +426,7 @@ def test_each_rank_gets_what_torch_reads(tmp_path: Path) -> None:
         {
             **{"RANK": str(2 + local), "LOCAL_RANK": str(local), "GROUP_RANK": "1", "WORLD_SIZE": "6"},
             **{"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "5000"},
+            **tasks[local],
         }
         for local in range(2)
     ]

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ pytest.importorskip("torch")
 
 from torch.distributed import TCPStore
 
+from dray.contract import heartbeat
 from dray.planning import accelerate, launchers
-from dray.runner import children
+from dray.runner import channel, children, process_group
 from dray.runs.write import read_recipe
 from helpers import PYTHON
 from nodes import Start
@@ -47,9 +49,11 @@ os._exit(0)
 """
 
 
-def launch(name: str, plan: dict[str, Any], start: Start, folder: Path, *words: str, **more: str) -> list[Any]:
+def launch(
+    name: str, plan: dict[str, Any], start: Start, folder: Path, *words: str, script: str = SCRIPT, **more: str
+) -> list[Any]:
     """What the four ranks of two nodes saw."""
-    (folder / "script.py").write_text(SCRIPT)
+    (folder / "script.py").write_text(script)
     launcher = launchers.of(name)
     job = launchers.Job(
         python=sys.executable, folder=str(folder), hosts=("node1", "node2"), each=2,
@@ -78,6 +82,101 @@ def test_ranks_join_the_runner_s_store(name: str, plan: dict[str, Any], start: S
     assert {tuple(one["listening"]) for one in seen} == {("7f000001",)}
     assert [*told["times"]] == ["runner", "met", "launched"]
     assert [*told["times"].values()] == sorted(told["times"].values())
+    assert not (tmp_path / "process_group.json").exists()  # all of them are in one
+
+
+LONE = """
+import os, sys
+rank = int(os.environ["RANK"])
+if sys.argv[2] != "nobody":
+    import torch, torch.distributed as dist
+match sys.argv[2]:
+    case "half" if rank % 2 == 0:
+        dist.init_process_group("gloo", rank=rank // 2, world_size=2)
+    case "each alone":
+        dist.init_process_group("gloo", rank=0, world_size=1)
+    case "three, and no Gloo" if rank < 3:  # as a rank with NCCL comes to the store
+        dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 4, False)
+open(f"{sys.argv[1]}/seen-{rank}.json", "w").write("1")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "who", "largest"),
+    [
+        ("torchrun", "half", 2),
+        ("python", "each alone", 1),
+        ("python", "three, and no Gloo", 3),
+        ("python", "nobody", None),
+    ],
+)
+def test_a_process_group_that_is_smaller_than_the_world(
+    launcher: str, who: str, largest: int | None, plan: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    """Whose ranks these are is known only where the runners have seen them: these end at once."""
+    launch(launcher, plan, start, tmp_path, who, script=LONE)
+    file = tmp_path / "process_group.json"
+    assert (json.loads(file.read_text())["largest"] if file.exists() else None) == largest
+
+
+COMES = """
+import socket, subprocess, sys
+line = socket.create_connection(("127.0.0.1", int(sys.argv[1]))) if int(sys.argv[1]) else None
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+@pytest.mark.parametrize(
+    ("came", "addresses", "told"),
+    [
+        ((0, 2), (0, 1), {"largest": 2, "absent": [1]}),  # the program has numbered them itself
+        ((0, 2), (), {"largest": 2, "absent": [1]}),  # as with NCCL
+        ((0, 1, 2), (0,), {"largest": 1, "absent": []}),
+        ((0, 1, 2), (0, 1, 2), None),
+        ((), (), None),
+    ],
+)
+def test_who_has_joined(
+    libuv: bool, came: tuple[int, ...], addresses: tuple[int, ...], told: object, tmp_path: Path, monkeypatch
+) -> None:
+    """By both of torch's servers, and by the connections that programs hold."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    clients = [TCPStore("127.0.0.1", store.port, 3, is_master=False) for _ in came]
+    for number in addresses:
+        clients[0].set(f"default_pg/0//cpu//0/{number}", b"an address")
+    monkeypatch.setattr(process_group, "_FIRST_S", 0.0)
+    world = {"size": 3, "ranks_per_node": 3}
+    joined = process_group.Joined({"world": world, "scratch": str(tmp_path)}, 0, store.port)
+    with ExitStack() as programs:
+        for rank in range(3):
+            argv = [sys.executable, "-c", COMES, str(store.port if rank in came else 0)]
+            program = programs.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert program.stdout
+            assert program.stdout.readline() == b"ready\n"
+            Path(heartbeat.path(str(tmp_path), rank)).write_bytes(heartbeat.PROGRAM.pack(program.pid))
+        joined.look()
+    assert joined.ranks == {*came}
+    joined.record(str(tmp_path), ("127.0.0.1", store.port))
+    file = tmp_path / "process_group.json"
+    assert (json.loads(file.read_text()) if file.exists() else None) == told
+
+
+def test_nobody_can_tell_without_a_store(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    plan = {"world": {"size": 3, "ranks_per_node": 3}, "scratch": str(tmp_path)}
+    process_group.Joined(plan, 0, port).record(str(tmp_path), ("127.0.0.1", port))
+    assert not (tmp_path / "process_group.json").exists()
+
+
+@pytest.mark.parametrize("ranks", ["0", [3], [-1], [True], ["1"], None])
+def test_a_node_s_word_on_its_ranks_is_held_against_the_plan(ranks: object, tmp_path: Path) -> None:
+    plan = {"world": {"size": 3, "ranks_per_node": 1}, "scratch": str(tmp_path)}
+    with pytest.raises(channel.BrokenError):
+        process_group.Joined(plan, 0, 1).hear(ranks)
 
 
 def test_torchrun_s_ranks_start_again_with_a_store_of_their_own(plan, start: Start, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ STAGE_SCRIPT = "stage.sh"  # holds the place of the image's copy on each node, a
 FACTS = "facts.txt"
 SECRET = "secret"  # noqa: S105  the name of a file
 RENDEZVOUS = "rendezvous.json"
+PROCESS_GROUP = "process_group.json"  # only where a process group is smaller than the world
 STARTUP = "startup.json"  # how long each part of the start took, on each node
 STAGE = "stage.json"  # where the first node tells the others from whom they get the image
 FAILING_NODES = "failing_nodes.txt"  # for sbatch --exclude: those that their own check found unfit

@@ -32,6 +32,7 @@ def find(plan: Plan, site: Site, facts: Facts, files: Files) -> Iterator[Finding
         yield from _options((*site.sbatch, *facts.options))
     yield from _gpus(plan, site)
     yield from _launchers(plan)
+    yield from _deepspeed(plan)
     yield from _weights(plan)
     yield from _plugin(plan, site)
     yield from _hub(plan, files)
@@ -68,6 +69,15 @@ def _launchers(plan: Plan) -> Iterator[Finding]:
         found=" ".join(argv[: 3 if module else 1 if named[0] in _LAUNCHERS else 2]),
         fix=f"--ranks N -- {shlex.join(program)}   (N as its --nproc-per-node; --launcher says what starts the ranks)",
     )
+
+
+def _deepspeed(plan: Plan) -> Iterator[Finding]:
+    if plan.recipe.launcher == "deepspeed" and plan.recipe.command and plan.variant == "cpu":
+        yield _note(
+            "on a CPU transformers' Trainer and accelerate train without DeepSpeed, and do not tell",
+            found="image = cpu",
+            fix="image=cuda; a program that calls deepspeed.initialize itself has DeepSpeed here too",
+        )
 
 
 def _gpus(plan: Plan, site: Site) -> Iterator[Finding]:

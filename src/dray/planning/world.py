@@ -29,6 +29,17 @@ SLURM: dict[_Identity, str] = {
     "cpus": "SLURM_CPUS_ON_NODE",
     "image": "DRAY_IMAGE_ID",
 }
+# What a task of srun has and programs read. With SLURM_STEP_ID Open MPI 4 would take each rank for a task of srun that
+# lacks PMI, and end it.
+_TASK = (
+    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOBID", "SLURM_JOB_ACCOUNT", "SLURM_JOB_CPUS_PER_NODE"),
+    *("SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"),
+    *("SLURM_JOB_PARTITION", "SLURM_JOB_START_TIME", "SLURM_JOB_USER", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID"),
+    *("SLURM_NNODES", "SLURM_NODELIST", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID"),
+    *("SLURM_RESTART_COUNT", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    *("SLURM_SUBMIT_DIR", "SLURM_TASKS_PER_NODE"),
+)
 _IDENTITY = {"slurm": SLURM, "local": _LOCAL, "hosts": _LOCAL}
 # What to type where the scheduler gave no GPU, or none was asked for before there is a job.
 _MORE_GPUS = {
@@ -85,6 +96,8 @@ class World(_Model):
     """Whether no rank has a file of its own on the shared disk."""
     identity: dict[_Identity, str]
     """The variables in which a node finds its number, the number of nodes, its name, its cores and its image."""
+    task: tuple[str, ...]
+    """The variables of Slurm's task on a node that its ranks see too; none without Slurm."""
 
 
 def port_of(run: str) -> int:
@@ -127,6 +140,7 @@ def decide(recipe: Recipe, site: Site, facts: Facts) -> tuple[World, dict[str, s
         shared_folder=facts.scheduler != "hosts",
         logs_by_node=len(hosts) * ranks.value > recipe.runs.logs_by_node_above,
         identity=_IDENTITY[facts.scheduler],
+        task=_TASK if facts.scheduler == "slurm" else (),
     )
     return world, reasons
 

@@ -130,6 +130,7 @@ def _container(plan: Plan, *, terminal: bool = False) -> Container:
             *(variable.name for variable in plan.env),
             *plan.world.identity.values(),
             startup.VARIABLE,
+            *plan.world.task,
             *plan.pass_env,
         ),
         name_variable=plan.world.identity["name"],
@@ -149,7 +150,7 @@ def _devices(plan: Plan, engine: Engine) -> str:
     kind = ACCELERATORS[plan.variant]
     file = engine.devices.get(kind, "")
     content = f"{_file(file)}\n\n" if file and file != engine.script else ""
-    return content + " ".join([f"node::{file}", plan.engine, kind, *plan.pass_env]) if file else ""
+    return content + " ".join([f"node::{file}", plan.engine, kind, *plan.world.task, *plan.pass_env]) if file else ""
 
 
 def _lines(lines: Iterator[str] | list[str]) -> list[str]:
@@ -242,11 +243,13 @@ def _identify(plan: Plan, argv: list[str]) -> Iterator[str]:
 
 
 def _handed_in(plan: Plan, prefix: str) -> Iterator[str]:
-    yield "# Only the node knows these: its own identity, and what pass_env names."
+    yield "# Only the node knows these: its own identity, Slurm's task, and what pass_env names."
     yield "# Where bash traces (SHELLOPTS=xtrace), the log would show the values."
     yield "{ traced=$-; set +x; } 2>/dev/null"
-    for name in (*plan.world.identity.values(), *plan.pass_env):
-        yield f'if [[ -v {name} ]]; then export {prefix}{name}="${name}"; fi'
+    names = " ".join((*plan.world.identity.values(), *plan.world.task, *plan.pass_env))
+    yield f"for variable in {names}; do"
+    yield f'  [[ ! -v "$variable" ]] || export "{prefix}$variable=${{!variable}}"'
+    yield "done"
     yield '[[ "$traced" != *x* ]] || set -x'
 
 

@@ -51,6 +51,7 @@ def text(plan: Plan) -> str:
             "from where the job was submitted",
             [
                 ("passed", " ".join(plan.pass_env) or "nothing (pass_env in the recipe names what should be)"),
+                *([("of Slurm's task", " ".join(plan.world.task))] if plan.world.task else []),
                 *([("left outside", " ".join(plan.left_outside))] if plan.left_outside else []),
             ],
         ),

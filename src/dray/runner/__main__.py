@@ -33,6 +33,7 @@ from dray.runner import (
 )
 from dray.runner.gathered import gathered
 from dray.runner.hang import Hang
+from dray.runner.process_group import Joined
 from dray.runner.start import Start
 from dray.runner.startup import Startup
 
@@ -76,10 +77,13 @@ def main(path: str) -> int:
             stop = "" if me else f"{plan['folder']}/{run_folder.STOP}"
             watched = plan.get("recipe", {}).get("hang_timeout_s") != 0
             hang = Hang(plan, me, start.number) if watched else None
-            links = control.Control(world, me, supervised, channels, start, stop, hang, parts, gathered(plan, me))
+            joined = Joined(plan, me, at[1])
+            links = control.Control(
+                world, me, supervised, channels, joined, start, stop, hang, parts, gathered(plan, me)
+            )
             code = launch(plan, me, supervised, links, at, listener, start, address.gloo(own), clock, parts)
             if not links.next and not links.may_restart():
-                _leave(plan, me, links)
+                _leave(plan, me, links, at)
                 return code
             start, listener = restart(plan, me, supervised, links, listener, start)
             at = (at[0], start.port)
@@ -165,13 +169,16 @@ def launch(
     return code
 
 
-def _leave(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
-    """What is known once all nodes have ended: which were lost; on the first node, whether all ranks have saved."""
+def _leave(plan: Mapping[str, Any], me: int, links: control.Control, store: tuple[str, int]) -> None:
+    """What is known once all nodes have ended: which were lost; on the first node, whether all ranks have saved, and
+    whether they were in one process group."""
     for other, (since, found) in links.lost.items():
         teller = "any" if me and node.own(plan) else me
         _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
     if not me and links.saved and not links.stopped and not links.lost:
         record.saved(plan["folder"])
+    if not me and not links.stopped and (links.saved or not links.cause):
+        links.joined.record(plan["folder"], store)
 
 
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:

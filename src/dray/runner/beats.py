@@ -110,6 +110,15 @@ class Beats:
             return 0
 
 
+def program(scratch: str, rank: int) -> int:
+    """The process of this rank's program; 0 before it runs, and less once it has ended."""
+    try:
+        with open(heartbeat.path(scratch, rank), "rb", buffering=0) as file:
+            return int(heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0])
+    except (OSError, struct.error):
+        return 0
+
+
 def _cpu_s(process: int) -> float:
     """Seconds of a CPU that it has used, with children that have ended."""
     try:

@@ -21,6 +21,8 @@ from dray.runner.children import Children, exit_code
 from dray.runner.gathered import MESSAGES as GATHERED
 from dray.runner.gathered import Gathered
 from dray.runner.hang import MESSAGES, Hang
+from dray.runner.process_group import MESSAGE as JOINED
+from dray.runner.process_group import Joined
 from dray.runner.start import Start
 from dray.runner.startup import MESSAGE, Startup
 
@@ -44,6 +46,7 @@ class Control:
         me: int,
         children: Children,
         channels: Mapping[int, Channel],
+        joined: Joined,
         start: Start = Start(),  # noqa: B008  it cannot be changed
         stop: str = "",
         hang: Hang | None = None,
@@ -58,7 +61,7 @@ class Control:
         self._start, self._left = start, world["max_restarts"] - start.number
         self._idle: set[int] = set()
         self._stop_file = stop
-        self.hang, self.gathered, self._startup = hang, gathered, startup
+        self.joined, self.hang, self.gathered, self._startup = joined, hang, gathered, startup
         self._names = [node["name"] for node in world["nodes"]]
         self._me, self._children = me, children
         self._open = dict(channels)
@@ -85,12 +88,15 @@ class Control:
             for number in events.signals:
                 self._heard(number)
             self._watch()
+            self.joined.look()
             self._tell_of_the_start(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
                     self._failed(explain(code))
-            if events.ended and self._left and self._me and not self._children.running:
-                self._tell_all({"idle": self._me})
+            if events.ended and self._me and not self._children.running:
+                self._tell_all({JOINED: sorted(self.joined.ranks)})
+                if self._left:
+                    self._tell_all({"idle": self._me})
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
@@ -227,7 +233,9 @@ class Control:
 
     def _gathers(self, node: int, message: dict[str, Any]) -> bool:
         """Whether it is for what the first node gathers of all."""
-        if MESSAGE in message and self._startup:
+        if JOINED in message:
+            self.joined.hear(message[JOINED])
+        elif MESSAGE in message and self._startup:
             self._startup.hear(node, message[MESSAGE])
         elif self.gathered and any(name in message for name in GATHERED):
             self.gathered.hear(node, message)

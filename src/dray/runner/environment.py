@@ -25,6 +25,9 @@ def of(
         # What joins the store: dray.tcp_store.handler in torchrun and accelerate, torch itself in other ranks.
         **{"MASTER_ADDR": store[0], "MASTER_PORT": str(store[1]), "GROUP_RANK": str(me)},
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Under every launcher, as torchrun has it: else Lightning takes a rank for a task of srun, and puts the job
+        # back into the queue itself.
+        "TORCHELASTIC_RUN_ID": plan["run"],
         heartbeat.FOLDER: plan["scratch"],
         **({rank_lines.VARIABLE: f"{plan['folder']}/{run_folder.node_log(me)}"} if node.own(plan) else {}),
     }

@@ -1,5 +1,7 @@
 """Starts a node's ranks without an agent, each in the variables that torch reads; started by file, in milliseconds.
 
+In a job of Slurm each rank is a task too, as srun would have made it.
+
 One rank that dies ends the others, and its own exit code is this program's.
 """
 
@@ -29,7 +31,8 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
             **{"MASTER_ADDR": master, "MASTER_PORT": port},
         }
         # A session of its own, as torchrun's ranks have: a signal to the group comes from here alone.
-        ranks.start(command, label=rank, env={**os.environ, **world}, session=True)
+        env = {**os.environ, **world, **_task(nodes, each, node, local)}
+        ranks.start(command, label=rank, env=env, session=True)
     first, asked = 0, False
     while ranks.running:
         events = ranks.wait()
@@ -46,6 +49,22 @@ def main(nodes: int, each: int, node: int, master: str, port: str, command: list
         if first and not (asked and first == exit_codes.RETRY):  # the others still save
             ranks.end(_GRACE)
     return first
+
+
+def _task(nodes: int, each: int, node: int, local: int) -> dict[str, str]:
+    """What srun tells each of these tasks; nothing where no task of Slurm's is above."""
+    if "SLURM_PROCID" not in os.environ:
+        return {}
+    size, layout = str(nodes * each), f"{each}(x{nodes})" if nodes > 1 else str(each)
+    found = {
+        **{"SLURM_PROCID": str(node * each + local), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)},
+        **{"SLURM_NTASKS": size, "SLURM_NPROCS": size, "SLURM_STEP_NUM_TASKS": size},
+        **{"SLURM_NTASKS_PER_NODE": str(each), "SLURM_TASKS_PER_NODE": layout, "SLURM_STEP_TASKS_PER_NODE": layout},
+        "SLURM_NNODES": str(nodes),
+    }
+    if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # of the one task that has started all ranks of the node
+        found["SLURM_CPUS_PER_TASK"] = str(max(1, int(cores) // each))
+    return found
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from dray.contract import heartbeat, processes, rank_lines, run_folder
-from dray.runner import node, record
+from dray.contract import processes, rank_lines, run_folder
+from dray.runner import beats, node, record
 
 _KILLED = 137
 _WAIT_S = 0.5  # for a program to end with its supervisor, or for one that is alive to write down how its rank ended
@@ -35,11 +34,7 @@ def _silent(plan: Mapping[str, Any], rank: int) -> bool | None:
     """Whether its program is gone, and neither its end nor a record of that was written; None while it is there."""
     if os.path.exists(f"{node.own(plan) or plan['folder']}/{run_folder.failure(f'rank-{rank}')}"):
         return False
-    try:
-        with open(heartbeat.path(plan["scratch"], rank), "rb") as file:
-            program = heartbeat.PROGRAM.unpack(file.read(heartbeat.PROGRAM.size))[0]
-    except (OSError, ValueError, struct.error):
-        return False
+    program = beats.program(plan["scratch"], rank)
     if program <= 0:
         return False
     return None if processes.began(program) else True

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from dray.contract import exit_codes, files, run_folder
 from dray.contract.values import printable
 from dray.planning.schema import Plan
-from dray.runs import accounting, again, capsule, causes, cost, grace, noted, rank_log, records, startup
+from dray.runs import accounting, again, capsule, causes, cost, grace, noted, process_group, rank_log, records, startup
 from dray.runs.cost import Cost
 from dray.runs.metrics import Metrics, number, whole
 from dray.runs.paths import RunPaths, newest_checkpoint
@@ -61,6 +61,8 @@ def finish(
     if status == "done" and plan:
         cause = left.missing(plan, ended="train_seconds" in figures)
         status = "failed" if cause else "done"
+    if plan:
+        left.lone_ranks(plan)
     waited = accounting.queue_s(known)
     own = spent or (accounting.parse(known, plan.job, startup.step(paths)) if plan and known else None)
     history = left.tried(paths.run, lambda: again.history(paths)) or []
@@ -226,6 +228,11 @@ class _Left:
         node, lines = plan.world.nodes[0].name, own.tail()
         cause = Cause(node=node, rank=0, code=exit_codes.FAILED, why=why, log=str(log), last_lines=lines)
         return cause if left else None
+
+    def lone_ranks(self, plan: Plan) -> None:
+        """Warn of ranks that have joined no other."""
+        if alone := self.tried(self.paths.process_group, lambda: process_group.warning(self.paths, plan)):
+            self.warn(alone)
 
     def newest_checkpoint(self, plan: Plan | None) -> str | None:
         """By the plan's folder, or the run's own."""

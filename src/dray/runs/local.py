@@ -158,7 +158,9 @@ def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]
         names["cpus"]: str(max(1, len(os.sched_getaffinity(0)) // beside)),
     }
     with paths.node_log(number).open("ab") as log:
-        node = process.start(["bash", paths.node_script], env={**os.environ, **me}, output=log)
+        # A shell inside a job has the variables of its own task, of which these nodes are none.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        node = process.start(["bash", paths.node_script], env={**own, **me}, output=log)
     try:
         yield node
     finally:

@@ -47,6 +47,7 @@ class RunPaths:
     failures = _In(names.FAILURES)
     preflight = _In(names.PREFLIGHT)
     preflight_report = _In(names.PREFLIGHT_REPORT)
+    process_group = _In(names.PROCESS_GROUP)
     startup = _In(names.STARTUP)
     metrics = _In(names.METRICS)
     result = _In(names.RESULT)

@@ -37,7 +37,7 @@ node::lines() { # NAME...: a line break would end a value, and what follows it w
   done
 }
 
-node::charliecloud() { # ENGINE KIND [NAME...]: the names are those of pass_env
+node::charliecloud() { # ENGINE KIND [NAME...]: the names are those of Slurm's task and of pass_env
   node::lines "${@:3}"
   export USER="${USER:-$(id --user --name)}" # without it ch-run does not start
   # Newer ones can make the places of mounts in an image that stays as it is; for 0.31 the image, or /tmp, must have them.

@@ -15,7 +15,7 @@ node::environment() { # NAME...: those that are set, as lines; shifter takes quo
   done
 }
 
-node::shifter() { # ENGINE KIND [NAME...]: the names are those of pass_env
+node::shifter() { # ENGINE KIND [NAME...]: the names are those of Slurm's task and of pass_env
   { local -; set +x; } 2>/dev/null
   local variable
   for variable in "${@:3}"; do
