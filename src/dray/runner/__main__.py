@@ -55,8 +55,7 @@ def main(path: str) -> int:
         parts = Startup(plan, me)
         node.require(plan)
         lock = scratch.take(plan["scratch"])
-        if world["max_restarts"]:
-            children.adopt()
+        children.adopt()
         if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
@@ -86,9 +85,16 @@ def main(path: str) -> int:
             _record(plan, number, found, why=str(error))
         if links:
             links.fail(found)
+            links.lead(lambda _: found)
         return found.code
+    except SystemExit:  # a signal during the preflight, perhaps to this node alone
+        if links:
+            links.heard(signal.SIGTERM)
+            links.lead(lambda code: failure(plan, me, code))
+        raise
     finally:
         if links:
+            _sweep(supervised)
             links.close()
         if lock is not None:
             os.close(lock)
@@ -158,6 +164,18 @@ def _leave(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
         _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
     if not me and links.saved and not links.stopped and not links.lost:
         record.saved(plan["folder"])
+
+
+def _sweep(supervised: children.Children) -> None:
+    """Kill what is left of this node's start, before the other nodes hear that it has ended."""
+    if supervised.sweep(_ENDING_S):
+        return
+    found = Finding(
+        f"processes of this node did not end within {_ENDING_S:.0f} s of SIGKILL",
+        wanted="no process that outlives the job",
+        fix="tell the administrators: a device or a file system of this node hangs",
+    )
+    print(f"dray: {found}", file=sys.stderr, flush=True)
 
 
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:

@@ -28,14 +28,18 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
 _COLLECTING_S = 0.1
-_REST = 20.0  # seconds for the other nodes to end once the run has failed
+_KILLING_S = 10.0  # from SIGKILL to the end of what can end
+_REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
+_FIRST_S = 5.0  # more for the first node's word
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
 
 class Control:
     """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others.
 
-    While restarts are left a node whose launcher has ended stays: the first node says whether all start again.
+    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and stays: the
+    first node says whether all start again, and ends last. srun ends all nodes with the first that fails, at once and
+    with their mounts of the image, and a rank that still runs then may outlive the job.
     """
 
     def __init__(
@@ -66,16 +70,16 @@ class Control:
             children.watch(one.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
-        """Until the launcher has ended, and on the first node until all others have; the exit code of this node.
+        """Until the launchers of all nodes have ended, and what they have started; the exit code of this node.
 
         `explain` says of the launcher's exit code why this node has failed.
         """
-        code, deadline = 0, 0.0
+        code, deadline, idle = 0, 0.0, False
         while self._children.running or self._waits():
-            if self.cause and not self._children.running and not self.saved and not self._hangs():
-                if self.may_restart():
+            if self._ends():
+                if not self._children.running and self.may_restart():
                     break
-                deadline = deadline or time.monotonic() + _REST
+                deadline = deadline or time.monotonic() + _REST + (_FIRST_S if self._me else 0.0)
                 if time.monotonic() > deadline:
                     break
             looks = deadline or self._stop_file or self.hang or (self._startup and self._startup.open)
@@ -83,17 +87,27 @@ class Control:
             if self._stop_file and not self.asked and _written(self._stop_file):
                 self.ask()
             for number in events.signals:
-                self._heard(number)
+                self.heard(number)
             self._watch()
             self._tell_of_the_start(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
                     self._failed(explain(code))
-            if events.ended and self._left and self._me and not self._children.running:
+            if self._me and not idle and not self._children.running and not self._hangs():
+                idle = True
+                if self.stopped:  # ranks of a launcher that did not wait for them may still save
+                    self._children.end(_GRACE)
+                self._children.sweep(_KILLING_S)
                 self._tell_all({"idle": self._me})
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
+
+    def _ends(self) -> bool:
+        """Whether all nodes are to end now. After a stop its ranks may still save, for as long as Slurm lets them."""
+        if self.stopped:
+            return not self._children.running
+        return self.cause is not None and not self.saved and not self._hangs()
 
     def _watch(self) -> None:
         """Look whether the ranks make progress, and once they do not, end them with the reason."""
@@ -173,13 +187,11 @@ class Control:
         self._open.clear()
 
     def _waits(self) -> bool:
-        if self._hangs() and (self._open or not self._me):
-            return not self.stopped
-        if self._me == 0:
-            return any(node not in self._idle for node in self._open)
-        return bool(self._left and self._open) and not self.stopped and not self.saved
+        if self._me:
+            return bool(self._open)
+        return (self._hangs() and not self.stopped) or any(node not in self._idle for node in self._open)
 
-    def _heard(self, number: int) -> None:
+    def heard(self, number: int) -> None:
         """A signal of this node's own. One that stops the run is for all nodes; the launcher hears it once."""
         if number == signal.SIGUSR1:
             self.ask()
