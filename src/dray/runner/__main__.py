@@ -78,15 +78,7 @@ def main(path: str) -> int:
             at = (at[0], start.port)
     except Exception as raised:
         error = findings.error(unfit) if unfit else unexpected.error(raised)
-        print(error, file=sys.stderr)
-        found = error.finding
-        if not unfit and not isinstance(error, introduction.StoppedError):
-            found = found._replace(node=found.node or os.environ.get(world["identity"]["name"], ""))
-            _record(plan, number, found, why=str(error))
-        if links:
-            links.fail(found)
-            links.lead(lambda _: found)
-        return found.code
+        return _fail(plan, number, error, links, told=bool(unfit))
     except SystemExit:  # a signal during the preflight, perhaps to this node alone
         if links:
             links.heard(signal.SIGTERM)
@@ -164,6 +156,19 @@ def _leave(plan: Mapping[str, Any], me: int, links: control.Control) -> None:
         _record(plan, str(other), found, why=str(found), name=f"node-{teller}-lost-{other}", time=since)
     if not me and links.saved and not links.stopped and not links.lost:
         record.saved(plan["folder"])
+
+
+def _fail(plan: Mapping[str, Any], number: str, error: DrayError, links: control.Control | None, *, told: bool) -> int:
+    """Say why the ranks were not started, and record it unless that is `told`; the exit code, once all have ended."""
+    print(error, file=sys.stderr)
+    found = error.finding
+    if not told and not isinstance(error, introduction.StoppedError):
+        found = found._replace(node=found.node or os.environ.get(plan["world"]["identity"]["name"], ""))
+        _record(plan, number, found, why=str(error))
+    if links:
+        links.fail(found)
+        links.lead(lambda _: found)
+    return found.code
 
 
 def _sweep(supervised: children.Children) -> None:

@@ -163,8 +163,7 @@ class Children:
     def sweep(self, limit: float) -> bool:
         """End all that comes from this process within these seconds; whether nothing is left.
 
-        What a launcher has left behind is adopted, if this process does that (`adopt`), and has what is left of the grace
-        of `end`.
+        What a launcher has left behind is found only after `adopt`. It has what is left of the grace of `end`.
         """
         told: set[int] = set()
         while time.monotonic() < self._kill_at and (left := set(_children()) - self._serving.keys()):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dray.contract import exit_codes
+from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
@@ -31,15 +31,16 @@ _COLLECTING_S = 0.1
 _KILLING_S = 10.0  # from SIGKILL to the end of what can end
 _REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
 _FIRST_S = 5.0  # more for the first node's word
+_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
 
 class Control:
     """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others.
 
-    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and stays: the
-    first node says whether all start again, and ends last. srun ends all nodes with the first that fails, at once and
-    with their mounts of the image, and a rank that still runs then may outlive the job.
+    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and stays.
+    The first node says whether all start again, and ends last. srun ends all nodes with the first one that fails, at
+    once and with what has mounted the image there: a rank that still runs then may outlive the job.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Control:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
         self.stopped = False
+        self._stops_now = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.next: Start | None = None
         self._start, self._left = start, world["max_restarts"] - start.number
@@ -84,8 +86,8 @@ class Control:
                     break
             looks = deadline or self._stop_file or self.hang or (self._startup and self._startup.open)
             events = self._children.wait(_COLLECTING_S if self._hangs() else 1.0 if looks else None)
-            if self._stop_file and not self.asked and _written(self._stop_file):
-                self.ask()
+            if self._stop_file:
+                self._read_stop_file()
             for number in events.signals:
                 self.heard(number)
             self._watch()
@@ -201,16 +203,29 @@ class Control:
             self._stop(number)
             self._tell_all({"stop": number})
 
-    def _stop(self, number: int) -> None:
+    def _read_stop_file(self) -> None:
+        if self._stops_now or not (asked := _lines(self._stop_file)):
+            return
+        self._stops_now = run_folder.NOW.encode() in asked
+        if self._stops_now:
+            self._stop(signal.SIGTERM, now=True)
+            self._tell_all({"stop": int(signal.SIGTERM), "now": True})
+        else:
+            self.ask()
+
+    def _stop(self, number: int, *, now: bool = False) -> None:
+        """Have the launcher end: as late as Slurm lets it, since its ranks may save, or `now`, within the grace."""
+        if now:
+            self._children.end(_GRACE)
+        elif not self.stopped:
+            self._children.tell(number)
         self.stopped = True
-        self._children.tell(number)
 
     def _read(self, node: int) -> None:
         try:
             for message in self._open[node].receive():
-                if "stop" in message and not self.stopped:
-                    self._stop(signal.SIGTERM)
-                    self._pass_on({"stop": int(signal.SIGTERM)})
+                if "stop" in message:
+                    self._hear_of_a_stop(message)
                 elif "ask" in message:
                     self.ask()
                 elif "saved" in message and not self.cause:
@@ -236,6 +251,11 @@ class Control:
                     return
         except OSError as error:
             self._lost(node, str(error))
+
+    def _hear_of_a_stop(self, message: dict[str, Any]) -> None:
+        if not self.stopped:
+            self._pass_on({"stop": int(signal.SIGTERM)})
+        self._stop(signal.SIGTERM, now="now" in message)
 
     def _gathers(self, node: int, message: dict[str, Any]) -> bool:
         """Whether it is for what the first node gathers of all."""
@@ -304,8 +324,11 @@ class Control:
         one.close()
 
 
-def _written(file: str) -> bool:
+def _lines(file: str) -> list[bytes]:
+    """What somebody has written into it."""
     try:
-        return os.stat(file).st_size > 0
+        if os.stat(file).st_size == 0:
+            return []
+        return files.read(file, limit=_ASKED).splitlines()
     except OSError:  # a disk that does not answer is no word of anybody's
-        return False
+        return []
