@@ -11,6 +11,11 @@ source "$DRAY_HOME/slurm/stage.sh"
 source "$DRAY_HOME/slurm/end.sh"
 
 readonly -a lib__signals=(HUP INT TERM USR1 USR2)
+# What each task starts with: a node that does not see the run's folder cannot read a script in it, nor write into its log.
+# The exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that fails.
+readonly lib__blind=96
+# shellcheck disable=SC2016 # the tasks expand it
+readonly lib__task='cd -- "$0" 2>/dev/null && [[ -x "$1" ]] && exec "$1"; trap "exit '$lib__blind'" TERM; sleep 1; exit '$lib__blind
 
 lib::die() { # CODE LINE...
   local -r code="$1"
@@ -173,6 +178,21 @@ lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadli
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 
+lib::blind() { # whether nodes do not see the run's folder; their names go into the record of the failure
+  local names verb="does" folder="${attempt%/*/*}" line
+  names="$(sed -n "s/^srun: error: \([^ ]*\): tasks\{0,1\} .*: Exited with exit code $lib__blind\$/\1/p" logs/srun.log |
+    paste --serial --delimiters=,)"
+  # A program that ends with this code leaves a record of its own.
+  [[ -n "$names" ]] && ! compgen -G 'failures/rank-*.json' >/dev/null || return
+  [[ "$names" != *[[,]* ]] || verb="do"
+  folder="${folder//\\/\\\\}"
+  folder="${folder//\"/\\\"}"
+  line='"rank": null, "code": 78, "why": "%s %s not see %s\\n  fix:    set DRAY_RUNS to a folder that all nodes share"'
+  mkdir -p failures || return
+  printf "{\"time\": %s, \"node\": \"%s\", $line, \"log\": null, \"last_lines\": []}\n" \
+    "$(date +%s.%N)" "$names" "$names" "$verb" "$folder" >failures/node-blind.json
+}
+
 lib::follow() { # FILE ...: their lines, until srun has ended
   exec tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
 }
@@ -195,7 +215,8 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   lib::asked
   set -m
   DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
+    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" \
+    bash -c "$lib__task" "$attempt" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
@@ -218,6 +239,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   wait "$nodes_pid" || code=$?
   [[ -z "$watch_pid" ]] || kill "$watch_pid" 2>/dev/null || true
   wait "$tail_pid" || true
+  ! lib::blind || code=78
   ((code != 0)) || stopped_by="" # the run ended well before it heard
   [[ -z "$stopped_by" ]] || ((code == 75)) || code=$((128 + $(kill -l "$stopped_by")))
   end::finish "$code"

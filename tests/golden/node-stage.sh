@@ -52,25 +52,60 @@ scratch=/tmp/dray-7-r
 # Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
 # shellcheck disable=SC2154
 
+readonly node__grace_s=10 # from SIGTERM to SIGKILL
+
 node::start() { # COMMAND...
-  local engine heard code
+  local engine="" early="" heard code
+  for heard in TERM INT HUP USR1; do
+    # shellcheck disable=SC2064 # now, not then
+    trap "node::heard $heard" "$heard"
+  done
   # The engine has a process group of its own, and a signal that this script gets (Slurm may signal it alone) goes to its
   # first process, once: beside it in the group is what has mounted the image, without which ranks die of SIGBUS.
   set -m
   "$@" &
-  set +m
   engine=$!
-  for heard in TERM INT HUP USR1; do
-    # shellcheck disable=SC2064 # now, not then
-    trap "kill -$heard $engine 2>/dev/null" "$heard"
-  done
+  set +m
+  [[ -z "$early" ]] || node::heard "$early"
   while :; do # a signal ends the wait, and not the engine
     code=0
     wait "$engine" || code=$?
     kill -0 "$engine" 2>/dev/null || break
   done
   wait "$engine" || code=$?
+  node::sweep
   exit "$code"
+}
+
+# shellcheck disable=SC2317 # a trap calls it
+node::heard() { # SIGNAL
+  early="$1"
+  [[ -z "$engine" ]] || kill "-$1" "$engine" 2>/dev/null || true
+}
+
+# Nothing of the run outlives this script. The runner has ended all, unless it was killed, as by a scancel: Slurm signals
+# every process of the job, also what has mounted the image.
+node::sweep() {
+  local asked=" " until=$((SECONDS + node__grace_s)) process
+  local -a left=()
+  while mapfile -t left < <(node::left) && ((${#left[@]} > 0 && SECONDS < until + node__grace_s)); do
+    for process in "${left[@]}"; do
+      if ((SECONDS >= until)); then
+        kill -KILL "$process" 2>/dev/null || true
+      elif [[ "$asked" != *" $process "* ]]; then
+        kill -TERM "$process" 2>/dev/null || true
+        asked+="$process "
+      fi
+    done
+    sleep 0.2
+  done
+}
+
+node::left() { # the processes that have the run's folder on this node in their environment, but what looks for them
+  local file
+  for file in $(cd /proc && grep --files-with-matches --null-data --no-messages "=$scratch\(/.*\)\?$" [0-9]*/environ); do
+    [[ ! -e "/proc/$file" ]] || echo "${file%/environ}"
+  done
 }
 
 # shellcheck disable=SC2317 # the trap calls it

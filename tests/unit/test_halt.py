@@ -229,6 +229,26 @@ def test_now(slurm: Slurm, paths: RunPaths) -> None:
     assert (slurm.calls, paths.stop.read_text()) == (["scancel 17"], "dray stop\n")
 
 
+def test_the_runners_end_it_now_and_slurm_only_where_they_do_not(slurm: Slurm, paths: RunPaths, monkeypatch) -> None:
+    """They end the ranks while the image is mounted; Slurm would signal that, too, and wait for KillWait."""
+    slurm.has(17, "RUNNING")
+    (slurm.folder / "scontrol").write_text("BatchFlag=1\n")
+    clock = iter((0.0, 14.0, 16.0, 17.0))
+
+    def sleep(_seconds: float) -> None:
+        if slurm.calls:
+            finish(paths, code=143)
+
+    monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    assert "mine, attempt 1 is ended now: job 17, RUNNING\nstopped by dray stop at " in stop(
+        paths.run, now=True, wait=True
+    )
+    assert (slurm.calls, paths.stop.read_text()) == (["scancel 17"], "dray stop\ndray stop --now\n")
+    result = result_of(paths)
+    assert result
+    assert (result.status, result.exit_code, result.reason, result.next) == ("stopped", 143, "dray stop", None)
+
+
 def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, tmp_path: Path, monkeypatch) -> None:
     paths = write(read_recipe(None, (), ["sleep", "9"]), FACTS, runs=tmp_path / "runs", run="mine")[1]
     slurm.has(17, "RUNNING")
@@ -236,8 +256,8 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
     clock = iter((0.0, 60.0, 121.0, 122.0))
 
     def sleep(_seconds: float) -> None:
-        if slurm.calls:
-            finish(paths, code=143, stopped=Stop("SIGTERM", ""))
+        if "dray stop --now\n" in paths.stop.read_text():
+            finish(paths, code=143)
 
     monkeypatch.setattr(halt, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
     told = stop(paths.run, wait=True)
@@ -245,7 +265,7 @@ def test_a_command_that_takes_no_notice_is_ended_after_the_grace(slurm: Slurm, t
         "its program gets SIGUSR1 to save and end by; while dray stop waits, what still runs in 120 s is ended"
     )
     assert "it has not ended in 120 s, and is ended now\nstopped by dray stop at " in told
-    assert slurm.calls == ["scancel 17"]
+    assert slurm.calls == []
 
 
 class TestHere:

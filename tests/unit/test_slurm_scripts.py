@@ -411,6 +411,25 @@ class TestTheEnd:
             job.argv(*words, plan_only=False), env=job.env, cwd=job.home, capture_output=True, text=True, check=False
         )
 
+    def test_nodes_that_do_not_see_the_run_s_folder(self, job: Job) -> None:
+        """All that srun tells of them is how their tasks ended; it has terminated those that see it."""
+        blind = """#!/bin/bash
+        words=("$@")
+        [[ "${words[*]: -1}" == ./node.sh ]] || exit 1
+        cd / && bash -c "${words[*]: -3:1}" "/elsewhere${words[*]: -2:1}" ./node.sh
+        echo "srun: error: n[2-3]: tasks 1-2: Exited with exit code $?" >&2
+        echo "srun: error: n1: task 0: Terminated" >&2
+        exit 143
+        """
+        job.tool("srun", blind)
+        words = job.argv("launcher=python", "--", "true", plan_only=False)
+        ended = subprocess.run(words, env=job.env, cwd=job.home, capture_output=True, text=True, check=False)
+        assert ended.returncode == 78, ended.stderr
+        assert (
+            f"failed: the launch on n[2-3]: n[2-3] do not see {job.runs}\n"
+            "  fix:    set DRAY_RUNS to a folder that all nodes share\n"
+        ) in ended.stdout
+
     @pytest.mark.parametrize(("srun", "code"), [(0, 255), (9, 9)])
     def test_an_image_that_does_not_start_again(self, job: Job, srun: int, code: int) -> None:
         ended = self.ended(job, srun=srun)

@@ -57,6 +57,7 @@ ENDED = "ended"  # the token of a lease on the checkpoints whose job is gone, as
 STOP = "stop"  # empty until somebody asks the run to save and end
 SAVED = "saved"  # empty, by the first node's runner: all ranks have saved and ended, as they were asked to
 BY_USER = "dray stop"  # a line in it: the run does not go back into the queue
+NOW = "dray stop --now"  # a line in it: nor does it save
 PROCESS = "process.json"  # what runs it here, of a run without Slurm
 ENTER_SCRIPT = "enter.sh"  # starts a command in the container of a run that goes on
 

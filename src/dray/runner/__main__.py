@@ -62,8 +62,7 @@ def main(path: str) -> int:
         parts = Startup(plan, me)
         node.require(plan, os.environ)
         lock = scratch.take(plan["scratch"])
-        if world["max_restarts"]:
-            children.adopt()
+        children.adopt()
         if unfit := parts.checked(check.node, plan, me):
             # Before the rendezvous: srun ends all nodes with the first one that ends.
             _record(plan, number, unfit, why=str(unfit))
@@ -89,16 +88,15 @@ def main(path: str) -> int:
             at = (at[0], start.port)
     except Exception as raised:
         error = findings.error(unfit) if unfit else unexpected.error(raised)
-        print(error, file=sys.stderr)
-        found = error.finding
-        if not unfit and not isinstance(error, introduction.StoppedError):
-            found = found._replace(node=found.node or os.environ.get(world["identity"]["name"], ""))
-            _record(plan, number, found, why=str(error))
+        return _fail(plan, number, error, links, told=bool(unfit))
+    except SystemExit:  # a signal during the preflight, perhaps to this node alone
         if links:
-            links.fail(found)
-        return found.code
+            links.heard(signal.SIGTERM)
+            links.lead(lambda code: failure(plan, me, code))
+        raise
     finally:
         if links:
+            _sweep(supervised)
             links.close()
         if lock is not None:
             os.close(lock)
@@ -179,6 +177,31 @@ def _leave(plan: Mapping[str, Any], me: int, links: control.Control, store: tupl
         record.saved(plan["folder"])
     if not me and not links.stopped and (links.saved or not links.cause):
         links.joined.record(plan["folder"], store)
+
+
+def _fail(plan: Mapping[str, Any], number: str, error: DrayError, links: control.Control | None, *, told: bool) -> int:
+    """Say why the ranks were not started, and record it unless that is `told`; the exit code, once all have ended."""
+    print(error, file=sys.stderr)
+    found = error.finding
+    if not told and not isinstance(error, introduction.StoppedError):
+        found = found._replace(node=found.node or os.environ.get(plan["world"]["identity"]["name"], ""))
+        _record(plan, number, found, why=str(error))
+    if links:
+        links.fail(found)
+        links.lead(lambda _: found)
+    return found.code
+
+
+def _sweep(supervised: children.Children) -> None:
+    """Kill what is left of this node's start, before the other nodes hear that it has ended."""
+    if supervised.sweep(_ENDING_S):
+        return
+    found = Finding(
+        f"processes of this node did not end within {_ENDING_S:.0f} s of SIGKILL",
+        wanted="no process that outlives the job",
+        fix="tell the administrators: a device or a file system of this node hangs",
+    )
+    print(f"dray: {found}", file=sys.stderr, flush=True)
 
 
 def _last_words(plan: Mapping[str, Any], me: int, links: control.Control) -> None:

@@ -145,8 +145,15 @@ def part(channels: Iterable[Channel], seconds: float = _PART_S) -> None:
 
     The kernel resets a connection that is closed with something unread, and drops what was told last.
     """
-    deadline = time.monotonic() + seconds
     left = {one.line.fileno(): one for one in channels}
+    with suppress(OSError):  # of epoll itself, where this process can open no more files
+        _drain(left, time.monotonic() + seconds)
+    for one in left.values():
+        one.close()
+
+
+def _drain(left: dict[int, Channel], deadline: float) -> None:
+    """Close and take out those whose other end has closed."""
     with select.epoll() as poll:
         for file, one in left.items():
             with suppress(OSError):  # it is gone, which is seen below
@@ -160,8 +167,6 @@ def part(channels: Iterable[Channel], seconds: float = _PART_S) -> None:
                 if not data:
                     poll.unregister(file)
                     left.pop(file).close()
-    for one in left.values():
-        one.close()
 
 
 def read(line: socket.socket, count: int, deadline: float) -> bytes:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _ASKING_S = 1.0  # a program that is still loading handles the signal later
+_SWEEP_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
@@ -159,18 +160,27 @@ class Children:
                 self._serving.pop(child)(code)
         return events
 
-    def close(self, limit: float) -> bool:
-        """Kill all that comes from this process, and leave signals to Python; whether nothing is left.
+    def sweep(self, limit: float) -> bool:
+        """End all that comes from this process within these seconds; whether nothing is left.
 
-        It finds ranks whose launcher was killed only after `adopt`.
+        What a launcher has left behind is found only after `adopt`. It has what is left of the grace of `end`.
         """
+        told: set[int] = set()
+        while time.monotonic() < self._kill_at and (left := set(_children()) - self._serving.keys()):
+            for child in left - told:
+                os.kill(child, signal.SIGTERM)
+            told |= left
+            _pause()
         deadline = time.monotonic() + limit
-        while (left := _children()) and time.monotonic() < deadline:
+        while (left := set(_children())) and time.monotonic() < deadline:
             for child in left:
                 os.kill(child, signal.SIGKILL)
-            time.sleep(0.01)
-            while _reap():
-                pass
+            _pause()
+        return not left
+
+    def close(self, limit: float) -> bool:
+        """Sweep, and leave signals to Python; whether nothing is left."""
+        swept = self.sweep(limit)
         signal.set_wakeup_fd(-1)
         for number in (*STOPS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -179,7 +189,7 @@ class Children:
                 if late in STOPS:
                     os.kill(os.getpid(), late)
         os.close(self._wakeup)
-        return not left
+        return swept
 
 
 def adopt() -> None:
@@ -199,6 +209,13 @@ def _children() -> list[int]:
         if parent.decode() == me and state != b"Z":
             found.append(int(name))
     return found
+
+
+def _pause() -> None:
+    """Until more of them may have ended; the numbers of those that have are given back to the system."""
+    time.sleep(_SWEEP_S)
+    while _reap():
+        pass
 
 
 def _reap() -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dray.contract import exit_codes
+from dray.contract import exit_codes, files, run_folder
 from dray.contract.findings import Finding
 from dray.runner import channel
 from dray.runner.channel import Channel
@@ -30,14 +30,19 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 10.0  # seconds from asking the launcher to end to killing it
 _HUNG_GRACE = 2.0  # its ranks have ended by then
 _COLLECTING_S = 0.1
-_REST = 20.0  # seconds for the other nodes to end once the run has failed
+_KILLING_S = 10.0  # from SIGKILL to the end of what can end
+_REST = 30.0  # seconds for all nodes to end once the run has failed: the grace, and what SIGKILL needs on a busy node
+_FIRST_S = 5.0  # more for the first node's word
+_ASKED = 1 << 16  # bytes of the file by which a run is asked to end
 _FINAL = (exit_codes.UNFIT, exit_codes.CONFIG)  # the same ranks on the same nodes would end with it again
 
 
 class Control:
     """This node's part. `channels` leads to all other nodes on the first one, and to the first on the others.
 
-    While restarts are left a node whose launcher has ended stays: the first node says whether all start again.
+    A node whose launcher has ended kills what that has left behind, tells the first node that it is idle, and stays.
+    The first node says whether all start again, and ends last. srun ends all nodes with the first one that fails, at
+    once and with what has mounted the image there: a rank that still runs then may outlive the job.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Control:
         self.cause: Finding | None = None
         self.asked = self.saved = False  # whether it is to save and end, and whether ranks have done so
         self.stopped = False
+        self._stops_now = False
         self.lost: dict[int, tuple[float, Finding]] = {}  # nodes, and when their connection ended
         self.next: Start | None = None
         self._start, self._left = start, world["max_restarts"] - start.number
@@ -69,37 +75,46 @@ class Control:
             children.watch(one.line.fileno(), lambda node=node: self._read(node))  # type: ignore[misc]
 
     def lead(self, explain: Callable[[int], Finding]) -> int:
-        """Until the launcher has ended, and on the first node until all others have; the exit code of this node.
+        """Until the launchers of all nodes have ended, and what they have started; the exit code of this node.
 
         `explain` says of the launcher's exit code why this node has failed.
         """
-        code, deadline = 0, 0.0
+        code, deadline, idle = 0, 0.0, False
         while self._children.running or self._waits():
-            if self.cause and not self._children.running and not self.saved and not self._hangs():
-                if self.may_restart():
+            if self._ends():
+                if not self._children.running and self.may_restart():
                     break
-                deadline = deadline or time.monotonic() + _REST
+                deadline = deadline or time.monotonic() + _REST + (_FIRST_S if self._me else 0.0)
                 if time.monotonic() > deadline:
                     break
             looks = deadline or self._stop_file or self.hang or (self._startup and self._startup.open)
             events = self._children.wait(_COLLECTING_S if self._hangs() else 1.0 if looks else None)
-            if self._stop_file and not self.asked and _written(self._stop_file):
-                self.ask()
+            if self._stop_file:
+                self._read_stop_file()
             for number in events.signals:
-                self._heard(number)
+                self.heard(number)
             self._watch()
             self.joined.look()
             self._tell_of_the_start(last=not self._children.running)
             for code in events.ended.values():
                 if code and not self.stopped and not self._hangs() and (self.saved or not self.cause):
                     self._failed(explain(code))
-            if events.ended and self._me and not self._children.running:
+            if self._me and not idle and not self._children.running and not self._hangs():
+                idle = True
+                if self.stopped:  # ranks of a launcher that did not wait for them may still save
+                    self._children.end(_GRACE)
+                self._children.sweep(_KILLING_S)
                 self._tell_all({JOINED: sorted(self.joined.ranks)})
-                if self._left:
-                    self._tell_all({"idle": self._me})
+                self._tell_all({"idle": self._me})
         if self.saved and self._me:  # the first node says it for all: srun ends the others with the first that fails
             return exit_codes.DONE
         return self.cause.code if self.cause else exit_code(code)
+
+    def _ends(self) -> bool:
+        """Whether all nodes are to end now. After a stop its ranks may still save, for as long as Slurm lets them."""
+        if self.stopped:
+            return not self._children.running
+        return self.cause is not None and not self.saved and not self._hangs()
 
     def _watch(self) -> None:
         """Look whether the ranks make progress, and once they do not, end them with the reason."""
@@ -179,13 +194,11 @@ class Control:
         self._open.clear()
 
     def _waits(self) -> bool:
-        if self._hangs() and (self._open or not self._me):
-            return not self.stopped
-        if self._me == 0:
-            return any(node not in self._idle for node in self._open)
-        return bool(self._left and self._open) and not self.stopped and not self.saved
+        if self._me:
+            return bool(self._open)
+        return (self._hangs() and not self.stopped) or any(node not in self._idle for node in self._open)
 
-    def _heard(self, number: int) -> None:
+    def heard(self, number: int) -> None:
         """A signal of this node's own. One that stops the run is for all nodes; the launcher hears it once."""
         if number == signal.SIGUSR1:
             self.ask()
@@ -195,16 +208,29 @@ class Control:
             self._stop(number)
             self._tell_all({"stop": number})
 
-    def _stop(self, number: int) -> None:
+    def _read_stop_file(self) -> None:
+        if self._stops_now or not (asked := _lines(self._stop_file)):
+            return
+        self._stops_now = run_folder.NOW.encode() in asked
+        if self._stops_now:
+            self._stop(signal.SIGTERM, now=True)
+            self._tell_all({"stop": int(signal.SIGTERM), "now": True})
+        else:
+            self.ask()
+
+    def _stop(self, number: int, *, now: bool = False) -> None:
+        """Have the launcher end: as late as Slurm lets it, since its ranks may save, or `now`, within the grace."""
+        if now:
+            self._children.end(_GRACE)
+        elif not self.stopped:
+            self._children.tell(number)
         self.stopped = True
-        self._children.tell(number)
 
     def _read(self, node: int) -> None:
         try:
             for message in self._open[node].receive():
-                if "stop" in message and not self.stopped:
-                    self._stop(signal.SIGTERM)
-                    self._pass_on({"stop": int(signal.SIGTERM)})
+                if "stop" in message:
+                    self._hear_of_a_stop(message)
                 elif "ask" in message:
                     self.ask()
                 elif "saved" in message and not self.cause:
@@ -230,6 +256,11 @@ class Control:
                     return
         except OSError as error:
             self._lost(node, str(error))
+
+    def _hear_of_a_stop(self, message: dict[str, Any]) -> None:
+        if not self.stopped:
+            self._pass_on({"stop": int(signal.SIGTERM)})
+        self._stop(signal.SIGTERM, now="now" in message)
 
     def _gathers(self, node: int, message: dict[str, Any]) -> bool:
         """Whether it is for what the first node gathers of all."""
@@ -300,8 +331,11 @@ class Control:
         one.close()
 
 
-def _written(file: str) -> bool:
+def _lines(file: str) -> list[bytes]:
+    """What somebody has written into it."""
     try:
-        return os.stat(file).st_size > 0
+        if os.stat(file).st_size == 0:
+            return []
+        return files.read(file, limit=_ASKED).splitlines()
     except OSError:  # a disk that does not answer is no word of anybody's
-        return False
+        return []

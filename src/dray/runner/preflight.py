@@ -37,6 +37,8 @@ def check(
         for folder in {place, *([] if me else [plan["folder"]])}:  # the first rank leaves a report in the run's
             os.makedirs(f"{folder}/{run_folder.PREFLIGHT}", exist_ok=True)
         codes = _ranks(plan, me, ranks, environ, links)
+        if links and links.stopped:  # by a signal to another node
+            sys.exit(128 + signal.SIGTERM)
         for rank, code in codes.items():
             if code < 0 and not (links and node.own(plan) and links.cause):
                 _note(place, plan, rank, signal.Signals(-code).name)

@@ -150,14 +150,18 @@ class _Left:
         """Whether ranks have ended since somebody had asked them to, in the file that is for that; or by a signal that
         was `heard`."""
         at = self._asked_at()
-        ended = heard or self.code == exit_codes.RETRY
+        now = run_folder.NOW.encode() in self._asked_lines()
+        ended = heard or self.code == exit_codes.RETRY or (now and self.code != exit_codes.DONE)
         return Stop(run_folder.BY_USER if by_user else "a request", utc(at)) if at and ended else None
 
     def asked_by_user(self) -> bool:
         """Whether `dray stop` has asked for it."""
+        return run_folder.BY_USER.encode() in self._asked_lines()
+
+    def _asked_lines(self) -> list[bytes]:
         with suppress(OSError):
-            return run_folder.BY_USER.encode() in files.read(self.paths.stop, limit=_ASKED).splitlines()
-        return False
+            return files.read(self.paths.stop, limit=_ASKED).splitlines()
+        return []
 
     def _asked_at(self) -> float | None:
         with suppress(OSError):

@@ -21,6 +21,7 @@ from dray.runs.write import read
 
 Say = Callable[[str], None]
 _LOOK_S = 0.3
+_NOW_S = 15.0  # for the runners to end their ranks: their grace, and what SIGKILL needs
 _ASK_S = 10.0  # between questions to Slurm's controller, which all users share
 _TRIES = 3
 _GOES_ON = ("queued", "starting", "running")
@@ -84,12 +85,12 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
             found=state.why,
             fix="dray stop again, once squeue lists the job here",
         )
-    _write(state.paths)
+    _write(state.paths, now=now and wait)
     _say_asked(state, say, now=now)
-    if now:
-        _end(state)
     if wait:
-        say(_last_words(state, say))
+        say(_last_words(state, say, now=now))
+    elif now:
+        _end(state)
 
 
 def _note(state: State) -> None:
@@ -112,8 +113,8 @@ def _say_asked(state: State, say: Say, *, now: bool) -> None:
         say("whether it still goes on is not known here; dray stop --no-wait does not wait for it")
 
 
-def _write(paths: RunPaths) -> None:
-    """The runner of the first node reads it each second."""
+def _write(paths: RunPaths, *, now: bool) -> None:
+    """The runner of the first node reads it each second. `now` it ends the ranks, while the image is mounted."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(paths.stop, flags, 0o600)
@@ -125,7 +126,8 @@ def _write(paths: RunPaths) -> None:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ConfigError("the run cannot be asked", where=paths.stop, wanted="a file", found="something else")
-        os.write(handle, f"{run_folder.BY_USER}\n".encode())
+        lines = [run_folder.BY_USER, run_folder.NOW] if now else [run_folder.BY_USER]
+        os.write(handle, "".join(f"{line}\n" for line in lines).encode())
     finally:
         os.close(handle)
 
@@ -151,21 +153,28 @@ def _require_batch(state: State, job: squeue.Job) -> None:
         )
 
 
-def _last_words(state: State, say: Say) -> str:
-    """Once it has ended. What takes no notice of SIGUSR1, as a command may, is ended after the plan's grace."""
+def _last_words(state: State, say: Say, *, now: bool) -> str:
+    """Once it has ended. What takes no notice of SIGUSR1, as a command may, is ended after the plan's grace.
+
+    Slurm ends the job of a run that its runners do not end `now`.
+    """
     assert state.paths
-    grace = _grace(state.paths)
+    grace = _NOW_S if now else _grace(state.paths)
     begun = asked = time.monotonic()
     gone = False
     while (result := result_of(state.paths)) is None:
         time.sleep(_LOOK_S)
-        now = time.monotonic()
-        if grace is not None and now > begun + grace:
-            say(f"it has not ended in {grace:g} s, and is ended now")
-            grace = None
-            _end(state)
-        if now > asked + _ASK_S:
-            asked = now
+        time_ = time.monotonic()
+        if grace is not None and time_ > begun + grace:
+            if now:
+                grace = None
+                _end(state)
+            else:
+                say(f"it has not ended in {grace:g} s, and is ended now")
+                now, grace, begun = True, _NOW_S, time_
+                _write(state.paths, now=True)
+        if time_ > asked + _ASK_S:
+            asked = time_
             if live.look(state.run).kind not in ("ended", "queued"):
                 gone = False
             elif gone and result_of(state.paths) is None:

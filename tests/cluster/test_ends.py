@@ -1,0 +1,98 @@
+"""No process of a job outlives it: launchers, ranks that ignore SIGTERM, and what those have started."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from helpers import until
+
+pytestmark = pytest.mark.cluster
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python")
+CODES = {"exits": 3, "crashes": 139}
+# In the arguments of each process of a job, and of what its ranks leave behind.
+MARKS = itertools.count(int(time.time()) % 1_000_000 * 100)
+WHERE = "/shared/home/my ends"
+
+
+@pytest.fixture
+def folder(cluster) -> Path:
+    """A folder of the cluster's user with the script."""
+    made = cluster.shared / "home" / "my ends"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    shutil.copy(Path(__file__).parent / "scripts" / "stubborn.py", made)
+    made.chmod(0o777)
+    return made
+
+
+@pytest.fixture
+def words(root: Path):
+    def given(launcher: str, how: str, mark: int) -> list[str]:
+        script = f"{root}/slurm/multinode.sh"
+        return [script, "preflight.when=never", f"launcher={launcher}", "--", "stubborn.py", how, str(mark)]
+
+    return given
+
+
+def left(cluster, mark: int) -> list[str]:
+    """What still runs on the nodes."""
+    lines = [line for node in ("n1", "n2") for line in cluster.exec(["ps", "-eo", "args"], node=node).out.splitlines()]
+    return [line for line in lines if str(mark) in line]
+
+
+def is_up(folder: Path, mark: int) -> bool:
+    return len(list(folder.glob(f"up-{mark}-*"))) == 2
+
+
+@pytest.mark.parametrize("how", CODES)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_dies(sbatch, cluster, folder: Path, words, launcher: str, how: str) -> None:
+    mark = next(MARKS)
+    ended = sbatch(*words(launcher, how, mark), workdir=WHERE)
+    assert is_up(folder, mark)
+    assert (ended.code, left(cluster, mark)) == (CODES[how], []), ended.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_job_that_is_cancelled(sbatch, cluster, folder: Path, words, launcher: str) -> None:
+    """Slurm signals what has mounted the image, too, and the runners may die with it."""
+    mark = next(MARKS)
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(sbatch, *words(launcher, "loops", mark), workdir=WHERE)
+        until(lambda: is_up(folder, mark))
+        assert cluster.exec(["scancel", "--user=dray"]).code == 0
+        job.result()
+    assert left(cluster, mark) == []
+
+
+def test_a_run_that_is_stopped_now(sbatch, cluster, login, folder: Path, words) -> None:
+    """In the grace, though it ignores SIGTERM, and with a result: KillWait has no part in it."""
+    mark = next(MARKS)
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(sbatch, *words("torchrun", "loops", mark), workdir=WHERE)
+        until(lambda: is_up(folder, mark))
+        run = max((cluster.shared / "runs").iterdir(), key=lambda run: run.stat().st_ctime)
+        code, out, err = login.dray("stop", f"/shared/runs/{run.name}", "--now")
+        ended = job.result()
+    assert (code, "stopped by dray stop at " in out) == (0, True), out + err
+    assert "has not ended" not in out
+    assert (ended.result()["status"], ended.result()["reason"]) == ("stopped", "dray stop")
+    assert left(cluster, mark) == []
+
+
+def test_a_node_that_does_not_see_the_run_s_folder(sbatch, cluster, folder: Path, words) -> None:
+    """It is on the first node's own disk."""
+    mark = next(MARKS)
+    ended = sbatch(*words("python", "exits", mark), workdir=WHERE, env={"DRAY_RUNS": f"/tmp/runs-{mark}"})
+    assert ended.code == 78, ended.output
+    lines = f"n2 does not see /tmp/runs-{mark}\n  fix:    set DRAY_RUNS to a folder that all nodes share\n"
+    assert f"failed: the launch on n2: {lines}" in ended.output
+    assert not is_up(folder, mark)
+    assert left(cluster, mark) == []

@@ -1,0 +1,134 @@
+"""No process of a node outlives it, and a node that fails ends only once all others have ended theirs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import ROOT, until
+from nodes import Start, ended, plan, start  # noqa: F401  fixtures
+
+RANKS = [sys.executable, "-S", "-E", "{ranks}", "2", "1", "{node_rank}", "{master}", "{port}"]
+# Each rank leaves a daemon behind, without its environment: out of its session, and no child of its own any more.
+DAEMON = "(env -i setsid sleep 600 & echo $! >daemon-$RANK); touch up-$RANK"
+ALL_UP = "until [ -e up-0 ] && [ -e up-1 ]; do sleep 0.05; done"
+
+
+def ranks(plan: dict[str, Any], script: str) -> None:  # noqa: F811
+    plan["launcher"] = RANKS
+    plan["world"] |= {"ranks_per_node": 1, "size": 2}
+    plan["command"] = ["sh", "-c", f"cd {plan['folder']}\n{DAEMON}\n{script}"]
+
+
+def alive(folder: Path) -> list[str]:
+    """The daemons that still run."""
+    pids = [file.read_text().strip() for file in folder.glob("daemon-*")]
+    return [pid for pid in pids if Path("/proc", pid, "exe").exists()]
+
+
+def is_up(folder: Path) -> bool:
+    return len(list(folder.glob("up-*"))) == 2
+
+
+def test_a_node_that_fails_waits_for_the_others(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
+    """srun ends all others with the first that fails, and takes the mount from below ranks that still end."""
+    slow = "trap 'sleep 1; touch ended-$RANK; exit 5' TERM; while :; do sleep 0.05; done"
+    ranks(plan, f"{ALL_UP}; [ $RANK = 0 ] || exit 3; {slow}")
+    first, second = start(0, 2, "node1"), start(1, 2, "node2")
+    assert ended(second)[0] == 3
+    assert (tmp_path / "ended-0").exists()
+    assert ended(first)[0] == 3
+    assert len(list(tmp_path.glob("daemon-*"))) == 2
+    assert alive(tmp_path) == []
+
+
+def test_a_rank_that_ends_early_does_not_end_its_node(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
+    """The others go on, and one of them may fail."""
+    ranks(plan, f"{ALL_UP}; [ $RANK = 0 ] || exit 0; until [ -e go ]; do sleep 0.05; done; exit 4")
+    first, second = start(0, 2, "node1"), start(1, 2, "node2")
+    until(lambda: is_up(tmp_path) and not alive(tmp_path)[1:])  # what the second node's rank has left is gone
+    assert second.poll() is None
+    (tmp_path / "go").touch()
+    assert [ended(node)[0] for node in (first, second)] == [4, 4]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_signal_to_one_node_during_the_preflight_ends_all(
+    node: int,
+    plan: dict[str, Any],  # noqa: F811
+    start: Start,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """None waits for its deadline."""
+    plan |= {"variant": "cpu", "site": "site s", "fabric": {"strategy": "none"}}
+    plan["preflight"] = {"timeout_s": 600, "megabytes": 1, "free_gb": 0, "shared_memory_gb": 0, "memory_gb": 0}
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys, time\nif 'dray.checks.preflight' in sys.orig_argv: time.sleep(600)\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
+    nodes = [start(number, 2, f"node{number + 1}", PYTHONPATH=path) for number in range(2)]
+    until(lambda: len(list((tmp_path / "logs").glob("preflight-*"))) == 2)
+    nodes[node].send_signal(signal.SIGTERM)
+    assert [ended(one)[0] for one in nodes] == [143, 143]
+    assert not (tmp_path / "failures").exists()
+
+
+def test_a_run_that_is_stopped_now_ends_within_the_grace(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
+    ranks(plan, "trap '' TERM; while :; do sleep 0.05; done")
+    nodes = [start(0, 2, "node1"), start(1, 2, "node2")]
+    until(lambda: is_up(tmp_path))
+    asked = time.monotonic()
+    (tmp_path / "stop").write_text("dray stop\ndray stop --now\n")
+    codes = [ended(node)[0] for node in nodes]
+    assert (0 not in codes, time.monotonic() - asked < 20) == (True, True)
+    assert alive(tmp_path) == []
+    assert not (tmp_path / "failures").exists()
+
+
+START = """
+set -euo pipefail
+scratch={scratch}
+{before}
+source {root}/src/dray/render/bash/start.sh
+node::start {engine}
+"""
+
+
+def script(tmp_path: Path, engine: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """A node's script, without what comes before its engine."""
+    text = START.format(scratch=tmp_path / "own", before=before, root=ROOT, engine=engine)
+    return subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+
+
+LEAVES = """
+for own in own own2; do
+  TMPDIR="$PWD/$own/x" setsid sleep 600 >/dev/null 2>&1 &
+  until [[ "$(</proc/$!/comm)" == sleep ]]; do :; done
+  echo $! >daemon-$own
+done
+kill -KILL $$
+"""
+
+
+def test_the_node_s_script_ends_what_a_killed_runner_has_left(tmp_path: Path) -> None:
+    """By the run's folder on this node, which is in the environment of each process; another run's is not this one."""
+    (tmp_path / "leaves").write_text(LEAVES)
+    assert script(tmp_path, "bash leaves").returncode == 137
+    assert alive(tmp_path) == [(tmp_path / "daemon-own2").read_text().strip()]
+    os.kill(int(alive(tmp_path)[0]), signal.SIGKILL)
+
+
+def test_a_signal_before_the_engine_has_started_reaches_it(tmp_path: Path) -> None:
+    """It would have ended the script, and the engine had gone on."""
+    before = 'set() { [[ $1 != -m ]] || kill -TERM $$; builtin set "$@"; }; export -f set'
+    started = time.monotonic()
+    code = script(tmp_path, "sleep 30", before).returncode  # -15: the script was killed itself
+    assert (code, time.monotonic() - started < 20) == (128 + signal.SIGTERM, True)
