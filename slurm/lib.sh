@@ -3,6 +3,8 @@
 
 # shellcheck source=slurm/engines.sh
 source "$DRAY_HOME/slurm/engines.sh"
+# shellcheck source=slurm/adopt.sh
+source "$DRAY_HOME/slurm/adopt.sh"
 # shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
 # shellcheck source=slurm/stage.sh
@@ -87,6 +89,15 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
   done
   lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
     "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
+}
+
+lib::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
+  local -r file="${1#adopted=}"
+  if [[ "$1" == adopted=* && "$file" != /* && "$file" == *[./]* ]]; then
+    printf 'adopted=%s\n' "$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "$file")"
+  else
+    printf '%s\n' "$1"
+  fi
 }
 
 lib::listen() { # FUNCTION: which is called with each signal's name
@@ -247,7 +258,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     shift
   fi
   while (($# >= 1)) && [[ "$1" != -- ]]; do
-    settings+=("$1")
+    settings+=("$(lib::setting "$1")")
     shift
   done
   command=("$@")
@@ -260,10 +271,10 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   set -- "${settings[@]}"
   [[ "$site" != *.toml ]] || site="$(realpath -m -- "$site")"
   engine="$(engine::found)"
-  image="$(plan::guess "$@")"
   local runs="${DRAY_RUNS:-${SLURM_SUBMIT_DIR:-$PWD}/runs}"
   [[ "$given_run" != */* ]] || runs="$(dirname -- "$given_run")" # dray submit has made it, or an earlier job; a name alone is in runs
   runs="$(realpath -m -- "$runs")"
+  image="$(plan::guess "$@")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
   mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
