@@ -4,6 +4,7 @@
 # shellcheck disable=SC2154
 
 readonly engine__pull="push dray's image to a registry; shifterimg pull docker:NAME:TAG; export DRAY_IMAGE=docker:NAME:TAG"
+readonly -a engine__variants=(cpu cuda cuda12 rocm rocm6)
 readonly engine__srun=(srun --export=ALL --nodes=1 --ntasks=1)
 
 engine::found() { # what is on this node; the planner says so where the site has another
@@ -43,7 +44,7 @@ engine::kind() { # FILE
   esac
 }
 
-engine::image() { # VARIANT: its file for this engine, or the one that the user named
+engine::image() { # VARIANT|NAME|FILE: its file for this engine, or the one that the user named
   local formats suffix never kind fix="make image-$1, or set DRAY_IMAGE to an image that dray has built"
   engine::traits
   if [[ "$engine" == shifter ]]; then # it drops other characters, and looks for what is left
@@ -54,6 +55,10 @@ engine::image() { # VARIANT: its file for this engine, or the one that the user 
   fi
   [[ -n "$formats" ]] || { echo "${given_image:-localhost/dray:$1}"; return; }
   [[ "$suffix" == sif ]] || fix="make one of dray's image (docs/engines.md), or set DRAY_IMAGE to an image that dray has built"
+  if [[ -z "$given_image" && " ${engine__variants[*]} " != *" $1 "* ]]; then
+    adopt::image "$1"
+    return
+  fi
   local -r image="${given_image:-$DRAY_HOME/build/dray-$1.$suffix}"
   [[ -f "$image" || -d "$image" && "$formats" == *folder* ]] || lib::die 78 "the image does not exist" \
     "wanted: $image (the recipe's image is $1)" "fix:    $fix"
@@ -61,7 +66,12 @@ engine::image() { # VARIANT: its file for this engine, or the one that the user 
   # Apptainer and SingularityCE say themselves what is wrong with a file.
   [[ "$suffix" == sif || " $formats " == *" $kind "* ]] || lib::die 78 "$engine does not start an image of this kind" \
     "where:  $image" "wanted: ${formats// / or }" "found:  $kind" "fix:    $fix"
-  realpath -- "$image"
+  if adopt::is "$image"; then # it is known by its folder
+    adopt::unchanged "$image"
+    realpath --no-symlinks -- "$image"
+  else
+    realpath -- "$image"
+  fi
 }
 
 engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands in `where`
@@ -94,8 +104,9 @@ engine::apptainer() { # COMMAND...
   local -a mounts
   local python_path
   engine::mounts
-  if [[ -f "${image%.sif}/image.json" ]]; then # an adopted image
-    python_path="${image%.sif}$(sed -n 's/.*"pythonpath": *"\([^"][^"]*\)".*/:\1/p' "${image%.sif}/image.json")"
+  if adopt::is "$image"; then
+    python_path="$(adopt::value "$image" pythonpath)"
+    python_path="${image%/*}:$DRAY_HOME/src${python_path:+:$python_path}"
     local -x APPTAINERENV_PYTHONPATH="$python_path" SINGULARITYENV_PYTHONPATH="$python_path"
   fi
   APPTAINERENV_DRAY_HOME="$DRAY_HOME" SINGULARITYENV_DRAY_HOME="$DRAY_HOME" \

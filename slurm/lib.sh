@@ -3,6 +3,8 @@
 
 # shellcheck source=slurm/engines.sh
 source "$DRAY_HOME/slurm/engines.sh"
+# shellcheck source=slurm/adopt.sh
+source "$DRAY_HOME/slurm/adopt.sh"
 # shellcheck source=slurm/plan.sh
 source "$DRAY_HOME/slurm/plan.sh"
 # shellcheck source=slurm/stage.sh
@@ -99,6 +101,15 @@ lib::recipe() { # NAME: the recipe's file, seen from the folder of submission or
   done
   lib::die 78 "there is no recipe $1" "where:  $PWD and $DRAY_HOME" \
     "wanted: a recipe file, such as one of: $(cd "$DRAY_HOME" && echo recipes/*.toml)"
+}
+
+lib::setting() { # KEY=VALUE: as the planner takes it; a SIF by its whole path
+  local -r file="${1#adopted=}"
+  if [[ "$1" == adopted=* && "$file" != /* && "$file" == *[./]* ]]; then
+    printf 'adopted=%s\n' "$(cd -- "${SLURM_SUBMIT_DIR:-$PWD}" && realpath --no-symlinks -- "$file")"
+  else
+    printf '%s\n' "$1"
+  fi
 }
 
 lib::listen() { # FUNCTION: which is called with each signal's name
@@ -286,7 +297,7 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
     shift
   fi
   while (($# >= 1)) && [[ "$1" != -- ]]; do
-    settings+=("$1")
+    settings+=("$(lib::setting "$1")")
     shift
   done
   command=("$@")

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Runs a verb of dray at a login node that has no dray: in the image, whose Python it is. `dray ... --on` starts it through ssh.
 # login.sh FOLDER IMAGE RUN_IN BRING VERB [WORD...]    BRING is 1 where the verb writes a file that is wanted on standard output
+# slurm/dray starts it too, at a login node itself: FOLDER and IMAGE are empty, the runs are where the user has them, and the
+# image is the one that the words name, or any that is here.
 set -euo pipefail
 shopt -s extglob
 
-DRAY_HOME="$(realpath -- "${BASH_SOURCE[0]}")"
-DRAY_HOME="${DRAY_HOME%/slurm/login.sh}"
+if [[ -n "$1" ]]; then # not what this user has set for other uses
+  DRAY_HOME="$(realpath -- "${BASH_SOURCE[0]}")"
+  DRAY_HOME="${DRAY_HOME%/slurm/login.sh}"
+fi
 # shellcheck source=slurm/lib.sh
 source "$DRAY_HOME/slurm/lib.sh"
 
@@ -50,10 +54,25 @@ login::answer() { # FOLDER
 
 login::environment() { # sets `environment`: what a plan at a login node looks at, and neither PATH nor what may be a secret
   local name
-  environment=("DRAY_RUNS=$folder/runs" "DRAY_IMAGE=$image" "TERM=dumb")
+  environment=("DRAY_RUNS=$runs" "DRAY_IMAGE=$given_image" "TERM=dumb")
   for name in HF_HOME DRAY_SITE SLURM_CLUSTER_NAME SBATCH_{ACCOUNT,PARTITION} "${login__of_sites[@]}"; do
     [[ -z "${!name:-}" || "_${name}_" =~ _(TOKEN|KEY|SECRET|PASSWORD|PATH)_ ]] || environment+=("$name=${!name}")
   done
+}
+
+login::here() { # VERB [WORD...]: sets `runs`, `image`, `given_image`, `folders` and `words`, a SIF by its whole path
+  local word
+  runs="$(realpath -m -- "${DRAY_RUNS:-runs}")"
+  for word in "$@"; do
+    words+=("$(lib::setting "$word")")
+    [[ -n "$recipe" || "$word" != *.toml || ! -f "$word" ]] || recipe="$word"
+  done
+  image="$(plan::guess "${words[@]}")" || exit
+  folders=("$DRAY_HOME" "$runs" "$where")
+  adopt::is "$image" || return 0
+  folders+=("${image%/*}" "$(realpath -- "$image")")
+  [[ ! -L "${image%/*}/source" ]] || folders+=("$(readlink -- "${image%/*}/source")")
+  [[ " ${words[*]} " != *" adopted="* ]] || given_image="$image"
 }
 
 login::end() {
@@ -69,9 +88,10 @@ login::brought() { # the one file that the verb has written: its name, and then 
 }
 
 login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
-  local -r folder="$1" image="$2" bring="$4" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
-  local where="$3" engine word code=0
+  local -r folder="$1" bring="$4" own_sites="${DRAY_SITES:-${XDG_CONFIG_HOME:-${HOME:-}/.config}/dray/sites}"
+  local where="$3" image="$2" given_image="${2:-${DRAY_IMAGE:-}}" runs="$1/runs" recipe="" engine word code=0
   local -a folders=("$1") environment=()
+  local open
   door="" made="" server=""
   shift 4
   if command -v apptainer >/dev/null; then
@@ -91,17 +111,26 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   login::door
   [[ "$bring" != 1 ]] || made="$(mktemp -d -- "$folder/.made-XXXXXX")"
   where="${made:-$where}"
-  mkdir -p -- "$folder/runs"
+  if [[ -z "$folder" ]]; then
+    local -a words=()
+    login::here "$@"
+    set -- "${words[@]}"
+  fi
+  mkdir -p -- "$runs"
   folders+=("$door")
   for word in "$DRAY_HOME" "$own_sites" "${HF_HOME:-}" "${@#--*=}"; do
-    [[ "$word" != /?* || ! -d "$word" || "$word/" == "$folder/"* ]] || folders+=("$(realpath -s -- "$word")")
+    [[ "$word" != /?* || ! -d "$word" || -n "$folder" && "$word/" == "$folder/"* ]] || folders+=("$(realpath -s -- "$word")")
   done
   login::environment
   set -m
   login::serve </dev/null >/dev/null 2>&1 &
   server=$!
   set +m
-  if [[ -z "$made" ]]; then
+  if [[ -z "$folder" ]]; then # nobody's connection ends; Ctrl-C ends this script, and so the verb's input
+    mkfifo -- "$door/open"
+    exec {open}<>"$door/open"
+    engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" <&"$open" || code=$?
+  elif [[ -z "$made" ]]; then
     engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" || code=$?
   else
     engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" >/dev/null || code=$?

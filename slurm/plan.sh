@@ -34,14 +34,23 @@ plan::last() { # neither a recipe nor a command is given: the run's last plan ha
 
 plan::guess() { # [key=value ...]: an image to plan in; the planner says which one the recipe wants
   # shellcheck disable=SC2034 # engine::traits sets all that it knows
-  local setting variant="" file formats suffix never
+  local setting variant="" adopted="" name formats suffix never
   engine::traits
+  [[ -z "$recipe" ]] || adopted="$(sed -n 's/^adopted *= *"\([^"]*\)".*/\1/p' "$recipe" | head --lines=1)"
   for setting in "$@"; do
-    [[ "$setting" != image=* ]] || variant="${setting#image=}"
+    [[ "$setting" != image=* || " ${engine__variants[*]} " != *" ${setting#image=} "* ]] || variant="${setting#image=}"
+    [[ "$setting" != adopted=* ]] || adopted="${setting#adopted=}"
   done
+  if [[ -z "$given_image" && "$suffix" == sif && -n "$adopted" ]]; then
+    engine::image "$adopted"
+    return
+  fi
   if [[ -z "$given_image" && -n "$formats" && ! -f "$DRAY_HOME/build/dray-${variant:-cpu}.$suffix" ]]; then
-    for file in "$DRAY_HOME"/build/dray-*."$suffix"; do
-      [[ ! -f "$file" ]] || { realpath -- "$file"; return; }
+    for name in "${engine__variants[@]}" $([[ "$suffix" != sif ]] || adopt::names); do
+      if [[ -f "$DRAY_HOME/build/dray-$name.$suffix" || " ${engine__variants[*]} " != *" $name "* ]]; then
+        engine::image "$name"
+        return
+      fi
     done
   fi
   engine::image "${variant:-cpu}"
@@ -51,7 +60,7 @@ plan::inside() { # COMMAND...: run in the image, which sees the checkout, the re
   local -a folders=("$DRAY_HOME")
   local folder
   [[ ! -f "$site" ]] || folders+=("$site")
-  [[ ! -f "${image%.sif}/image.json" ]] || folders+=("${image%.sif}") # dray, for an adopted image
+  ! adopt::is "$image" || folders+=("${image%/*}")
   for folder in "$own_sites" "${HF_HOME:-}" "$checkpoints"; do
     [[ "$folder" != /* || ! -d "$folder" ]] || folders+=("$folder")
   done
@@ -68,6 +77,7 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
     facts="$("$DRAY_HOME/slurm/probe.sh" "$engine" "$image" "$site" "${variables[@]}")" || exit
     facts+=$'\n'"layer=$layer"$'\n'"image_given=$((${#given_image} > 0))"$'\n'"image_digest=$digest"
     facts+=$'\n'"lost=${lost[*]}"
+    ! adopt::is "$image" || facts+=$'\n'"image_file=$(stat --dereference --format="$adopt__facts" -- "$image")"
     answer="$(plan::ask "$facts" "$@")" || exit
     case "$answer" in
       attempt=*)
@@ -86,9 +96,8 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
         image="$(plan::guess "$@")" || exit
         ;;
       image=*)
-        # Besides dray's own, an adopted one, which is a file here.
-        [[ "${answer#*=}" =~ ^[a-z0-9][a-z0-9_-]*$ && -d "$DRAY_HOME/build/dray-${answer#*=}" ]] ||
-          plan::known image "${answer#*=}" cpu cuda cuda12 rocm rocm6
+        # Besides dray's own, an adopted one, by its name or its file.
+        [[ "${answer#*=}" =~ ^([a-z0-9][a-z0-9_-]*|/[^[:cntrl:]]+)$ ]] || plan::known image "${answer#*=}" "${engine__variants[@]}"
         image="$(engine::image "${answer#*=}")" || exit
         ;;
       layer=*)
@@ -122,7 +131,7 @@ plan::ask() { # FACTS [key=value ...]: what the planner in the image answers; th
   ((code != 0)) || return 0
   if ((code != 69 && code != 75 && code != 78)) && ! plan::inside python3 -c 'import dray' 2>/dev/null; then
     lib::die 78 "dray does not start in the image, or is not in it" "where:  $image on node $(</proc/sys/kernel/hostname)" \
-      "found:  exit code $code" "fix:    dray image adopt IMAGE puts dray beside it; or build one with dray (make image-cpu)"
+      "found:  exit code $code" "fix:    adopted=/WHOLE/PATH/OF/A.sif takes an image without dray; or build one with dray (make image-cpu)"
   fi
   return "$code"
 }

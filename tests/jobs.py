@@ -18,10 +18,20 @@ while [[ "$1" != *.sif ]]; do
   shift
 done
 image="$1"
-shift 3 # and python3 -m
+shift
 while IFS= read -r -d '' variable; do
   [[ "$variable" != APPTAINERENV_* ]] || export "${variable#APPTAINERENV_}"
 done </proc/$$/environ
+if [[ "$1 $2" != "python3 -m" ]]; then # what slurm/adopt.sh asks
+  python3() { "$PYTHON" "$@"; }
+  while [[ "$1" == env || "$1" == *=* ]]; do
+    [[ "$1" == env ]] || export "$1"
+    shift
+  done
+  "$@"
+  exit
+fi
+shift 2
 echo "$(basename "$image") $1 $2" >>"$SEEN"
 exec "$PYTHON" -c '
 import runpy, sys

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from dray.images import store
 from dray.runs import stop
 from helpers import ROOT, until
 from jobs import SRUN, Job
@@ -124,20 +125,22 @@ class TestCorrections:
 
     @pytest.mark.parametrize("only", [False, True])
     def test_an_adopted_image(self, job: Job, only: bool) -> None:
-        """Its dray is in the folder beside it; a first guess, which has one of its own, asks for it."""
+        """Its dray is the checkout's; where the recipe alone names it, a first guess asks for it."""
         folder = job.home / "build" / "dray-mine"
-        shutil.copytree(ROOT / "src" / "dray", folder / "dray", ignore=shutil.ignore_patterns("__pycache__"))
-        (folder / "image.json").write_text('{\n "variant": "cpu",\n "pythonpath": "/theirs"\n}\n')
-        folder.with_suffix(".sif").write_text("mine")
+        folder.mkdir()
+        (folder / "image.sif").write_text("mine")
+        described = {"name": "mine", "variant": "cpu", "pythonpath": "/theirs", "source": "docker://x",
+                     "file": store.stat(folder / "image.sif")}  # fmt: skip
+        (folder / "image.json").write_text(json.dumps(described, indent=1))
         for image in job.home.glob("build/dray-c*.sif") if only else []:
             image.unlink()
         (job.home / "build" / "dray-rocm.sif").unlink()
         ended = job.plan("recipes/smoke-cpu.toml", "adopted=mine")
         assert ended.returncode == 0, ended.stderr
-        assert f"image {folder}.sif\n" in ended.stdout
-        assert job.seen.read_text() == "dray-cpu.sif dray plan\n" * (not only) + "dray-mine.sif dray plan\n"
+        assert f"image {folder}/image.sif\n" in ended.stdout
+        assert job.seen.read_text() == "image.sif dray plan\n"
         (plan,) = (json.loads(path.read_text()) for path in job.runs.glob("*/attempt-1/plan.json"))
-        assert {"PYTHONPATH": f"{folder}:/theirs"}.items() <= {one["name"]: one["value"] for one in plan["env"]}.items()
+        assert {"PYTHONPATH": f"{folder}:{job.home}/src:/theirs"}.items() <= {one["name"]: one["value"] for one in plan["env"]}.items()
         assert str(folder) in [one["path"] for one in plan["binds"]]
 
     def test_an_image_that_is_not_built(self, job: Job) -> None:

@@ -13,16 +13,22 @@ from dray.contract.findings import DrayError
 from dray.fitness import host, host_libraries
 from dray.images import adopt as adopting
 
+_SOURCES = "A SIF, a tar of docker save, docker://..., oras://..., oci:FOLDER, oci-archive:FILE or docker-archive:FILE."
+
 
 def adopt(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A SIF, or docker://..., oras://..., oci:FOLDER, oci-archive:FILE.")
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help=_SOURCES,
+        ),
     ],
     name: Annotated[str, typer.Option(help="What a recipe names it by; else the source's own name.")] = "",
     site: Site = "",
     force: Annotated[bool, typer.Option(help="Replace an adopted image of this name.")] = False,
 ) -> None:
-    """Start an image of others once to see what it has, put dray beside it, and record both.
+    """Start an image of others once to see what it has, and record both, so that jobs use it where it is.
 
     dray image adopt theirs.sif --name theirs
     """
@@ -37,7 +43,7 @@ def adopt(
     for lack in made.lacks:
         print(f"dray: note: dray's own trainer wants {lack}", file=sys.stderr)
     _compare(str(made.file), site)
-    print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.stem.removeprefix("dray-")}"')
+    print(f'in a recipe:\nimage = "{made.variant}"\nadopted = "{made.file.parent.name.removeprefix("dray-")}"')
 
 
 def _compare(image: str, named: str) -> None:

@@ -32,7 +32,7 @@ def inspect(image: Image, as_json: Annotated[bool, typer.Option("--json", help="
     dray image inspect cpu --json
     """
     file = _file(image)
-    if adopted := record.read(file) if store.beside(file) else None:
+    if adopted := record.read(file) if store.described(file) else None:
         print(adopted.model_dump_json(indent=1) if as_json else _adopted(file, adopted))
         return
     report = printable(summary.report(sif_format.read(file)))

@@ -116,4 +116,4 @@ def _read(name: str, site: str, gpu_memory: float | None) -> Facts:
     seen = facts.parse(text, where="standard input" if name == "-" else name)
     if site not in ("", seen.site):
         raise ConfigError("the facts already name a site", where=name, wanted=seen.site, found=site, fix="omit --site")
-    return seen.model_copy(update={**store.within(), "gpu_memory_gb": gpu_memory})
+    return seen.model_copy(update={**store.within(Path(seen.image)), "gpu_memory_gb": gpu_memory})

@@ -15,6 +15,8 @@ ACCELERATORS: dict[str, str] = {"cpu": "cpu", "cuda": "cuda", "cuda12": "cuda", 
 PLUGIN = "/opt/dray/fabric/libnccl-net-ofi.so"
 # The name of an adopted image, which a variant's own must not be.
 ADOPTED = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+# Or the SIF itself.
+ADOPTED_OR_FILE = r"^([a-z0-9][a-z0-9_-]{0,62}|/[^\x00-\x1f\x7f]+)$"
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9A-F]{40}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

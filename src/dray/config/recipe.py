@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from dray.config.analog import Analog
 from dray.config.checkpoint import Checkpoint
 from dray.config.data import Data
-from dray.config.image import ADOPTED, Fingerprint, Variant
+from dray.config.image import ADOPTED_OR_FILE, Fingerprint, Variant
 from dray.config.model import SecretError, Spec
 from dray.config.preflight import Preflight
 from dray.config.runs import HangTimeout, Runs
@@ -76,8 +76,8 @@ class Recipe(Spec):
     """Settings of scale = tiny: any keys of a recipe."""
     image: Variant = "cpu"
     """The image's variant."""
-    adopted: Annotated[str, Field(pattern=ADOPTED)] | None = None
-    """An image that somebody else made, by the name that `dray image adopt` gave it; it must be of that variant."""
+    adopted: Annotated[str, Field(pattern=ADOPTED_OR_FILE)] | None = None
+    """An image that somebody else made: the whole path of a SIF, or the name that `dray image adopt` gave it."""
     image_digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """The SHA-256 that the SIF must have, as `dray image build` prints it."""
     image_signers: tuple[Fingerprint, ...] = ()

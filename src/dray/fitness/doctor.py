@@ -213,9 +213,10 @@ def _images() -> Iterator[Finding]:
     for variant, file in files.items():
         yield _ok("image", f"{variant}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
         yield from _driver(variant, load(Image, root / "containers" / variant / "image.toml").driver)
-    adopted = [file for file in sorted((root / "build").glob("dray-*.sif")) if store.beside(file)]
-    for file in adopted:
-        yield _ok("image", f"{file.stem.removeprefix('dray-')}, adopted as {store.variant(file)}: {file}")
+    adopted = store.adopted_names(root)
+    for name in adopted:
+        file = store.adopted(root, name)
+        yield _ok("image", f"{name}, adopted as {store.variant(file)}: {file.resolve()}")
     if not files and not adopted:
         yield _note(
             "image",

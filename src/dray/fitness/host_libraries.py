@@ -40,9 +40,10 @@ def compare(site: Site, image: str) -> Comparison:
         mounts.append(f'--mount=type=bind,"src={sources[-1]}","dst={names[-1]}",ro')
     names += filter(None, [site.fabric.image_plugin])
     argv = ["python3", "-m", "dray.checks.abi", *names]
-    if adopted := store.beside(file):
-        sources.append(Path(adopted["adopted"]))
-        mounts.append(f'--mount=type=bind,"src={sources[-1]}","dst={sources[-1]}",ro')
+    if adopted := store.described(file):
+        for folder in (Path(adopted["adopted"]), Path(adopted["adopted_source"])):
+            sources.append(folder)
+            mounts.append(f'--mount=type=bind,"src={folder}","dst={folder}",ro')
         argv = ["env", f"PYTHONPATH={adopted['adopted_path']}", *argv]
     done = singularity.execute(file.absolute(), argv, options=mounts, binds=dict.fromkeys(sources, False))
     try:

@@ -1,38 +1,115 @@
-"""The folder beside an adopted image: dray, and what dray needs and the image has not."""
+"""The folder of an adopted image: what the image has, how its file is known again, and packages that the image lacks.
+
+Two ways lead here. `dray image adopt` comes with the user's own Python. slurm/adopt.sh starts this file in the image,
+where neither pydantic nor any other package may be there yet. So it uses Python's own library alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
+import platform
 import re
-from collections.abc import Iterator, Mapping
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
-from dray import process
-from dray.contract.findings import DrayError, UnfitError
-from dray.images.sources import arrival, inputs, lock, pip, venv, wheels
+from dray import __version__, process
+from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.images.sources import arrival
+from dray.images.sources.platforms import PLATFORMS
 
+IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
+"""In the folder: the SIF, or a link to it; a link to the file that it was made from; what is known of both."""
+# dray runs on it; its trainer is written for these, and others are said.
+_PYTHON, _LIBC = (3, 11), (2, 28)
 # Of dray's own requirements, those that only hosts need.
 _HOSTS = {"docker", "spython"}
+_START = "import dray.cli, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler"
 
 
-def fill(folder: Path, found: Mapping[str, Any], *, checkout: Path, source: str) -> tuple[str, ...]:
-    """Put them there; the packages, with their versions."""
-    brought = _packages(folder, found, checkout, source)
-    build = checkout / "build"
-    with inputs.alone(build):
-        _unpack(wheels.own(checkout=checkout, folder=build / "wheels" / "dray"), folder)
-    return brought
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the image came from, and how its file is known again."""
+
+    name: str
+    source: str
+    """The path of a SIF, or what was fetched: docker://..."""
+    file: str
+    """What `stat` tells of that file: owner, inode, size and time."""
+    sha256: str
+    size: int
 
 
-def digest(folder: Path) -> str:
-    """Of everything in it."""
-    lines = (f"{digest}  {name}\n" for name, digest in arrival.sums(folder).items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def require(found: Mapping[str, Any], source: str) -> None:
+    """Refuse an image on which dray cannot run."""
+    kind, _, version = str(found["libc"]).partition(" ")
+    for holds, problem, wanted, has in (
+        (numbers(found["python"]) >= _PYTHON, "the image's Python is too old for dray", "Python 3.11 or newer",
+         found["python"]),
+        (kind == "glibc", "the image has no glibc, for which torch's wheels are made", "glibc 2.28 or newer",
+         found["libc"] or "another C library, such as musl"),
+        (numbers(version) >= _LIBC, "the image's glibc is too old", "glibc 2.28 or newer, as torch's wheels want it",
+         found["libc"]),
+        ("error" not in found["torch"], "the image has no torch that can be imported", "torch, which starts the ranks",
+         found["torch"].get("error")),
+    ):  # fmt: skip
+        if not holds:
+            fix = "take a newer image, or dray image build"
+            raise ConfigError(problem, where=source, wanted=wanted, found=has, fix=fix)
+
+
+def fill(folder: Path, found: Mapping[str, Any], origin: Origin, *, checkout: Path) -> tuple[str, ...]:
+    """Put all of it there but the image; the packages that were brought, with their versions."""
+    brought = _packages(folder, found, checkout, origin.source)
+    _register(folder, checkout)
+    described = {
+        "name": origin.name,
+        "variant": variant(found["torch"]),
+        "pythonpath": found["pythonpath"],
+        "source": origin.source,
+        "file": origin.file,
+        "python": ".".join(found["python"].split(".")[:2]),
+        "packages": {**found["packages"], **brought},
+    }
+    record = {
+        "variant": described["variant"],
+        "dray": __version__,
+        "base": origin.source,
+        "inputs": _digest(folder),
+        "epoch": 0,
+        "tools": versions(found),
+        "sif": {"sha256": origin.sha256, "size": origin.size},
+    }
+    for name, content in ((DESCRIBED, described), (f"{IMAGE}.json", record)):
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    return tuple(f"{name} {version}" for name, version in brought.items())
+
+
+def python_path(folder: Path, source: Path, theirs: str) -> str:
+    """PYTHONPATH in an adopted image: what it lacks, dray, and what it has there itself."""
+    return ":".join(filter(None, [str(folder), str(source), theirs]))
+
+
+def starts(code: int, last_lines: str, source: str) -> None:
+    """Refuse an image in which dray's planner and its runner have not started."""
+    if code:
+        raise UnfitError(
+            "dray does not start in the image", where=source, found=last_lines,
+            fix="the last line says what is missing or does not fit; take another image",
+        )  # fmt: skip
+
+
+def start_argv(python: str) -> list[str]:
+    """A command that starts them."""
+    return [python, "-B", "-c", _START]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -42,35 +119,90 @@ def numbers(version: str) -> tuple[int, ...]:
     return ()
 
 
-def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: str) -> tuple[str, ...]:
-    """By the hashes of venv.lock, for the image's own Python."""
-    pins = {pin.name: pin for pin in lock.read(venv.path(checkout))}
-    names = list(dict.fromkeys(_missing("dray", found["packages"], pins)))
-    if not names:
-        return ()
+def variant(torch: Mapping[str, str]) -> str:
+    """The variant of ours that the image takes the place of."""
+    if torch["hip"]:
+        return "rocm" if numbers(torch["hip"]) >= (7,) else "rocm6"
+    if torch["cuda"]:
+        return "cuda" if numbers(torch["cuda"]) >= (13,) else "cuda12"
+    return "cpu"
+
+
+def versions(found: Mapping[str, Any]) -> dict[str, str]:
+    """For people: the record's and what is printed."""
+    torch, packages = found["torch"], found["packages"]
+    named = {
+        "python": f"{found['python']}, {found['executable']}",
+        "libc": found["libc"],
+        "torch": torch["version"],
+        "CUDA": torch["cuda"],
+        "ROCm": torch["hip"],
+        "RCCL" if torch["hip"] else "NCCL": torch.get("nccl", ""),
+        **{name: packages.get(name, "") for name in ("transformers", "accelerate", "deepspeed", "datasets", "triton")},
+    }
+    return {name: version for name, version in named.items() if version}
+
+
+def _digest(folder: Path) -> str:
+    """Of all that is brought."""
+    lines = (f"{digest}  {name}\n" for name, digest in arrival.sums(folder).items() if name not in (IMAGE, SOURCE))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _register(folder: Path, checkout: Path) -> None:
+    """torchrun finds dray's rendezvous by an installed package's metadata; dray itself is the checkout's source."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = folder / f"dray-{__version__}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dray\nVersion: {__version__}\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (installed / "entry_points.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: str) -> dict[str, str]:
+    """By the hashes of venv.lock, for the image's own Python. What a package needs its wheel says, once it is here."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = _pins(checkout / "containers" / "venv.lock")
     python = ".".join(found["python"].split(".")[:2])
-    with TemporaryDirectory(dir=folder.parent, prefix=".wheels-") as scratch:
-        requirements, files = Path(scratch) / "requirements", Path(scratch) / "files"
-        requirements.write_text("".join(f"{pins[name]}\n" for name in names), encoding="utf-8")
-        files.mkdir()
-        try:
-            process.run(pip.download_argv(requirements=requirements, python=python, folder=files))
-        except DrayError as error:
-            raise UnfitError(
-                "the image lacks packages that dray needs, and pip cannot fetch them",
-                where=source,
-                wanted=f"wheels for Python {python}: {', '.join(f'{name} {pins[name].version}' for name in names)}",
-                found=error.finding.found,
-                fix="pip config list shows where pip looks; or take an image that has pydantic, rich, typer and PyYAML",
-            ) from error
-        for wheel in sorted(files.iterdir()):
-            _unpack(wheel, folder)
-    return tuple(f"{name} {pins[name].version}" for name in names)
+    files = folder.parent / "wheels" / f"beside-{python}"
+    has = dict(found["packages"])
+    brought: dict[str, str] = {}
+    asked: Iterable[str] = project["dependencies"]
+    while names := list(dict.fromkeys(_missing(asked, has, pins))):
+        for wheel in _fetched(names, pins, python, files, source):
+            with ZipFile(wheel) as archive:
+                archive.extractall(folder)
+        brought |= {name: pins[name].version for name in names}
+        has |= brought
+        asked = [
+            requirement
+            for installed in importlib.metadata.distributions(path=[str(folder)])
+            for requirement in installed.requires or ()
+        ]
+    return dict(sorted(brought.items()))
 
 
-def _missing(package: str, has: Mapping[str, str], pins: Mapping[str, lock.Pin]) -> Iterator[str]:
-    """What this package requires and the image has not, or not in that version, with all that those require."""
-    for requirement in importlib.metadata.requires(package) or ():
+@dataclass(frozen=True)
+class _Pin:
+    version: str
+    text: str
+    hashes: frozenset[str]
+
+
+def _pins(lock: Path) -> dict[str, _Pin]:
+    found = {}
+    for line in lock.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        if matched := re.match(r"([a-z0-9-]+)==(\S+) ", line):
+            hashes = frozenset(re.findall(r"sha256:([0-9a-f]{64})", line))
+            found[matched[1]] = _Pin(matched[2], " ".join(line.split()), hashes)
+    return found
+
+
+def _missing(asked: Iterable[str], has: Mapping[str, str], pins: Mapping[str, _Pin]) -> Iterator[str]:
+    """What of these requirements the image has not, or not in that version."""
+    for requirement in asked:
         wanted, _, marker = requirement.partition(";")
         matched = re.match(r"[A-Za-z0-9._-]+", wanted)
         if not matched or marker:  # extras, other systems, older Pythons
@@ -78,7 +210,6 @@ def _missing(package: str, has: Mapping[str, str], pins: Mapping[str, lock.Pin])
         name = re.sub(r"[-_.]+", "-", matched[0]).lower()
         if name not in _HOSTS and name in pins and not _fits(wanted[matched.end() :], has.get(name)):
             yield name
-            yield from _missing(name, has, pins)
 
 
 def _fits(wanted: str, version: str | None) -> bool:
@@ -91,6 +222,64 @@ def _fits(wanted: str, version: str | None) -> bool:
     return not oldest or numbers(version) >= numbers(oldest[1])
 
 
-def _unpack(wheel: Path, folder: Path) -> None:
-    with ZipFile(wheel) as archive:
-        archive.extractall(folder)
+def _fetched(names: Sequence[str], pins: Mapping[str, _Pin], python: str, files: Path, source: str) -> list[Path]:
+    """Their wheels, in a folder that keeps them for the next image with such a Python."""
+    files.mkdir(parents=True, exist_ok=True)
+    absent = [name for name in names if not _kept(pins[name], python, files)]
+    if absent:
+        requirements = files / f"requirements-{hashlib.sha256(' '.join(absent).encode()).hexdigest()[:8]}.txt"
+        requirements.write_text("".join(f"{pins[name].text}\n" for name in absent), encoding="utf-8")
+        try:
+            process.run(_download(requirements, python, files))
+        except DrayError as error:
+            raise UnfitError(
+                "the image lacks packages that dray needs, and pip cannot fetch them",
+                where=source,
+                wanted=f"wheels for Python {python}: {', '.join(f'{name} {pins[name].version}' for name in absent)}",
+                found=error.finding.found,
+                fix=f"where there is a network, such as a login node: slurm/dray image adopt {source}\n"
+                "or take an image that has pydantic, rich, typer and PyYAML",
+            ) from error
+        finally:
+            requirements.unlink(missing_ok=True)
+    wheels = [_kept(pins[name], python, files) for name in names]
+    return [wheel for wheel in wheels if wheel]
+
+
+def _kept(pin: _Pin, python: str, files: Path) -> Path | None:
+    """There, or among what dray's own images were built from."""
+    tags = (f"-cp{python.replace('.', '')}-", "-py3-none-any.")
+    for path in (*files.glob(f"*-{pin.version}-*.whl"), *files.parent.glob(f"*-{pin.version}-*.whl")):
+        if any(tag in path.name for tag in tags) and hashlib.sha256(path.read_bytes()).hexdigest() in pin.hashes:
+            return path
+    return None
+
+
+def _download(requirements: Path, python: str, files: Path) -> list[str]:
+    """The image's own pip, or the user's, which looks where it is told to; both run nothing of it."""
+    return [
+        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"),
+        *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--retries", "1", "--timeout", "10"),
+        *("--implementation", "cp", "--python-version", python),
+        *(word for name in PLATFORMS for word in ("--platform", f"{name}_{platform.machine()}")),
+        *("--requirement", str(requirements), "--dest", str(files)),
+    ]
+
+
+def main() -> None:
+    """In the image: CHECKOUT FOLDER NAME SOURCE FILE SHA256 SIZE, and on standard input what checks/adopted.py says."""
+    checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    name, source, file, sha256, size = sys.argv[3:]
+    try:
+        found = json.load(sys.stdin)
+        require(found, source)
+        origin = Origin(name=name, source=source, file=file, sha256=sha256, size=int(size))
+        brought = fill(folder, found, origin, checkout=checkout)
+        path = python_path(folder, checkout / "src", found["pythonpath"])
+        started = process.run(start_argv(sys.executable), env={"PYTHONPATH": path}, check=False)
+        starts(started.code, "\n".join(started.err.splitlines()[-3:]), source)
+    except DrayError as error:
+        print(f"dray: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    about = ", ".join(f"{name} {version}" for name, version in versions(found).items())
+    print(f"  {about}" + (f"\n  brought beside it: {', '.join(brought)}" if brought else ""), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -10,17 +11,20 @@ import sys
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from dray import engines
 from dray.config.checkout import root
 from dray.config.image import ACCELERATORS, ADOPTED
 from dray.contract.findings import ConfigError, UnfitError
+from dray.images import beside
 from dray.images.sif import record, verify
 from dray.images.sif.format import MAGIC
 
 _SIF = "sif"
-# In an image of ours below sys.prefix; for an adopted one in the folder beside it.
-_DESCRIBED = "image.json"
+# In an image of ours below sys.prefix; an adopted one is in a folder with it.
+_DESCRIBED = beside.DESCRIBED
+_NOBODY = "owner 65534, "
 
 
 def docker_tag(variant: str) -> str:
@@ -66,6 +70,53 @@ def sif(checkout: Path, variant: str) -> Path:
     return checkout / "build" / f"dray-{variant}.sif"
 
 
+def adopted(checkout: Path, name: str) -> Path:
+    """The adopted image of this name, or the one that was made of the file of this whole path."""
+    build = checkout / "build"
+    if name.startswith("/"):
+        for link in sorted(build.glob(f"dray-*/{beside.SOURCE}")):
+            if os.readlink(link) == name:  # noqa: PTH115  the link's own text
+                return link.with_name(beside.IMAGE)
+    return build / f"dray-{name.strip('/').replace('/', '-')}" / beside.IMAGE
+
+
+def adopted_names(checkout: Path) -> list[str]:
+    """Of all that are there."""
+    return sorted(file.parent.name.removeprefix("dray-") for file in (checkout / "build").glob(f"dray-*/{_DESCRIBED}"))
+
+
+def stat(file: Path) -> str:
+    """How a file is known again, as `stat --format` writes it in slurm/adopt.sh."""
+    seen = file.stat()
+    seconds, rest = divmod(seen.st_mtime_ns, 10**9)
+    return f"owner {seen.st_uid}, inode {seen.st_ino}, {seen.st_size} bytes, changed {seconds}.{rest:09}"
+
+
+def require_unchanged(image: Path) -> None:
+    """An adopted image's file must be the one that was looked at."""
+    described = _described(image)
+    if not described:
+        return
+    source = image.with_name(beside.SOURCE)
+    file = source if source.is_symlink() else image
+    named = os.readlink(source) if source.is_symlink() else described["source"]  # noqa: PTH115
+    wanted = described["file"]
+    try:
+        found = stat(file)
+    except OSError as error:
+        found = error.strerror or str(error)
+    if found.startswith(_NOBODY):  # in a container that was started without root's help other users have no number
+        found, wanted = (text.partition(", ")[2] for text in (found, wanted))
+    if found != wanted:
+        raise ConfigError(
+            "the image was changed since it was adopted",
+            where=named,
+            wanted=wanted,
+            found=found,
+            fix=f"dray image adopt {shlex.quote(named)} --name {described['name']} --force, to look at it anew",
+        )
+
+
 def layer(checkout: Path, variant: str, name: str) -> Path:
     """The file that `dray image layer` makes, by the layer's name; or the SIF that was named."""
     return Path(name) if name.endswith(".sif") else checkout / "build" / f"dray-{variant}-{name}.sif"
@@ -73,8 +124,10 @@ def layer(checkout: Path, variant: str, name: str) -> Path:
 
 def named(checkout: Path, image: str) -> Path:
     """The file that a user names: by its path, as a variant, or as an adopted image."""
-    own = sif(checkout, image) if re.fullmatch(ADOPTED, image) else Path(image)
-    return own if image in ACCELERATORS or (not Path(image).exists() and own.exists()) else Path(image)
+    if image in ACCELERATORS:
+        return sif(checkout, image)
+    theirs = adopted(checkout, image) if re.fullmatch(ADOPTED, image) else Path(image)
+    return theirs if not Path(image).exists() and theirs.exists() else Path(image)
 
 
 def failed(checkout: Path, variant: str) -> Path:
@@ -84,7 +137,8 @@ def failed(checkout: Path, variant: str) -> Path:
 
 def job_file(checkout: Path, variant: str, engine: str = "apptainer") -> Path:
     """What a job starts: DRAY_IMAGE, else the variant's own. Not all engines have it in a file, or as a SIF."""
-    named, file = os.environ.get("DRAY_IMAGE"), sif(checkout, variant)
+    named = os.environ.get("DRAY_IMAGE")
+    file = sif(checkout, variant) if variant in ACCELERATORS else adopted(checkout, variant)
     if engines.get(engine).image == "store":
         return Path(named or engines.get(engine).store_prefix + docker_tag(variant))
     return Path(named or (file if _SIF in _formats(engine) else file.with_suffix(".sqsh"))).absolute()
@@ -99,6 +153,21 @@ def absent(image: Path, variant: str, engine: str) -> str:
     return f"make image-{variant}" if _SIF in _formats(engine) else "make one of dray's image (docs/engines.md)"
 
 
+def _not_adopted(checkout: Path, name: str) -> ConfigError:
+    names = adopted_names(checkout)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        fix = f"adopted={near[0]}"
+    else:
+        fix = f"dray image adopt {shlex.quote(name)}" if "/" in name else f"dray image adopt SOURCE --name {name}"
+    return ConfigError(
+        f"there is no adopted image {name}" if "/" not in name else "the image is not adopted yet",
+        where=checkout / "build" if "/" not in name else name,
+        wanted=f"one of {', '.join(names)}" if names else "",
+        fix=fix,
+    )
+
+
 def _head(file: Path) -> bytes:
     with file.open("rb") as stream:
         return stream.read(64)
@@ -108,30 +177,45 @@ def _formats(engine: str) -> tuple[str, ...]:
     return engines.get(engine).formats
 
 
-def beside(image: Path) -> dict[str, str]:
-    """What a plan must know of an adopted image: the folder with dray beside it, and PYTHONPATH; nothing of others."""
-    folder = image.absolute().with_suffix("")
+def described(image: Path) -> dict[str, str]:
+    """What a plan must know of an adopted image: its folder, where it came from, and PYTHONPATH; nothing of others."""
+    found = _described(image)
+    if not found:
+        return {}
+    folder, source = image.absolute().parent, root() / "src"
+    return {
+        "adopted": str(folder),
+        "adopted_from": found["source"],
+        "adopted_source": str(source),
+        "adopted_path": beside.python_path(folder, source, found["pythonpath"]),
+        "image_variant": found["variant"],
+    }
+
+
+def packages(image: Path) -> dict[str, str]:
+    """What an adopted image has, with versions."""
+    return dict(_described(image).get("packages", {}))
+
+
+def _described(image: Path) -> dict[str, Any]:
     try:
-        theirs = json.loads((folder / _DESCRIBED).read_text(encoding="utf-8"))["pythonpath"]
+        found: dict[str, Any] = json.loads(image.absolute().with_name(_DESCRIBED).read_text(encoding="utf-8"))
+        found["source"], found["file"], found["pythonpath"], found["variant"], found["name"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return {"adopted": str(folder), "adopted_path": ":".join(filter(None, [str(folder), theirs]))}
+    return found
 
 
-def within() -> dict[str, str]:
-    """What a planner in an image knows of it: its variant; of an adopted one the rest, which the job has set."""
-    folder = Path(__file__).resolve().parents[2]
-    adopted = beside(folder.with_name(f"{folder.name}.sif")) if (folder / _DESCRIBED).is_file() else {}
-    return {"image_variant": variant(), **adopted}
+def within(image: Path) -> dict[str, str]:
+    """What a planner in an image knows of it: its variant; of an adopted one the rest."""
+    return described(image) or {"image_variant": variant()}
 
 
 def variant(image: Path | None = None) -> str:
     """Of the image that this program runs in, or of that file; empty where it is none, or has no record."""
     if image is None:
-        beside_image = Path(__file__).resolve().parents[2] / _DESCRIBED
-        own = beside_image if beside_image.is_file() else Path(sys.prefix) / _DESCRIBED
         try:
-            found = json.loads(own.read_text(encoding="utf-8"))
+            found = json.loads((Path(sys.prefix) / _DESCRIBED).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return ""  # what is damaged, the image's own checks say
         return str(found.get("variant", ""))
@@ -142,6 +226,9 @@ def variant(image: Path | None = None) -> str:
 def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
     """The same, and before anything is queued it must be there, and be the one that the recipe and the engine want."""
     file, formats = job_file(checkout, variant, engine), _formats(engine)
+    if variant not in ACCELERATORS and not file.exists():
+        raise _not_adopted(checkout, variant)
+    require_unchanged(file)
     if fix := absent(file, variant, engine):
         fix += ", or set DRAY_IMAGE to an image that dray has built"
         raise ConfigError("the image does not exist", wanted=f"{file} (the recipe's image is {variant})", fix=fix)

@@ -56,8 +56,9 @@ def resolve(
 def _wanted(recipe: Recipe, site: Site, facts: Facts, run_folder: PurePosixPath) -> Iterator[Bind]:
     yield Bind(path=str(run_folder), write=True, source="dray", why="the run folder: plans, logs, metrics, checkpoints")
     if facts.adopted:
-        why = "dray and what else the adopted image lacks"
+        why = "packages that the adopted image lacks"
         yield Bind(path=facts.adopted, write=False, source="dray image adopt", why=why)
+        yield Bind(path=facts.adopted_source, write=False, source="dray image adopt", why="dray, which it lacks")
     if recipe.command:
         yield Bind(path=recipe.command.folder, write=True, source="recipe command.folder", why="where the command runs")
     for key, named in recipe.places().items():

@@ -79,7 +79,7 @@ def _ours(recipe: Recipe, site: Site, facts: Facts, run_folder: str, scratch: st
     yield ours("TRITON_CACHE_AUTOTUNING", "1", "tuning is kept with the compiled kernels for the next attempt")
     yield ours("TRITON_HOME", scratch, "Triton's other folders, which are in the home by default")
     if facts.adopted_path:
-        yield ours("PYTHONPATH", facts.adopted_path, "dray is beside the adopted image, not in it")
+        yield ours("PYTHONPATH", facts.adopted_path, "dray is not in the adopted image")
     if recipe.command:
         yield ours("DRAY_RUN", run_folder, "the run's folder, for what the command writes; all attempts share it")
     for cache in caches.chosen(facts, run_folder=PurePosixPath(run_folder), scratch=scratch):

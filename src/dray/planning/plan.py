@@ -88,6 +88,7 @@ def plan(
         engine=facts.engine,
         image=facts.image,
         image_sha256=facts.image_sha256,
+        image_file=facts.image_file,
         layer=files.layer,
         signers=signers,
         stage=copies.folder,

@@ -16,7 +16,7 @@ def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
     variant = image.variant(recipe, site, facts).value
     engine = engines.get(facts.engine)
     starts_sif = engine.image == "file" and "sif" in engine.formats  # else the plan refuses an adopted image
-    if starts_sif and not facts.image_given and recipe.adopted != image.adopted(facts):
+    if starts_sif and not facts.image_given and not image.is_adopted(recipe, facts):
         return f"image={recipe.adopted or variant}"
     if facts.image_variant not in ("", variant) and not facts.image_given:
         return f"image={variant}"

@@ -109,15 +109,15 @@ def _variant(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterat
             found=f"adopted={recipe.adopted}",
             fix="sbatch, dray submit, or leave it out: adopted=",
         )
-    elif recipe.adopted and facts.image and recipe.adopted != image.adopted(facts):
+    elif recipe.adopted and facts.image and not image.is_adopted(recipe, facts):
         yield _refusal(
             "the image is not the adopted one that the recipe names",
             where=facts.image,
             wanted=f"adopted={recipe.adopted}",
             found=f"adopted={image.adopted(facts)}"
             if facts.adopted
-            else "no folder with dray beside it: it was not adopted, or is not there",
-            fix=f"unset DRAY_IMAGE; dray image adopt SOURCE --name {recipe.adopted}",
+            else "an image that was not adopted, or is not there",
+            fix="unset DRAY_IMAGE" if facts.image_given else image.adopt_line(recipe.adopted),
         )
     if facts.image_variant not in ("", recipe.image):
         yield _refusal(

@@ -57,6 +57,8 @@ class Plan(BaseModel):
     """The image's file or reference; for bare, the Python that has the training stack."""
     image_sha256: str
     """SHA-256 of the image's file, as its record has it; empty where nothing is known."""
+    image_file: str = ""
+    """Owner, inode, size and time of an adopted image's file, which must be the same on each node."""
     layer: Layer | None = None
     """The user's own packages, bound beside the image."""
     signers: tuple[str, ...]

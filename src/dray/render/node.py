@@ -184,6 +184,8 @@ def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
     yield f"cd {_quoted(plan.folder)} || exit {exit_codes.UNFIT}"
     if engine.image == "file":
         yield _call("need", plan.image, "the image")
+    if plan.image_file:
+        yield _same(plan)
     if plan.layer:
         yield _call("need", plan.layer.file, "the layer")
     for bind in plan.binds:
@@ -232,6 +234,18 @@ def _call(function: str, path: str, wanted: str) -> str:
         "last_lines": [],
     }
     return shlex.join([f"node::{function}", path, wanted, json.dumps(record)[1:-1]])
+
+
+def _same(plan: Plan) -> str:
+    why = f"{plan.image} is another file than the one that was adopted\n  wanted: {plan.image_file}"
+    record: dict[str, object] = {
+        "rank": None,
+        "code": exit_codes.UNFIT,
+        "why": why,
+        "log": None,
+        "last_lines": [],
+    }
+    return shlex.join(["node::same", plan.image, plan.image_file, json.dumps(record)[1:-1]])
 
 
 def _identify(plan: Plan, argv: list[str]) -> Iterator[str]:

@@ -39,7 +39,7 @@ def facts(recipe: Recipe, *, engine: Engine, image: str, nodes: int | None, gpus
         gpus_per_node=gpus_per_node,
         engine=engine,
         image=image,
-        **store.beside(Path(image)),
+        **store.described(Path(image)),
         site=site,
         home=os.environ.get("HOME", ""),
         hf_home=hf_home(),

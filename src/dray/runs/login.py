@@ -75,7 +75,7 @@ def facts(
     found = {
         "image": str(file),
         "image_variant": store.variant(file),
-        **store.beside(file),
+        **store.described(file),
         "gpus_per_node": gpus or (0 if variant == "cpu" else ranks or choice.site.gpus_per_node),
         "engine": engine,
         "account": given[-1] if given else os.environ.get("SBATCH_ACCOUNT", ""),

@@ -19,12 +19,7 @@ from dray.config.image import Image
 from dray.containers import progress
 from dray.contract.findings import DrayError, UnfitError
 from dray.images.sources.lock import SOURCE_ONLY, Pin
-
-# pip takes each platform at its word: manylinux_2_28 alone refuses a wheel for an older glibc.
-PLATFORMS = (
-    *(f"manylinux_2_{glibc}" for glibc in range(28, 4, -1)),
-    *("manylinux2014", "manylinux2010", "manylinux1", "linux"),
-)
+from dray.images.sources.platforms import PLATFORMS
 
 _WITH_HASHES = (26, 1)
 _NOT_FOUND = "No matching distribution"

@@ -16,6 +16,7 @@ from dray.config.image import Image
 from dray.contract.findings import ConfigError
 from dray.images.sources import lock, pip, venv
 from dray.images.sources.lock import Pin
+from dray.images.sources.platforms import PLATFORMS
 
 # The first moment that a wheel, being a zip file, can hold. Not a lock's date: all variants share dray's wheel.
 _EPOCH = "315532800"
@@ -117,7 +118,7 @@ def _fits(path: Path, python: str) -> bool:
     stable = abi == ["abi3"] and any(int(name[3:]) <= int(digits[1:]) for name in interpreters if name[:3] == "cp3")
     ours = stable or bool({f"cp{digits}", f"py{digits}", "py3"} & set(interpreters))
     machine = f"_{platform.machine()}"
-    return ours and any(system == "any" or system.removesuffix(machine) in pip.PLATFORMS for system in systems)
+    return ours and any(system == "any" or system.removesuffix(machine) in PLATFORMS for system in systems)
 
 
 def _digest(path: Path) -> str:

@@ -1,0 +1,162 @@
+"""slurm/adopt.sh: an image that somebody else made, adopted by the job itself; this Python stands in for the image's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dray.images import store
+from jobs import Job
+
+TORCH = {
+    "__init__.py": "class version: cuda = hip = None\n__version__ = '2.9.0'\n",
+    "distributed/__init__.py": "PrefixStore = TCPStore = Store = object\n",
+    "distributed/elastic/rendezvous/api.py": "def __getattr__(name): return object\n",
+}
+LAYER = "build/dray-cpu-extra.sif"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path)
+    for image in job.home.glob("build/dray-*.sif"):
+        image.unlink()
+    # Importing the real one takes seconds.
+    torch = tmp_path / "site" / "torch"
+    for name, content in TORCH.items():
+        (torch / name).parent.mkdir(parents=True, exist_ok=True)
+        (torch / name).write_text(content)
+    job.env["PYTHONPATH"] = str(tmp_path / "site")
+    return job
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A SIF of somebody's, and no other image is here."""
+    folder = tmp_path / "their images"
+    folder.mkdir()
+    file = folder / "Torch 2.9, ours.sif"
+    file.write_bytes(b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0")
+    file.chmod(0o644)
+    return file
+
+
+def image_of(ended: subprocess.CompletedProcess[str]) -> Path:
+    assert ended.returncode == 0, ended.stderr
+    return Path(ended.stdout.split("image ")[1].partition("\n")[0])
+
+
+def test_a_sif_is_adopted_on_the_way_and_once(job: Job, theirs: Path) -> None:
+    before = theirs.stat()
+    ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
+    image = image_of(ended)
+    folder = job.home / "build" / "dray-torch-2-9-ours"
+    assert image == folder / "image.sif"
+    assert (os.readlink(folder / "source"), os.readlink(image)) == (str(theirs), "source")
+    assert theirs.stat().st_nlink == before.st_nlink == 1
+    described = json.loads((folder / "image.json").read_text())
+    assert (described["source"], described["variant"]) == (str(theirs), "cpu")
+    assert described["file"] == store.stat(theirs)
+    assert sorted(path.name for path in job.home.glob("build/*") if path.suffix != ".d") == [folder.name]
+    (plan,) = (json.loads(path.read_text()) for path in job.runs.glob("*/attempt-1/plan.json"))
+    assert plan["image_file"] == store.stat(theirs)
+    env = {one["name"]: one["value"] for one in plan["env"]}
+    assert env["PYTHONPATH"] == f"{folder}:{job.home}/src:{job.env['PYTHONPATH']}"
+    assert {str(folder), f"{job.home}/src"} <= {one["path"] for one in plan["binds"]}
+    assert "read in 0 s: sha256:" in ended.stderr
+    again = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
+    assert image_of(again) == image
+    assert "adopt" not in again.stderr
+    assert image_of(job.plan("adopted=torch-2-9-ours", "--", "python3", "-c", "1")) == image
+
+
+@pytest.mark.parametrize("where", ["the command line", "the recipe"])
+def test_a_path_is_the_submitter_s(job: Job, theirs: Path, where: str) -> None:
+    if where == "the recipe":
+        (theirs.parent / "mine.toml").write_text(f'adopted = "{theirs}"\nname = "x"\n[command]\nargv = ["true"]\n')
+        words = [str(theirs.parent / "mine.toml")]
+    else:
+        words = [f"adopted={theirs.name}", "--", "python3", "-c", "1"]
+    assert image_of(job.plan(*words, SLURM_SUBMIT_DIR=str(theirs.parent))).parent.name == "dray-torch-2-9-ours"
+
+
+def test_a_file_that_was_changed_is_refused(job: Job, theirs: Path) -> None:
+    image = image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1"))
+    was = store.stat(theirs)
+    theirs.write_bytes(theirs.read_bytes() + b"more")
+    for word in (str(theirs), "torch-2-9-ours"):
+        refused = job.plan(f"adopted={word}", "--", "python3", "-c", "1")
+        assert refused.returncode == 78
+        lines = refused.stderr.splitlines()
+        assert lines[0] == "dray: the image was changed since it was adopted"
+        assert lines[1].startswith(f"  where:  {theirs} on node ")
+        assert lines[2:4] == [f"  wanted: {was}", f"  found:  {store.stat(theirs)}"]
+        assert lines[4].startswith("  fix:    ")
+    fix = lines[4].removeprefix("  fix:    ").partition(", to look at it anew")[0]
+    done = subprocess.run(["bash", "-c", fix], env=job.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")) == image
+
+
+def test_a_file_that_others_may_write_is_copied(job: Job, theirs: Path) -> None:
+    theirs.chmod(0o664)
+    ended = job.plan(f"adopted={theirs}", "--", "python3", "-c", "1")
+    image = image_of(ended)
+    assert "it is copied, since others may write it: its mode is 664" in ended.stderr
+    assert image.is_file()
+    assert not image.is_symlink()
+    assert image.read_bytes() == theirs.read_bytes()
+
+
+def test_a_checkout_that_cannot_be_written(job: Job, theirs: Path) -> None:
+    """The folder is beside the runs then."""
+    build = job.home / "build"
+    for path in sorted(build.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    build.rmdir()
+    build.write_text("a file, since root may write into any folder")
+    image = image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1"))
+    assert image == job.runs / ".adopted" / "dray-torch-2-9-ours" / "image.sif"
+
+
+def test_jobs_that_adopt_the_same_at_once(job: Job, theirs: Path) -> None:
+    words = job.argv(f"adopted={theirs}", "--", "python3", "-c", "1")
+    jobs = [
+        subprocess.Popen(words, env=job.env, cwd=job.home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    ended = [one.communicate(timeout=120) for one in jobs]
+    assert [one.returncode for one in jobs] == [0, 0, 0], ended
+    assert [path.name for path in (job.home / "build").iterdir() if path.suffix != ".d"] == ["dray-torch-2-9-ours"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "fix"),
+    [
+        (("adopted=thers",), "there is no adopted image thers", "slurm/dray image adopt FILE.sif --name thers"),
+        (("adopted=/none.sif",), "the image does not exist, or cannot be read", "correct the path: "),
+        (("adopted=/etc/hostname",), "the image is no SIF", "of an archive or a folder of OCI make one first: "),
+    ],
+)
+def test_what_cannot_be_adopted(job: Job, theirs: Path, words: tuple[str, ...], problem: str, fix: str) -> None:
+    image_of(job.plan(f"adopted={theirs}", "--", "python3", "-c", "1"))
+    refused = job.plan(*words, "--", "python3", "-c", "1")
+    assert refused.returncode == 78
+    assert refused.stderr.startswith(f"dray: {problem}\n"), refused.stderr
+    assert f"  fix:    {fix}" in refused.stderr
+    if words == ("adopted=thers",):
+        assert "or one of: torch-2-9-ours\n" in refused.stderr
+
+
+@pytest.mark.parametrize("words", [("image=cuda",), ("image=cpuu",), ("image=cpu",), ()])
+def test_a_layer_is_never_taken_for_an_image(job: Job, words: tuple[str, ...]) -> None:
+    (job.home / LAYER).write_text("a layer")
+    refused = job.plan(*words, "--", "python3", "-c", "1")
+    assert refused.returncode == 78
+    variant = "cuda" if words == ("image=cuda",) else "cpu"
+    assert refused.stderr.startswith("dray: the image does not exist\n"), refused.stderr
+    assert f"wanted: {job.home}/build/dray-{variant}.sif (the recipe's image is {variant})\n" in refused.stderr
