@@ -162,10 +162,21 @@ lib::follow() { # FILE ...: their lines, until srun has ended
   exec tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
 }
 
+lib::kept() { # refuses a folder of runs in which everybody may rename what is there
+  local mode
+  mode="$(stat --format=%a -- "$runs")"
+  ((!(8#$mode & 8#2) || 8#$mode & 8#1000)) || lib::die 78 \
+    "everybody may rename the folders of these runs, and put others in their place" "where:  $runs" \
+    "wanted: a folder that not everybody may write, or one with the sticky bit" "found:  mode $mode" \
+    "fix:    chmod o-w $(printf '%q' "$runs"); where it is not yours: mkdir -m 700 $(printf '%q' "$runs")/\$USER && export DRAY_RUNS=$(printf '%q' "$runs")/\$USER"
+}
+
 lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
+  [[ -O . && -O .. ]] || lib::die 78 "the run folder belongs to another user, who decides what is in it" "where:  $attempt" \
+    "wanted: a folder of user $EUID" "fix:    set DRAY_RUNS to a folder that only you may write"
   lib::uptime
   local -r planned_at="$now"
   local staged=""
@@ -180,7 +191,7 @@ lib::start() { # one task on each node; rank 0's lines are this job's output
   lib::asked
   set -m
   DRAY_STAGED="$staged" srun --overlap --disable-status --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" ./node.sh </dev/null 2>logs/srun.log &
+    --cpu-bind=none --output=logs/node-%n.log --open-mode=append "${options[@]}" bash -c "$stage__own" ./node.sh </dev/null 2>logs/srun.log &
   nodes_pid=$!
   set +m
   [[ -z "$stopped_by" ]] || kill -INT "$nodes_pid" 2>/dev/null || true # heard before there was srun
@@ -266,8 +277,9 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   runs="$(realpath -m -- "$runs")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
-  mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
+  (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+  lib::kept
   local -a lost=()
   local -r here="$PWD"
   local failed=-1 code

@@ -4,6 +4,10 @@
 # It uses what lib::main has set: image, stopped_by; it stands in the attempt's folder.
 # shellcheck disable=SC2154,SC2034
 
+# Each task starts node.sh or stage.sh by this: whoever may write the folder of the runs can have put a run of his in the place of this
+# one, on the way of its name. What stands in a folder of this user's, no other user can change.
+# shellcheck disable=SC2016 # the tasks expand it
+readonly stage__own='[[ -O . && -O .. && -O "$0" ]] && exec "$0"; echo "dray: $PWD belongs to another user: $HOSTNAME" >&2; exit 78'
 readonly stage__answer_s=120 stage__sbcast_s=900 stage__end_s=30
 
 stage::nodes() { # by sbcast, where the plan says so and every node is free to take the image; sets `staged` if all have it
@@ -19,7 +23,7 @@ stage::nodes() { # by sbcast, where the plan says so and every node is free to t
   fi
   # srun hands each line to all tasks. --wait=0: those that end first do not end the others.
   srun --overlap --export=ALL --wait=0 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --cpu-bind=none ./stage.sh <"$pipes/to" >"$pipes/from" 2>logs/stage.log &
+    --cpu-bind=none bash -c "$stage__own" ./stage.sh <"$pipes/to" >"$pipes/from" 2>logs/stage.log &
   step=$!
   exec {to}>"$pipes/to" {from}<"$pipes/from"
   rm --recursive --force -- "$pipes"
