@@ -13,11 +13,21 @@ source "$DRAY_HOME/slurm/stage.sh"
 source "$DRAY_HOME/slurm/end.sh"
 
 readonly -a lib__signals=(HUP INT TERM USR1 USR2)
-# What each task starts with: a node that does not see the run's folder cannot read a script in it, nor write into its log.
-# The exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that fails.
+# What each task starts with: ATTEMPT SCRIPT. A node that does not see the run's folder cannot read a script in it, nor write into
+# its log: the exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that
+# fails. And whoever may write the folder of the runs can have put a run of his in the place of this one, on the way of its name;
+# what stands in a folder of this user's, no other user can change.
 readonly lib__blind=96
 # shellcheck disable=SC2016 # the tasks expand it
-readonly lib__task='cd -- "$0" 2>/dev/null && [[ -x "$1" ]] && exec "$1"; trap "exit '$lib__blind'" TERM; sleep 1; exit '$lib__blind
+readonly lib__task='
+  if cd -- "$0" 2>/dev/null && [[ -x "$1" ]]; then
+    [[ -O . && -O .. && -O "$1" ]] && exec "$1"
+    echo "dray: $PWD belongs to another user: $HOSTNAME" >&2
+    exit 78
+  fi
+  trap "exit '$lib__blind'" TERM
+  sleep 1
+  exit '$lib__blind
 
 lib::die() { # CODE LINE...
   local -r code="$1"
@@ -208,10 +218,21 @@ lib::follow() { # FILE ...: their lines, until srun has ended
   exec tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
 }
 
+lib::kept() { # refuses a folder of runs in which everybody may rename what is there
+  local mode
+  mode="$(stat --format=%a -- "$runs")"
+  ((!(8#$mode & 8#2) || 8#$mode & 8#1000)) || lib::die 78 \
+    "everybody may rename the folders of these runs, and put others in their place" "where:  $runs" \
+    "wanted: a folder that not everybody may write, or one with the sticky bit" "found:  mode $mode" \
+    "fix:    chmod o-w $(printf '%q' "$runs"); where it is not yours: mkdir -m 700 $(printf '%q' "$runs")/\$USER && export DRAY_RUNS=$(printf '%q' "$runs")/\$USER"
+}
+
 lib::start() { # one task on each node; rank 0's lines are this job's output
   local code=0 tail_pid watch_pid=""
   # Relative paths, since srun would read a % in the run's own as a pattern.
   cd -- "$attempt" || return
+  [[ -O . && -O .. ]] || lib::die 78 "the run folder belongs to another user, who decides what is in it" "where:  $attempt" \
+    "wanted: a folder of user $EUID" "fix:    set DRAY_RUNS to a folder that only you may write"
   lib::uptime
   local -r planned_at="$now"
   local staged=""
@@ -315,8 +336,9 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   image="$(plan::guess "$@")"
   # What the engine hands in by these, no plan would show.
   unset "${!APPTAINERENV_@}" "${!SINGULARITYENV_@}" {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
-  mkdir -p -- "$runs" 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
+  (umask o-w && mkdir -p -- "$runs") 2>/dev/null || [[ -d "$runs" ]] || lib::die 78 "the folder for runs cannot be made" \
     "where:  $runs on node $(</proc/sys/kernel/hostname)" "fix:    set DRAY_RUNS to a folder that you may write and that all nodes share"
+  lib::kept
   local -a lost=()
   local -r here="$PWD"
   local failed=-1 code

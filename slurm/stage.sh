@@ -19,7 +19,7 @@ stage::nodes() { # by sbcast, where the plan says so and every node is free to t
   fi
   # srun hands each line to all tasks. --wait=0: those that end first do not end the others.
   srun --overlap --export=ALL --wait=0 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --cpu-bind=none ./stage.sh <"$pipes/to" >"$pipes/from" 2>logs/stage.log &
+    --cpu-bind=none bash -c "$lib__task" "$attempt" ./stage.sh <"$pipes/to" >"$pipes/from" 2>logs/stage.log &
   step=$!
   exec {to}>"$pipes/to" {from}<"$pipes/from"
   rm --recursive --force -- "$pipes"

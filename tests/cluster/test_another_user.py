@@ -155,6 +155,55 @@ def test_code_in_planted_checkpoints_is_not_run(sbatch, cluster, sif: Path, othe
     assert not (cluster.shared / "home" / "pwned").exists()
 
 
+# Puts a folder of this user's in the place of the first run that begins.
+RENAME = """
+import os, sys, time
+runs, fake = sys.argv[1], "#!/bin/sh\\ntouch /shared/home/pwned\\n"
+open(f"{runs}/ready", "w").close()
+ended, done = time.monotonic() + 60, 0
+while time.monotonic() < ended and not done:
+    for run in os.scandir(runs):
+        if run.is_dir():
+            time.sleep(float(sys.argv[2]))
+            made = f"{runs}/.theirs/attempt-1"
+            os.makedirs(f"{made}/logs")
+            os.mkdir(f"{made}/failures")
+            for name in ("node.sh", "stage.sh"):
+                with open(f"{made}/{name}", "w") as script:
+                    script.write(fake)
+                os.chmod(f"{made}/{name}", 0o755)
+            os.chmod(f"{runs}/.theirs", 0o777)
+            os.rename(run.path, f"{runs}/.mine")
+            os.rename(f"{runs}/.theirs", run.path)
+            done = 1
+print(done)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.04, 0.15, 0.5])
+def test_a_run_that_is_renamed_while_it_begins(
+    sbatch, cluster, sif: Path, root: Path, folder: Path, other, delay: float
+) -> None:
+    """In a project's folder, which a group may write."""
+    pwned, runs = cluster.shared / "home" / "pwned", "/shared/home/my work/project"
+    made = f"mkdir -m 2775 '{runs}' && chgrp 65534 '{runs}' && chmod g+s '{runs}'"
+    assert cluster.exec(["sh", "-c", made], user="root").code == 0
+    assert cluster.exec(["chown", "dray", runs], user="root").code == 0
+    (folder / "job.py").write_text("print('trained')\n")
+    words = ("apptainer", "exec", "--bind=/shared", str(sif), "python3", "-c", RENAME, runs, str(delay))
+    renamed: list[Any] = []
+    attack = threading.Thread(target=lambda: renamed.append(other(*words)))
+    attack.start()
+    waited(folder / "project" / "ready", attack)
+    command = (f"{root}/slurm/multinode.sh", QUICK, "ranks_per_node=1", "--", "job.py")
+    ended = sbatch(*command, workdir="/shared/home/my work", env={"DRAY_RUNS": runs})
+    attack.join()
+    assert renamed[0].out == "1\n", renamed[0].err
+    assert not pwned.exists()
+    assert ended.code != 0
+    assert "another user" in ended.output
+
+
 # A run whose recipe and model bring code of its owner's. The checkout around it is theirs too.
 RUN = """
 import json, os, sys

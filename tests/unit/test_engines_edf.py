@@ -229,9 +229,9 @@ class TestTheJob:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "done: exit code 0, 1 rank on n1\n" in ended.stdout
         calls = [json.loads(line) for line in job.seen.read_text().splitlines()]
-        assert [call["command"][:4] for call in calls] == [
-            ["python3", "-m", "dray", "plan"], ["./node.sh"], ["python3", "-m", "dray", "finish"],
-        ]  # fmt: skip
+        first, second, last = (call["command"] for call in calls)
+        assert (first[:4], last[:4]) == (["python3", "-m", "dray", "plan"], ["python3", "-m", "dray", "finish"])
+        assert [*second[:2], second[3]] == ["bash", "-c", "./node.sh"]
         image, where = f"{job.home}/build/dray-cpu.sqsh", f"{job.home}/work"
         folders = [str(job.home), f"{tmp_path}/mine.toml", str(job.runs)]
         assert calls[0]["edf"] == {

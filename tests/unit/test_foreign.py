@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -20,11 +22,14 @@ from dray.containers import builder, sandbox
 from dray.contract.findings import ConfigError
 from dray.facts import Facts
 from dray.planning.plan import plan
+from dray.runner import __main__ as runner
+from dray.runner import rendezvous, stage
 from dray.runs import desk
 from dray.runs.paths import RunPaths, make_run_folder, of_job
 from dray.runs.write import read_recipe, write
-from dray.train import manifest
+from dray.train import config, manifest
 from helpers import PYTHON, ROOT
+from jobs import Job
 
 pytestmark = pytest.mark.hostile("runs and checkouts of others")
 
@@ -97,16 +102,96 @@ class TestFolders:
         mine.symlink_to(tmp_path / "elsewhere")
         make_run_folder(tmp_path / "elsewhere")
         os.chown(mine, NOBODY, NOBODY, follow_symlinks=False)
-        for name in (theirs.name, mine.name):
-            with pytest.raises(ConfigError, match="the run folder belongs to another user"):
+        for name, what in ((theirs.name, "a folder"), (mine.name, "a link")):
+            with pytest.raises(ConfigError, match="the run folder belongs to another user") as refused:
                 write(read_recipe(SMOKE), FACTS, runs=tmp_path, run=name)
+            assert refused.value.details["wanted"] == f"a folder of user {os.geteuid()}"
+            assert refused.value.details["found"] == f"{what} of user {NOBODY}"
         assert not list(theirs.iterdir())
         assert of_job(tmp_path, "smoke-cpu", 17) == []
+
+    @pytest.mark.parametrize("mode", [0o777, 0o755, 0o2777])
+    def test_a_folder_that_was_there_is_as_any_other(self, tmp_path: Path, mode: int) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine").chmod(mode)
+        make_run_folder(tmp_path / "mine", new=False)
+        assert modes(tmp_path / "mine")["."] == ("drwx--S---" if mode & stat.S_ISGID else "drwx------")
+
+    @pytest.mark.parametrize(("mode", "kept"), [(0o777, False), (0o2777, False), (0o1777, True), (0o2775, True)])
+    def test_where_everybody_may_rename_a_run(self, tmp_path: Path, mode: int, *, kept: bool) -> None:
+        """In Python, and in a job before it starts anything of it."""
+        job = Job(tmp_path)
+        runs = tmp_path / "my runs"
+        runs.mkdir()
+        runs.chmod(mode)
+        planned = job.plan("recipes/smoke-cpu.toml", DRAY_RUNS=str(runs))
+        if kept:
+            make_run_folder(runs / "mine")
+            assert "attempt " in planned.stdout, planned.stderr
+            return
+        with pytest.raises(ConfigError, match="everybody may rename the folders of these runs") as refused:
+            make_run_folder(runs / "mine")
+        assert refused.value.details["fix"] == (
+            f"chmod o-w '{runs}'; where it is not yours: mkdir -m 700 '{runs}'/$USER && export DRAY_RUNS='{runs}'/$USER"
+        )
+        assert (planned.returncode, planned.stdout, job.seen.exists()) == (78, "", False)
+        assert planned.stderr.startswith("dray: everybody may rename the folders of these runs")
+        assert not list(runs.iterdir())
 
     def test_a_link_to_nothing_is_no_run(self, tmp_path: Path) -> None:
         (tmp_path / "20261122-200000-smoke-cpu-17").mkdir()
         (tmp_path / "20261122-200001-smoke-cpu-17").symlink_to("nowhere")
         assert of_job(tmp_path, "smoke-cpu", 17) == ["20261122-200000-smoke-cpu-17"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+class TestARunInThePlaceOfMine:
+    """Whoever may write the folder of the runs, as a project's, can rename the run while it begins."""
+
+    @pytest.fixture
+    def attempt(self, tmp_path: Path) -> Path:
+        made = write(read_recipe(SMOKE), FACTS, runs=tmp_path / "runs", run="mine")[1]
+        made.node_script.write_text(f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path / 'started'))}\n")
+        return made.folder
+
+    @pytest.mark.parametrize("part", ["", ".", "..", "node.sh"])
+    def test_a_node_starts_no_script_of_another_user(self, tmp_path: Path, attempt: Path, part: str) -> None:
+        if part:
+            os.chown(attempt / part, NOBODY, NOBODY)
+        script = 'source "$DRAY_HOME/slurm/lib.sh"; cd -- "$1"; exec bash -c "$stage__own" ./node.sh'
+        words = ["bash", "-c", script, "job", str(attempt)]
+        ended = subprocess.run(
+            words, env={**os.environ, "DRAY_HOME": str(ROOT)}, capture_output=True, text=True, check=False
+        )
+        assert (ended.returncode, (tmp_path / "started").exists()) == ((78, False) if part else (0, True))
+        told = f"dray: {attempt} belongs to another user: {os.uname().nodename}\n"
+        assert ended.stderr == (told if part else "")
+
+    @pytest.mark.parametrize("part", [".", ".."])
+    def test_a_job_starts_no_node_in_it(self, tmp_path: Path, attempt: Path, part: str) -> None:
+        os.chown(attempt / part, NOBODY, NOBODY)
+        job = Job(tmp_path)
+        job.tool("srun", f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path / 'started'))}\n")
+        script = 'set -euo pipefail; source "$DRAY_HOME/slurm/lib.sh"; attempt="$1"; lib::start'
+        words = ["bash", "-c", script, "job", str(attempt)]
+        ended = subprocess.run(words, env=job.env, capture_output=True, text=True, check=False)
+        assert (ended.returncode, (tmp_path / "started").exists()) == (78, False)
+        assert ended.stderr.startswith("dray: the run folder belongs to another user")
+
+    @pytest.mark.parametrize("name", ["plan.json", "secret"])
+    def test_nothing_in_the_image_reads_it(self, attempt: Path, name: str) -> None:
+        os.chown(attempt / name, NOBODY, NOBODY)
+        readers: dict[str, list[Callable[[], object]]] = {
+            "plan.json": [
+                lambda: runner.main(str(attempt / name)),
+                lambda: stage.main(str(attempt / name)),
+                lambda: config.read(str(attempt / name)),
+            ],
+            "secret": [lambda: rendezvous.secret_of(str(attempt))],
+        }
+        for read in readers[name]:
+            with pytest.raises((ConfigError, OSError), match=f"a file of user {NOBODY}"):
+                read()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")

@@ -179,9 +179,10 @@ def test_each_node_gets_one_copy(nodes: Nodes) -> None:
         assert (nodes.folder(name).stat().st_mode & 0o777, nodes.copy(name).stat().st_mode & 0o777) == (0o700, 0o600)
     part = f"{nodes.disk}/dray-images-{os.getuid()}/{SHA256}.sif.part"
     assert (nodes.attempt / "sbcast").read_text().splitlines() == [str(nodes.image), part]
+    (own,) = re.findall("^readonly stage__own='([^']*)'$", nodes.text, re.MULTILINE)
     assert (nodes.attempt / "srun").read_text().splitlines() == [
         "--overlap", "--export=ALL", "--wait=0", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpu-bind=none",
-        "./stage.sh",
+        "bash", "-c", own, "./stage.sh",
     ]  # fmt: skip
 
 

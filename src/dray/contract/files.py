@@ -33,7 +33,7 @@ def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> Buffered
     return open(_opened(path, link=link)[0], "rb")
 
 
-def _opened(path: str | os.PathLike[str], *, link: bool = True) -> tuple[int, os.stat_result]:
+def _opened(path: str | os.PathLike[str], *, link: bool = True, own: bool = False) -> tuple[int, os.stat_result]:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if link else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
@@ -48,12 +48,19 @@ def _opened(path: str | os.PathLike[str], *, link: bool = True) -> tuple[int, os
     if kind != stat.S_IFREG:
         os.close(handle)
         raise OSError(errno.EINVAL, _KINDS.get(kind, "not a file"), os.fspath(path))
+    if own and found.st_uid not in (0, os.geteuid()):
+        os.close(handle)
+        raise OSError(errno.EPERM, f"a file of user {found.st_uid}", os.fspath(path))
     return handle, found
 
 
-def read(path: str | os.PathLike[str], *, limit: int = _LIMIT) -> bytes:
-    """The content of a file of at most so many bytes; OSError says what is wrong with it."""
-    handle, found = _opened(path)
+def read(path: str | os.PathLike[str], *, limit: int = _LIMIT, own: bool = False) -> bytes:
+    """The content of a file of at most so many bytes; OSError says what is wrong with it.
+
+    One that decides what runs is read as `own`: in a folder that a group may write, any of its users could have put
+    another run in the place of this one.
+    """
+    handle, found = _opened(path, own=own)
     try:
         content = more = os.read(handle, min(limit + 1, _USUAL))  # for all that may come memory is mapped and unmapped
         while more and len(content) <= limit and len(content) != found.st_size:  # /proc tells 0
@@ -76,10 +83,12 @@ def end(path: str | os.PathLike[str], most: int) -> tuple[bytes, bool]:
         os.close(handle)
 
 
-def text(path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT) -> str:
+def text(
+    path: str | os.PathLike[str], what: str, *, wanted: str = "", fix: str = "", limit: int = _LIMIT, own: bool = False
+) -> str:
     """The UTF-8 text of a user's file; `what` names it in the ConfigError of one that cannot be read."""
     try:
-        raw = read(path, limit=limit)
+        raw = read(path, limit=limit, own=own)
     except OSError as refused:
         raise ConfigError(
             f"{what} cannot be read", where=path, wanted=wanted, found=refused.strerror, fix=fix

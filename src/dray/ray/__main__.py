@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dray.contract import exit_codes, run_folder
+from dray.contract import exit_codes, files, run_folder
 from dray.runner import rendezvous
 from dray.runner.children import Children, exit_code
 
@@ -65,7 +65,7 @@ class Told:
 def main(folder: str, gpus: str, command: list[str]) -> int:
     """Be the head, and run the program when all nodes are there; or be a worker until the program has ended."""
     _require_ray()
-    plan = json.loads(Path(folder, run_folder.PLAN).read_bytes())
+    plan = json.loads(files.read(Path(folder, run_folder.PLAN), own=True))
     secret = rendezvous.secret_of(folder)
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "OMP_NUM_THREADS" not in {variable["name"] for variable in plan["env"]}:

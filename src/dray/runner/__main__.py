@@ -48,7 +48,7 @@ _FILES = 65_536
 
 def main(path: str) -> int:
     """What this node ended with: the launcher's exit code, or that of what kept it from being started."""
-    plan = files.parse_json(files.text(path, "the plan"), "the plan", path)
+    plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
     if not isinstance(plan, dict) or not isinstance(plan.get("world"), dict) or "identity" not in plan["world"]:
         raise ConfigError("the plan is damaged", where=path, fix="begin the run again")
     world = plan["world"]

@@ -34,8 +34,7 @@ def secret_of(folder: str) -> bytes:
     """The run's, which the host has written."""
     path = f"{folder}/{run_folder.SECRET}"
     try:
-        with open(path, "rb") as file:
-            secret = file.read(_LONGEST).strip()
+        secret = files.read(path, limit=_LONGEST, own=True).strip()
         if len(secret) < _SHORTEST_SECRET:  # a disk was full: one that is short, anybody guesses
             raise OSError(f"{len(secret)} characters")
     except OSError as error:

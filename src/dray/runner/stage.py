@@ -34,7 +34,7 @@ def main(path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     copy = os.dup(1)  # what anybody prints must not get into it
     os.dup2(2, 1)
-    plan = files.parse_json(files.text(path, "the plan"), "the plan", path)
+    plan = files.parse_json(files.text(path, "the plan", own=True), "the plan", path)
     try:
         me = node.index(plan["world"], os.environ)
         key = hmac.digest(rendezvous.secret_of(plan["folder"]), b"dray stage", "sha256")

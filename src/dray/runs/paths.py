@@ -120,18 +120,19 @@ def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None
     With the group, what this process and those that it starts write from then on is the group's to read.
     """
     try:
-        run.parent.mkdir(parents=True, exist_ok=True)
+        run.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+        _require_kept(run.parent)
         run.mkdir(mode=names.MODES["none"], exist_ok=not new)
-        if any(found.st_uid != os.geteuid() for found in (run.lstat(), run.stat())):
-            raise ConfigError(
-                "the run folder belongs to another user, who could change what this run starts",
-                where=run,
-                wanted=f"uid {os.geteuid()}",
-                found=f"uid {run.stat().st_uid}",
-                fix="give the run another name (--run), or another folder (--runs)",
-            )
-        if new or share == "group":
-            run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
+        for what, found in (("a folder", run.stat()), ("a link", run.lstat())):
+            if found.st_uid != os.geteuid():
+                raise ConfigError(
+                    "the run folder belongs to another user, who could change what this run starts",
+                    where=run,
+                    wanted=f"a folder of user {os.geteuid()}",
+                    found=f"{what} of user {found.st_uid}",
+                    fix="give the run another name (--run), or another folder (--runs)",
+                )
+        run.chmod(names.MODES[share] | run.stat().st_mode & stat.S_ISGID)
         if share == "group":
             os.umask((os.umask(0o077) & ~0o050) | 0o020)
     except OSError as error:
@@ -144,6 +145,24 @@ def make_run_folder(run: Path, *, new: bool = True, share: str = "none") -> None
             found=error.strerror or error,
             fix="set DRAY_RUNS to such a folder, or give --runs",
         ) from error
+
+
+def _require_kept(runs: Path) -> None:
+    """Refuse a folder in which everybody may rename what is there: another user's run could take a run's place.
+
+    Not one that a group may write, as projects have: who starts a run looks at the owner of what is started.
+    """
+    mode = runs.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        folder = shlex.quote(str(runs))
+        raise ConfigError(
+            "everybody may rename the folders of these runs, and put others in their place",
+            where=runs,
+            wanted="a folder that not everybody may write, or one with the sticky bit",
+            found=f"mode {mode & 0o7777:04o}, of user {runs.stat().st_uid}",
+            fix=f"chmod o-w {folder}; where it is not yours: mkdir -m 700 {folder}/$USER && export "
+            f"DRAY_RUNS={folder}/$USER",
+        )
 
 
 def new_id(name: str, *, job: int = 0, now: float | None = None) -> str:

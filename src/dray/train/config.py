@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dray.contract import run_folder
+from dray.contract import files, run_folder
 from dray.train.recipe import Analog, Checkpoint, Data, Evaluation, Lora, Model, Train
 
 
@@ -53,7 +53,7 @@ class Config:
 
 def read(path: str) -> Config:
     """The plan in this file."""
-    return of_plan(json.loads(Path(path).read_text(encoding="utf-8")))
+    return of_plan(json.loads(files.read(path, own=True)))
 
 
 def of_recipe(recipe: dict[str, Any]) -> Config:
