@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: E402
 
 import hubs  # noqa: E402
 import syncs  # noqa: E402
+from dray.contract import unexpected  # noqa: E402
 from dray.contract.findings import DrayError  # noqa: E402
-from dray.train import metrics, schedule  # noqa: E402
+from dray.train import errors, metrics, schedule  # noqa: E402
 from dray.train.data import tokenizer  # noqa: E402
 from dray.train.model import build  # noqa: E402
 from dray.train.scaler import Scaler  # noqa: E402
@@ -153,6 +155,30 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     assert told.splitlines()[:2] == ["transformers has no such model", f"  where:  {folder}"]
     with pytest.raises(DrayError, match="the tokenizer cannot be read"):
         tokenizer.load(config(tmp_path / "b", f"model.tokenizer={tmp_path}/none"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (KeyError("x"), 78),
+        (RuntimeError("size mismatch"), 78),
+        (OSError("no file named model.safetensors"), 78),
+        (OSError(errno.EIO, "Input/output error"), 69),
+        (RuntimeError("I/O error: Stale file handle (os error 116)"), 69),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1),
+        (DrayError("x", code=75), 75),
+    ],
+)
+def test_what_a_library_raises_is_the_users_or_the_machines(raised: Exception, code: int) -> None:
+    def read() -> None:
+        with errors.refusing("it cannot be read", wanted="x", fix="y"):
+            raise raised
+
+    with pytest.raises(Exception) as stopped:  # noqa: PT011  any
+        read()
+    found = errors._memory(stopped.value) or unexpected.error(stopped.value)
+    assert found.finding.code == code
+    assert (found.problem == "it cannot be read") == (code == 78)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ def error(raised: BaseException, *, log: bool = False) -> DrayError:
     return DrayError(DEFECT, where=place, found=found, fix=f"report it to those you have dray from, with {told}")
 
 
+def is_machines(raised: BaseException) -> bool:
+    """Whether a machine or a disk's server refuses what is right; also as libraries in Rust say it."""
+    return _errno(raised) in MENDED
+
+
 def _errno(raised: BaseException) -> int | None:
     if isinstance(raised, OSError):
         return raised.errno

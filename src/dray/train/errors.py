@@ -46,12 +46,12 @@ def say(text: str) -> None:
 def refusing(problem: str, *, wanted: object, fix: str, where: object = "") -> Iterator[None]:
     """Of a user's files that a library loads here: a ConfigError, whatever the library raises; none has a list of it.
 
-    A GPU without memory is no fault of theirs.
+    A GPU without memory is no fault of theirs, nor is a disk that fails.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, DrayError) or type(error).__name__ == _FULL_GPU:
+        if isinstance(error, DrayError) or type(error).__name__ == _FULL_GPU or unexpected.is_machines(error):
             raise
         found = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
         raise ConfigError(problem, where=where, wanted=wanted, found=found, fix=fix) from error

@@ -87,14 +87,12 @@ def shell(config: Config, tokens: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model without its weights and without room for them."""
     settings, folder = check(config, tokens)
     auto_model = objectives.named(config.train.objective).auto_model
-    wanted = f"{config.train.objective}, type {settings.model_type}"
-    with (
-        errors.refusing("the model cannot be made", wanted=wanted, fix="correct [model], or train.objective"),
-        torch.device("meta"),
-    ):
-        found: PreTrainedModel = auto_model.from_config(settings, trust_remote_code=config.model.trust_remote_code)
-    if (Path(folder) / "generation_config.json").is_file() and folder:
-        found.generation_config = GenerationConfig.from_pretrained(folder)
+    wanted, fix = f"{config.train.objective}, type {settings.model_type}", "correct [model], or train.objective"
+    with errors.refusing("the model cannot be made", where=folder, wanted=wanted, fix=fix):
+        with torch.device("meta"):
+            found: PreTrainedModel = auto_model.from_config(settings, trust_remote_code=config.model.trust_remote_code)
+        if (Path(folder) / "generation_config.json").is_file() and folder:
+            found.generation_config = GenerationConfig.from_pretrained(folder)
     return found
 
 
