@@ -11,6 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
+SHORT = ("train.steps=5", "train.warmup_steps=0")
+
 
 def up_again(cluster):
     """`up` with the sizes and folders that it has."""
@@ -56,7 +58,7 @@ def test_status_of_a_healthy_cluster(cluster, healed):
 
 def test_verbs_of_dray_as_at_a_login_node(cluster, healed, sif):
     """A job is submitted, waited for, found and explained, by a dray that is in the image alone."""
-    submitted = dray("exec", "--", "dray", "submit", "recipes/smoke-cpu.toml", "train.steps=5", "--follow")
+    submitted = dray("exec", "--", "dray", "submit", "recipes/smoke-cpu.toml", *SHORT, "--follow")
     assert submitted.returncode == 0, submitted.stderr
     run = submitted.stdout.split("run folder: ")[1].split("\n")[0]
     assert run.startswith("/shared/runs/")
