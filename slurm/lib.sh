@@ -158,8 +158,9 @@ lib::lost() { # srun waits for the tasks of a dead node until Slurm's own deadli
   kill -KILL "$nodes_pid" 2>/dev/null
 }
 
-lib::follow() { # FILE ...: their lines, until srun has ended
-  exec tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
+lib::follow() { # FILE ...: their lines, until srun has ended; a last one without an end gets it, and the run's last words follow
+  tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
+  [[ -z "$(tail --bytes=1 "$1" 2>/dev/null)" ]] || echo
 }
 
 lib::start() { # one task on each node; rank 0's lines are this job's output
