@@ -214,8 +214,9 @@ lib::blind() { # whether nodes do not see the run's folder; their names go into 
     "$(date +%s.%N)" "$names" "$names" "$verb" "$folder" >failures/node-blind.json
 }
 
-lib::follow() { # FILE ...: their lines, until srun has ended
-  exec tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
+lib::follow() { # FILE ...: their lines, until srun has ended; a last one without an end gets it, and the run's last words follow
+  tail --quiet --lines=+1 --follow=name --retry --sleep-interval=0.2 --pid="$nodes_pid" "$@" 2>/dev/null
+  [[ -z "$(tail --bytes=1 "$1" 2>/dev/null)" ]] || echo
 }
 
 lib::kept() { # refuses a folder of runs in which everybody may rename what is there

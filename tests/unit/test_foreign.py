@@ -158,7 +158,7 @@ class TestARunInThePlaceOfMine:
     def test_a_node_starts_no_script_of_another_user(self, tmp_path: Path, attempt: Path, part: str) -> None:
         if part:
             os.chown(attempt / part, NOBODY, NOBODY)
-        script = 'source "$DRAY_HOME/slurm/lib.sh"; cd -- "$1"; exec bash -c "$stage__own" ./node.sh'
+        script = 'source "$DRAY_HOME/slurm/lib.sh"; exec bash -c "$lib__task" "$1" ./node.sh'
         words = ["bash", "-c", script, "job", str(attempt)]
         ended = subprocess.run(
             words, env={**os.environ, "DRAY_HOME": str(ROOT)}, capture_output=True, text=True, check=False

@@ -402,6 +402,13 @@ class TestStopped:
         assert (script.returncode, result["status"], result["exit_code"]) == (0, "done", 0), err
         assert out.splitlines()[-2:] == ["done: exit code 0, 1 rank on n1", f"run folder: {attempt.parent}"]
 
+    def test_a_last_line_without_an_end(self, job: Job) -> None:
+        job.tool("srun", SRUN)
+        job.tool("scontrol", "#!/bin/bash\nexit 1\n")
+        argv = job.argv("launcher=python", "--", "printf", "100%%", plan_only=False)
+        ended = subprocess.run(argv, env=job.env, cwd=job.home, capture_output=True, text=True, check=False)
+        assert ended.stdout.splitlines()[1:3] == ["100%", "done: exit code 0, 1 rank on n1"], ended.stderr
+
 
 class TestTheEnd:
     """What the batch script does where `dray finish` cannot."""

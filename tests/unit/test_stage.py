@@ -99,7 +99,7 @@ class Nodes:
         return self.folder(name) / f"{SHA256}.sif"
 
     def begin(self, **env: str) -> subprocess.Popen[str]:
-        script = """set -euo pipefail; shopt -s extglob; image="$2" stopped_by=""; source /dev/stdin <<<"$3"
+        script = """set -euo pipefail; shopt -s extglob; image="$2" stopped_by="" lib__task=task attempt="$PWD"; source /dev/stdin <<<"$3"
             trap 'stopped_by=TERM' TERM; stage::nodes; echo "on${stopped_by:+ $stopped_by}" """
         return subprocess.Popen(
             ["bash", "-c", script, "job", ROOT, self.image, self.text],
@@ -179,10 +179,9 @@ def test_each_node_gets_one_copy(nodes: Nodes) -> None:
         assert (nodes.folder(name).stat().st_mode & 0o777, nodes.copy(name).stat().st_mode & 0o777) == (0o700, 0o600)
     part = f"{nodes.disk}/dray-images-{os.getuid()}/{SHA256}.sif.part"
     assert (nodes.attempt / "sbcast").read_text().splitlines() == [str(nodes.image), part]
-    (own,) = re.findall("^readonly stage__own='([^']*)'$", nodes.text, re.MULTILINE)
     assert (nodes.attempt / "srun").read_text().splitlines() == [
         "--overlap", "--export=ALL", "--wait=0", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpu-bind=none",
-        "bash", "-c", own, "./stage.sh",
+        "bash", "-c", "task", str(nodes.attempt), "./stage.sh",
     ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ MESSAGE = "joined"
 _FIRST_S, _LONGEST_S = 1.0, 60.0  # between two looks; the time doubles with each
 _ESTABLISHED = "01"
 _ANSWER_S = 5.0
-# Of the store's protocol, the same in torch 2.8 to 2.13: TCPStoreBackend.hpp.
+# Of the store's protocol, seen the same in torch 2.8, 2.9 and 2.13: TCPStoreBackend.hpp.
 _VALIDATE, _GET, _CHECK = 0, 3, 5
 _MAGIC = 0x3C85F7CE
 _READY = 0
