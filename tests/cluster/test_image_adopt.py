@@ -39,14 +39,12 @@ def adopted(root: Path, tmp_path_factory):
     assert done.code == 0, done.err
     theirs = folder / "Their Image.sif"
     sif_format.write(folder / "squashfs", theirs, epoch=1_700_000_000, definition=b"Bootstrap: docker\nFrom: theirs\n")
-    file = store.sif(root, NAME)
+    file = store.adopted(root, NAME)
     try:
         yield adopt.adopt(root, str(theirs), name=NAME, force=True)
     finally:
         shutil.rmtree(folder)
-        file.unlink(missing_ok=True)
-        file.with_name(f"{file.name}.json").unlink(missing_ok=True)
-        shutil.rmtree(file.with_suffix(""), ignore_errors=True)
+        shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def test_it_trains_and_runs_commands(adopted, sbatch, short, plain, losses_of) -> None:

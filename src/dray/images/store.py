@@ -226,7 +226,7 @@ def variant(image: Path | None = None) -> str:
 def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
     """The same, and before anything is queued it must be there, and be the one that the recipe and the engine want."""
     file, formats = job_file(checkout, variant, engine), _formats(engine)
-    if variant not in ACCELERATORS and not file.exists():
+    if variant not in ACCELERATORS and not file.exists() and not file.is_symlink():
         raise _not_adopted(checkout, variant)
     require_unchanged(file)
     if fix := absent(file, variant, engine):
