@@ -23,7 +23,6 @@ from zipfile import ZipFile
 
 from dray import __version__, process
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources import arrival
 from dray.images.sources.platforms import PLATFORMS
 
 IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
@@ -146,8 +145,11 @@ def versions(found: Mapping[str, Any]) -> dict[str, str]:
 
 def _digest(folder: Path) -> str:
     """Of all that is brought."""
-    lines = (f"{digest}  {name}\n" for name, digest in arrival.sums(folder).items() if name not in (IMAGE, SOURCE))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in (IMAGE, SOURCE):
+            digest.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n".encode())
+    return digest.hexdigest()
 
 
 def _register(folder: Path, checkout: Path) -> None:
