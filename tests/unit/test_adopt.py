@@ -68,7 +68,9 @@ def checkout(tmp_path, wheels, monkeypatch) -> Path:
 
 def whole(checkout: Path) -> list[str]:
     """What is left in build/, but for what any build keeps there."""
-    return sorted(path.name for path in (checkout / "build").iterdir() if path.name != "wheels")
+    return sorted(
+        path.name for path in (checkout / "build").iterdir() if not path.name.startswith(("wheels", "builder-"))
+    )
 
 
 def refusal(checkout: Path, source: object, name: str = "mine") -> DrayError:
@@ -307,7 +309,7 @@ class TestStarted:
         path = f"{folder}:{checkout}/src:/theirs"
         assert store.described(made.file) == {
             "adopted": str(folder), "adopted_from": str(sif), "adopted_source": f"{checkout}/src",
-            "adopted_path": path, "image_variant": variant,
+            "adopted_path": path, "adopted_lacks": "accelerate deepspeed ray", "image_variant": variant,
         }  # fmt: skip
         known = record.read(made.file)
         assert known is not None
@@ -358,6 +360,11 @@ class TestPlans:
                 ("adopted=mine", "image=cpu"),
                 {"image_variant": "cuda"},
                 "the image is of another variant than the recipe's",
+            ),
+            (
+                ("adopted=mine", "launcher=accelerate"),
+                {"adopted_lacks": "accelerate ray"},
+                "the adopted image has no accelerate, which is the launcher",
             ),
             (("adopted=mine",), {"engine": "pyxis"}, "pyxis does not start an adopted image, which is a SIF"),
             (("adopted=mine",), {"engine": "docker"}, "docker does not start an adopted image, which is a SIF"),

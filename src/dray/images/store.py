@@ -24,6 +24,7 @@ from dray.images.sif.format import MAGIC
 _SIF = "sif"
 # In an image of ours below sys.prefix; an adopted one is in a folder with it.
 _DESCRIBED = beside.DESCRIBED
+_LAUNCHERS = ("accelerate", "deepspeed", "ray")
 _NOBODY = "owner 65534, "
 
 
@@ -188,13 +189,9 @@ def described(image: Path) -> dict[str, str]:
         "adopted_from": found["source"],
         "adopted_source": str(source),
         "adopted_path": beside.python_path(folder, source, found["pythonpath"]),
+        "adopted_lacks": " ".join(name for name in _LAUNCHERS if name not in found.get("packages", _LAUNCHERS)),
         "image_variant": found["variant"],
     }
-
-
-def packages(image: Path) -> dict[str, str]:
-    """What an adopted image has, with versions."""
-    return dict(_described(image).get("packages", {}))
 
 
 def _described(image: Path) -> dict[str, Any]:
