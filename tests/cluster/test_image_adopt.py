@@ -1,4 +1,4 @@
-"""An image with torch and transformers and without dray, made here, runs on the cluster: adopted before, or by the job."""
+"""An image without dray, made here, runs on the cluster: adopted before, by the job, or without any Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ mksquashfs root squashfs -comp zstd -Xcompression-level 1 -no-progress -noappend
 
 @pytest.fixture(scope="module")
 def theirs(root: Path, cluster, tmp_path_factory) -> Path:
-    """As the user has it from somebody: a SIF of another name, elsewhere, which the cluster's ordinary user may read."""
+    """As the user has it from somebody: a SIF of another name, elsewhere, which the cluster's user may read."""
     folder = tmp_path_factory.mktemp("theirs")
     ours = sif_format.read(root / "build" / "dray-cpu.sif")
     argv = ["sh", "-c", TAKE_OUT, "sh", str(ours.path), str(folder), str(ours.system.offset)]
@@ -49,6 +49,8 @@ def theirs(root: Path, cluster, tmp_path_factory) -> Path:
         yield file
     finally:
         shutil.rmtree(place)
+        # Where the cluster's user may not write the checkout.
+        shutil.rmtree(cluster.shared / "runs" / ".adopted", ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +101,12 @@ def test_a_job_adopts_it_on_the_way_and_a_changed_file_stops_the_next(theirs, ad
     assert ended.output.startswith(f"dray: the image was changed since it was adopted\n  where:  {SHARED} on node n1\n")
 
 
-def test_a_login_node_without_python(theirs, cluster, root: Path) -> None:
-    """README's lines of slurm/dray: bash, Slurm and Apptainer alone."""
+def test_a_login_node_without_python(adopted, cluster, root: Path) -> None:
+    """README's lines of slurm/dray: bash, Slurm and Apptainer alone; `adopted` has left the wheels."""
     assert cluster.exec(["bash", "-c", "command -v python3"])[0] != 0
     script = f"""
         set -e
-        export DRAY_RUNS=/shared/theirs-runs-login
+        export DRAY_RUNS=/shared/home/their-runs
         dray={root}/slurm/dray
         $dray image adopt {shlex.quote(SHARED)} --name {NAME}-login --force
         $dray submit --nodes 2 adopted={NAME}-login -- python3 -c 'print(6 * 7)'
@@ -123,3 +125,4 @@ def test_a_login_node_without_python(theirs, cluster, root: Path) -> None:
         assert "attempt 1: done, nothing failed" in out
     finally:
         shutil.rmtree(root / "build" / f"dray-{NAME}-login", ignore_errors=True)
+        shutil.rmtree(cluster.shared / "home" / "their-runs", ignore_errors=True)
