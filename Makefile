@@ -77,7 +77,7 @@ check: .venv/dev ## Lint, types, shell scripts, architecture
 	@$(BIN)/mypy & types=$$!; $(MAKE) --silent check-rest; rest=$$?; wait $$types && exit $$rest
 
 check-rest:
-	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run .ci/release | xargs -d '\n' shellcheck -x; \
+	@if command -v shellcheck >/dev/null; then git ls-files '*.sh' .ci/run .ci/release slurm/dray | xargs -d '\n' shellcheck -x; \
 	  elif [[ "$${DRAY_TEST_ALL:-}" == 1 ]]; then echo "shellcheck is not installed" >&2; exit 1; \
 	  else echo "not run: shellcheck is not installed (Debian: apt-get install shellcheck)"; fi
 	@$(BIN)/pytest -q tests/unit/test_architecture.py tests/unit/test_words.py

@@ -97,7 +97,7 @@ adopt::others() { # FILE: who besides its owner may write its bytes, or put anot
   fi
 }
 
-adopt::make() ( # FILE NAME [FORCE]: prints the image. A folder is there whole or not at all; another job may be making it too
+adopt::make() ( # FILE NAME [FORCE]: prints the image. One rename gives its folder the name; another job may be making it too
   local -r file="$1" name="$2" force="${3:-}"
   local home scratch facts digest others began=$SECONDS
   [[ "$engine" == apptainer || "$engine" == singularity ]] || lib::die 78 "$engine does not start an adopted image, which is a SIF" \

@@ -70,7 +70,7 @@ login::here() { # VERB [WORD...]: sets `runs`, `image`, `given_image`, `folders`
   image="$(plan::guess "${words[@]}")" || exit
   folders=("$DRAY_HOME" "$runs" "$where")
   adopt::is "$image" || return 0
-  folders+=("${image%/*}" "$(realpath -- "$image")")
+  folders+=("${image%/*}")
   [[ ! -L "${image%/*}/source" ]] || folders+=("$(readlink -- "${image%/*}/source")")
   [[ " ${words[*]} " != *" adopted="* ]] || given_image="$image"
 }

@@ -67,6 +67,8 @@ class Facts(BaseModel):
     """The folder with dray itself, the checkout's src."""
     adopted_path: str = ""
     """PYTHONPATH in that image: both folders, and what the image itself has there."""
+    adopted_lacks: str = ""
+    """The launchers that it has not: of accelerate, deepspeed and ray."""
     image_file: str = ""
     """How the adopted image's file is known again: owner, inode, size and time."""
     image_sha256: str = ""

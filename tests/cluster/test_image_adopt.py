@@ -1,8 +1,9 @@
-"""An image with torch and transformers and without dray, made here, trains on the cluster by plain sbatch."""
+"""An image without dray, made here, runs on the cluster: adopted before, by the job, or without any Python."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dray.images.sif import format as sif_format
 pytestmark = [pytest.mark.cluster, pytest.mark.sif]
 
 NAME = "adopted-by-a-test"
+SHARED = "/shared/theirs/Their Image.sif"
 # The CPU image's packages as Debian's own Python finds them; dray, and what dray alone needs, are gone.
 TAKE_OUT = """
 set -e
@@ -30,30 +32,45 @@ mksquashfs root squashfs -comp zstd -Xcompression-level 1 -no-progress -noappend
 
 
 @pytest.fixture(scope="module")
-def adopted(root: Path, tmp_path_factory):
-    """As the user has it from somebody: a SIF of another name, elsewhere."""
+def theirs(root: Path, cluster, tmp_path_factory) -> Path:
+    """As the user has it from somebody: a SIF of another name, elsewhere, which the cluster's user may read."""
     folder = tmp_path_factory.mktemp("theirs")
     ours = sif_format.read(root / "build" / "dray-cpu.sif")
     argv = ["sh", "-c", TAKE_OUT, "sh", str(ours.path), str(folder), str(ours.system.offset)]
     done = builder.tool(argv, binds={ours.path: False, folder: True})
     assert done.code == 0, done.err
-    theirs = folder / "Their Image.sif"
-    sif_format.write(folder / "squashfs", theirs, epoch=1_700_000_000, definition=b"Bootstrap: docker\nFrom: theirs\n")
-    file = store.sif(root, NAME)
+    place = cluster.shared / "theirs"
+    place.mkdir(exist_ok=True)
+    file = place / "Their Image.sif"
+    sif_format.write(folder / "squashfs", file, epoch=1_700_000_000, definition=b"Bootstrap: docker\nFrom: theirs\n")
+    file.chmod(0o644)
+    shutil.rmtree(folder)
+    try:
+        yield file
+    finally:
+        shutil.rmtree(place)
+        # Where the cluster's user may not write the checkout.
+        shutil.rmtree(cluster.shared / "runs" / ".adopted", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def adopted(root: Path, theirs: Path):
+    """By the dray command; what the image lacks is fetched by this machine's pip."""
     try:
         yield adopt.adopt(root, str(theirs), name=NAME, force=True)
     finally:
-        shutil.rmtree(folder)
-        file.unlink(missing_ok=True)
-        file.with_name(f"{file.name}.json").unlink(missing_ok=True)
-        shutil.rmtree(file.with_suffix(""), ignore_errors=True)
+        shutil.rmtree(store.adopted(root, NAME).parent, ignore_errors=True)
 
 
 def test_it_trains_and_runs_commands(adopted, sbatch, short, plain, losses_of) -> None:
-    """Planned in dray's own image first, which asks the batch script for the adopted one; the same losses."""
+    """Planned in the image itself; the same losses."""
     assert (adopted.variant, adopted.lacks) == ("cpu", ())
     assert {"python", "libc", "torch", "transformers"} <= adopted.versions.keys()
     assert "pydantic" in {name.split()[0] for name in adopted.brought}
+    shared = adopted.file.with_name("source")
+    # The cluster sees the file by another path than this machine.
+    shared.unlink()
+    shared.symlink_to(SHARED)
     ended = sbatch("slurm/multinode.sh", "recipes/smoke-cpu.toml", f"adopted={NAME}", *short)
     assert losses_of(ended) == plain
     written = json.loads((ended.attempt / "plan.json").read_text())
@@ -62,5 +79,50 @@ def test_it_trains_and_runs_commands(adopted, sbatch, short, plain, losses_of) -
     looks = "import os, dray, sys; print(dray.__file__, sys.prefix)"
     ended = sbatch("slurm/multinode.sh", f"adopted={NAME}", "preflight.when=always", "--", "python3", "-c", looks)
     assert ended.code == 0, ended.output
-    assert f"{adopted.file.with_suffix('')}/dray/__init__.py /usr" in ended.output
+    assert "/src/dray/__init__.py /usr" in ended.output
     assert "preflight: gloo over TCP" in ended.output
+
+
+def test_a_job_adopts_it_on_the_way_and_a_changed_file_stops_the_next(theirs, adopted, sbatch, cluster) -> None:
+    """Its packages are in build/wheels since this machine adopted it; a compute node has no network."""
+    shutil.rmtree(adopted.file.parent)
+    looks = ("--", "python3", "-c", "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    ended = sbatch("slurm/multinode.sh", f"adopted={SHARED}", *looks)
+    assert ended.code == 0, ended.output
+    assert "dray: adopted in " in ended.output
+    assert "rank 0 of 2" in ended.output
+    ended = sbatch("slurm/multinode.sh", f"adopted={SHARED}", *looks)
+    assert ended.code == 0, ended.output
+    assert "dray: adopt" not in ended.output
+    with theirs.open("ab") as file:
+        file.write(b"changed")
+    ended = sbatch("slurm/multinode.sh", f"adopted={SHARED}", *looks)
+    assert ended.code == 78
+    assert ended.output.startswith(f"dray: the image was changed since it was adopted\n  where:  {SHARED} on node n1\n")
+
+
+def test_a_login_node_without_python(adopted, cluster, root: Path) -> None:
+    """README's lines of slurm/dray: bash, Slurm and Apptainer alone; `adopted` has left the wheels."""
+    assert cluster.exec(["bash", "-c", "command -v python3"])[0] != 0
+    script = f"""
+        set -e
+        export DRAY_RUNS=/shared/home/their-runs
+        dray={root}/slurm/dray
+        $dray image adopt {shlex.quote(SHARED)} --name {NAME}-login --force
+        $dray submit --nodes 2 adopted={NAME}-login -- python3 -c 'print(6 * 7)'
+        until [[ "$($dray status)" == *": done ("* ]]; do
+          ((SECONDS < 200)) || exit 124
+          sleep 1
+        done
+        $dray runs
+        $dray logs
+        $dray why
+    """
+    code, out, err = cluster.exec(["bash", "-c", script])
+    try:
+        assert code == 0, out + err
+        assert "rank 0 | 42" in out
+        assert "attempt 1: done, nothing failed" in out
+    finally:
+        shutil.rmtree(root / "build" / f"dray-{NAME}-login", ignore_errors=True)
+        shutil.rmtree(cluster.shared / "home" / "their-runs", ignore_errors=True)

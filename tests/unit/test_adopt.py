@@ -6,14 +6,16 @@ import json
 import shutil
 import struct
 import subprocess
+import tarfile
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from dray import process, render
 from dray.config.site import Site
 from dray.containers import builder, docker
-from dray.contract.findings import DrayError
+from dray.contract.findings import ConfigError, DrayError
 from dray.facts import Facts
 from dray.images import adopt, store
 from dray.images.sif import format as sif_format
@@ -60,12 +62,15 @@ def checkout(tmp_path, wheels, monkeypatch) -> Path:
                  "LICENSE", "Makefile"):  # fmt: skip
         (root / name).symlink_to(ROOT / name)
     monkeypatch.setattr(adopt, "_START_S", 60)
+    monkeypatch.setenv("DRAY_HOME", str(root))
     return root
 
 
 def whole(checkout: Path) -> list[str]:
     """What is left in build/, but for what any build keeps there."""
-    return sorted(path.name for path in (checkout / "build").iterdir() if path.name not in (".fetch", "wheels"))
+    return sorted(
+        path.name for path in (checkout / "build").iterdir() if not path.name.startswith(("wheels", "builder-"))
+    )
 
 
 def refusal(checkout: Path, source: object, name: str = "mine") -> DrayError:
@@ -107,18 +112,91 @@ class TestFiles:
         assert (refused.problem, refused.details["found"]) == ("the image is for another architecture", "arm64")
 
     def test_a_failure_at_the_end_leaves_the_one_of_before(self, checkout, tmp_path, monkeypatch):
-        monkeypatch.setattr(adopt, "probe", lambda *_: FOUND)
-        monkeypatch.setattr(adopt.beside, "fill", lambda *_, **__: ())
-        monkeypatch.setattr(adopt, "_require_start", lambda *_: None)
-        sif = str(self.sif(tmp_path))
+        sif = self.adoptable(tmp_path, monkeypatch)
         adopt.adopt(checkout, sif, name="mine", say=lambda _: None)
-        before = {path.name: path.stat().st_mtime_ns for path in (checkout / "build").glob("dray-mine*")}
-        monkeypatch.setattr(adopt.record, "write", lambda *_: 1 / 0)
+        folder = checkout / "build" / "dray-mine"
+        before = {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()}
+        monkeypatch.setattr(adopt.beside, "starts", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             adopt.adopt(checkout, sif, name="mine", force=True, say=lambda _: None)
-        assert len(before) == 3
-        assert {path.name: path.stat().st_mtime_ns for path in (checkout / "build").glob("dray-mine*")} == before
-        assert whole(checkout) == sorted(before)
+        assert {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} == before
+        assert whole(checkout) == ["dray-mine"]
+
+    def adoptable(self, tmp_path, monkeypatch) -> str:
+        """A SIF that need not start."""
+        monkeypatch.setattr(adopt, "probe", lambda *_: FOUND)
+        monkeypatch.setattr(adopt.beside, "_packages", lambda *_: {})
+        done = process.Done(argv=(), code=0, out="", err="")
+        monkeypatch.setattr(adopt, "inside", lambda *_: done)
+        return str(self.sif(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("mode", "above", "copied"),
+        [(0o644, 0o755, False), (0o640, 0o2770, False), (0o664, 0o755, True), (0o646, 0o755, True),
+         (0o644, 0o757, True), (0o644, 0o1777, False)],
+    )  # fmt: skip
+    def test_a_file_is_used_where_it_is_unless_others_may_write_it(
+        self, checkout, tmp_path, monkeypatch, mode, above, copied
+    ):
+        theirs = tmp_path / "theirs"
+        theirs.mkdir()
+        sif = Path(self.adoptable(theirs, monkeypatch))
+        sif.chmod(mode)
+        theirs.chmod(above)
+        before = sif.stat()
+        image = adopt.adopt(checkout, str(sif), name="mine", say=lambda _: None).file
+        assert (sif.stat().st_nlink, sif.stat().st_ctime_ns) == (1, before.st_ctime_ns)
+        assert image.is_symlink() != copied
+        assert image.samefile(sif) != copied
+        assert image.read_bytes() == sif.read_bytes()
+
+    @pytest.mark.parametrize("mode", [0o644, 0o664])
+    def test_a_file_that_was_changed_is_refused_before_it_is_queued(self, checkout, tmp_path, monkeypatch, mode):
+        sif = Path(self.adoptable(tmp_path, monkeypatch))
+        sif.chmod(mode)
+        adopt.adopt(checkout, str(sif), name="mine", say=lambda _: None)
+        before = store.stat(sif)
+        assert store.required(checkout, "mine") == store.required(checkout, str(sif))
+        sif.write_bytes(sif.read_bytes())
+        with pytest.raises(ConfigError) as refused:
+            store.required(checkout, "mine")
+        assert refused.value.problem == "the image was changed since it was adopted"
+        assert refused.value.details == {
+            "where": str(sif), "wanted": before, "found": store.stat(sif),
+            "fix": f"dray image adopt {sif} --name mine --force, to look at it anew",
+        }  # fmt: skip
+        sif.unlink()
+        with pytest.raises(ConfigError, match="the image was changed"):
+            store.required(checkout, "mine")
+
+    @pytest.mark.parametrize(
+        ("name", "problem", "fix"),
+        [
+            ("mnie", "there is no adopted image mnie", "adopted=mine"),
+            ("other", "there is no adopted image other", "dray image adopt SOURCE --name other"),
+            ("/x y.sif", "the image is not adopted yet", "dray image adopt '/x y.sif'"),
+        ],
+    )
+    def test_a_name_that_nothing_has(self, checkout, tmp_path, monkeypatch, name, problem, fix):
+        adopt.adopt(checkout, self.adoptable(tmp_path, monkeypatch), name="mine", say=lambda _: None)
+        with pytest.raises(ConfigError) as refused:
+            store.required(checkout, name)
+        assert (refused.value.problem, refused.value.details["fix"]) == (problem, fix)
+        assert refused.value.details["wanted"] == "one of mine"
+
+    @pytest.mark.parametrize(
+        ("names", "kind"),
+        [(("manifest.json", "a.tar"), "docker-archive"), (("oci-layout", "index.json"), "oci-archive"),
+         (("oci-layout", "manifest.json"), "docker-archive"), (("x",), "")],
+    )  # fmt: skip
+    def test_an_archive_is_known_by_what_it_holds(self, tmp_path, names, kind):
+        for name in names:
+            (tmp_path / name).write_text("")
+        with tarfile.open(tmp_path / "saved.tar", "w") as tar:
+            for name in names:
+                tar.add(tmp_path / name, name)
+        assert adopt.archive(tmp_path / "saved.tar") == kind
+        assert adopt.archive(tmp_path) == ("oci" if "oci-layout" in names else "")
 
     def test_an_oci_sif_of_singularity(self, checkout, tmp_path):
         """Its table has blobs and an index in the place of a root file system."""
@@ -221,29 +299,33 @@ class TestStarted:
         has = {"rich": "15.0.0", "transformers": "4.57.1"}
         sif = image(SAYS, packages=has, pythonpath="/theirs", torch={**FOUND["torch"], **torch})
         made = adopt.adopt(checkout, str(sif), name="mine", say=lambda _: None)
-        assert whole(checkout) == ["dray-mine", "dray-mine.sif", "dray-mine.sif.json"]
+        assert whole(checkout) == ["dray-mine"]
         assert made.variant == variant
         assert {name.split()[0] for name in made.brought} >= {"pydantic", "pydantic-core", "typer", "pyyaml"}
         assert "rich" not in {name.split()[0] for name in made.brought}
         assert "transformers 5 or newer: it has 4.57.1" in made.lacks
-        folder = made.file.with_suffix("")
-        assert (folder / "dray" / "runner" / "__main__.py").is_file()
+        folder = made.file.parent
         assert not (folder / "rich").exists()
-        assert store.beside(made.file) == {"adopted": str(folder), "adopted_path": f"{folder}:/theirs"}
+        path = f"{folder}:{checkout}/src:/theirs"
+        assert store.described(made.file) == {
+            "adopted": str(folder), "adopted_from": str(sif), "adopted_source": f"{checkout}/src",
+            "adopted_path": path, "adopted_lacks": "accelerate deepspeed ray", "image_variant": variant,
+        }  # fmt: skip
         known = record.read(made.file)
         assert known is not None
         assert (known.variant, f"sha256:{known.sif.sha256}") == (variant, made.digest)
         assert known.tools.get("RCCL" if "hip" in torch else "NCCL") == torch.get("nccl")
         with pytest.raises(DrayError, match="there is an image of this name"):
-            adopt.adopt(checkout, str(made.file), name="mine", say=lambda _: None)
+            adopt.adopt(checkout, str(sif), name="mine", say=lambda _: None)
 
 
 class TestPlans:
     @pytest.fixture
     def seen(self) -> Facts:
         return Facts(
-            scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/c/build/dray-mine.sif",
-            image_variant="cpu", adopted="/c/build/dray-mine", adopted_path="/c/build/dray-mine:/theirs",
+            scheduler="slurm", nodelist="n[1-2]", nodes=2, engine="apptainer", image="/c/build/dray-mine/image.sif",
+            image_variant="cpu", adopted="/c/build/dray-mine", adopted_path="/c/build/dray-mine:/c/src:/theirs",
+            adopted_from="/i/x.sif", adopted_source="/c/src", image_file="owner 1, inode 2, 3 bytes, changed 4.5",
         )  # fmt: skip
 
     def made(self, seen: Facts, *settings: str):
@@ -254,14 +336,16 @@ class TestPlans:
     def test_ranks_find_dray_beside_the_image(self, seen):
         planned = self.made(seen, "adopted=mine")
         assert [one for one in planned.findings if one.code] == []
-        (bind,) = [one for one in planned.binds if one.path == "/c/build/dray-mine"]
-        assert (bind.write, bind.source) == (False, "dray image adopt")
+        binds = [one for one in planned.binds if one.source == "dray image adopt"]
+        assert [(one.path, one.write) for one in binds] == [("/c/build/dray-mine", False), ("/c/src", False)]
+        same = "node::same /c/build/dray-mine/image.sif 'owner 1, inode 2, 3 bytes, changed 4.5' "
+        assert same in render.node_script(planned)
         env = {one.name: (one.value, one.source) for one in planned.env}
-        assert env["PYTHONPATH"] == ("/c/build/dray-mine:/theirs", "dray")
+        assert env["PYTHONPATH"] == ("/c/build/dray-mine:/c/src:/theirs", "dray")
 
     def test_a_recipe_s_own_path_comes_first(self, seen):
         env = {one.name: one.value for one in self.made(seen, "adopted=mine", "env.PYTHONPATH=/mine").env}
-        assert env["PYTHONPATH"] == "/mine:/c/build/dray-mine:/theirs"
+        assert env["PYTHONPATH"] == "/mine:/c/build/dray-mine:/c/src:/theirs"
 
     @pytest.mark.parametrize(
         ("settings", "facts", "problem"),
@@ -272,7 +356,16 @@ class TestPlans:
                 {"adopted": "", "adopted_path": ""},
                 "the image is not the adopted one that the recipe names",
             ),
-            (("adopted=mine",), {"image_variant": "cuda"}, "the image is of another variant than the recipe's"),
+            (
+                ("adopted=mine", "image=cpu"),
+                {"image_variant": "cuda"},
+                "the image is of another variant than the recipe's",
+            ),
+            (
+                ("adopted=mine", "launcher=accelerate"),
+                {"adopted_lacks": "accelerate ray"},
+                "the adopted image has no accelerate, which is the launcher",
+            ),
             (("adopted=mine",), {"engine": "pyxis"}, "pyxis does not start an adopted image, which is a SIF"),
             (("adopted=mine",), {"engine": "docker"}, "docker does not start an adopted image, which is a SIF"),
         ],
@@ -285,6 +378,8 @@ class TestPlans:
         ("settings", "facts", "answer"),
         [
             (("adopted=mine",), {}, ""),
+            (("adopted=/i/x.sif",), {}, ""),
+            (("adopted=/i/y.sif",), {}, "image=/i/y.sif"),
             (("adopted=mine",), {"adopted": "", "adopted_path": ""}, "image=mine"),
             (("adopted=other",), {}, "image=other"),
             ((), {}, "image=cpu"),

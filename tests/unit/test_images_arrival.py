@@ -159,13 +159,23 @@ class TestDebian:
 def bundle(tmp_path: Path) -> Path:
     """A bundle of one wheel, which one lock of `containers` names, in a folder with a space."""
     folder, locks = tmp_path / "a bundle", tmp_path / "containers" / "cpu"
-    for name, text in {"wheels/x-1-py3-none-any.whl": "x", "dray/dray-1.whl": "dray", "image.env": "A=1\n"}.items():
+    for name, text in {"wheels/x-1-py3-none-any.whl": "x", "image.env": "A=1\n"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    (tmp_path / "src" / "dray").mkdir(parents=True)
+    (tmp_path / "src" / "dray" / "a.py").write_text("a = 1\n")
+    (folder / "dray").mkdir()
+    wheel_of(folder, {"dray/a.py": "a = 1\n", "dray-1.dist-info/entry_points.txt": "[x]\ny = dray.a:a\n"})
     locks.mkdir(parents=True)
     (locks / "requirements.lock").write_text(f"x==1 --hash=sha256:{hashlib.sha256(b'x').hexdigest()}\n")
     summed(folder)
     return folder
+
+
+def wheel_of(folder: Path, content: dict[str, str]) -> None:
+    with zipfile.ZipFile(folder / "dray" / "dray-1-py3-none-any.whl", "w") as wheel:
+        for name, text in content.items():
+            wheel.writestr(name, text)
 
 
 def summed(folder: Path) -> None:
@@ -211,6 +221,40 @@ class TestBundle:
             arrival.require(bundle, bundle.parent / "containers")
         assert refused.value.details["found"] == "wheels/x-1-py3-none-any.whl"
 
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("dray/a.py", "evil = 1\n"),
+            ("dray/b.py", "evil = 1\n"),
+            ("evil.pth", "import evil\n"),
+            ("dray/../evil.py", "evil = 1\n"),
+            ("dray-1.data/scripts/python", "evil"),
+            ("dray-1.dist-info/entry_points.txt", "[x]\ny = os:system\n"),
+        ],
+    )
+    def test_its_dray_is_this_checkout_s(self, bundle: Path, name: str, text: str) -> None:
+        """No lock names that wheel, and make installs it."""
+        wheel_of(bundle, {"dray/__init__.py": "", name: text} if name == "dray/b.py" else {name: text})
+        summed(bundle)
+        with pytest.raises(ConfigError, match="the bundle's dray is not this checkout's") as refused:
+            arrival.require(bundle, bundle.parent / "containers")
+        assert f"dray-1-py3-none-any.whl: {name}" in refused.value.details["found"]
+
+    @pytest.mark.parametrize(
+        ("change", "found"),
+        [
+            ("mkfifo wheels/p", "wheels/p: a pipe"),
+            ("ln -s nothing wheels/d", "wheels/d: a link to nothing"),
+            ("ln -s /tmp steps", "steps: a link to /tmp"),
+            ("rm image.env; ln -s ../x image.env", "image.env: a link to ../x"),
+        ],
+    )
+    def test_it_has_files_and_folders_alone(self, bundle: Path, change: str, found: str) -> None:
+        subprocess.run(["bash", "-c", change], cwd=bundle, check=True)
+        with pytest.raises(ConfigError, match="neither a file nor a folder") as refused:
+            arrival.require(bundle, bundle.parent / "containers")
+        assert refused.value.details["found"] == found
+
     def test_who_signed_it(self, bundle: Path, tmp_path: Path, capsys) -> None:
         locks = tmp_path / "containers"
         (mine, me), (_, stranger) = key(tmp_path, "me"), key(tmp_path, "stranger")
@@ -236,7 +280,8 @@ class TestBundle:
     def test_make_asks_before_it_installs(self, bundle: Path, root: Path, tmp_path: Path) -> None:
         """With the plain Python of a machine that has nothing."""
         (bundle / "image.env").unlink()
-        shutil.copytree(root / "src" / "dray", tmp_path / "src" / "dray", ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / "src" / "dray", tmp_path / "src" / "dray", ignore=ignored, dirs_exist_ok=True)
         for name in ("Makefile", "pyproject.toml", "containers/venv.lock"):
             shutil.copy(root / name, tmp_path / name)
         argv = ["make", "install", f"BUNDLE={bundle.name}", f"PYTHON={shlex.quote(sys.executable)} -S"]

@@ -1,9 +1,8 @@
-"""slurm/adopt.sh: an image that somebody else made, adopted by the job itself; this Python stands in for the image's."""
+"""slurm/adopt.sh: an image that somebody else made, adopted by the job itself; this Python stands in for its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def test_a_sif_is_adopted_on_the_way_and_once(job: Job, theirs: Path) -> None:
     image = image_of(ended)
     folder = job.home / "build" / "dray-torch-2-9-ours"
     assert image == folder / "image.sif"
-    assert (os.readlink(folder / "source"), os.readlink(image)) == (str(theirs), "source")
+    assert ((folder / "source").readlink(), image.readlink()) == (theirs, Path("source"))
     assert theirs.stat().st_nlink == before.st_nlink == 1
     described = json.loads((folder / "image.json").read_text())
     assert (described["source"], described["variant"]) == (str(theirs), "cpu")

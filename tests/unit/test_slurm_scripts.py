@@ -140,7 +140,8 @@ class TestCorrections:
         assert f"image {folder}/image.sif\n" in ended.stdout
         assert job.seen.read_text() == "image.sif dray plan\n"
         (plan,) = (json.loads(path.read_text()) for path in job.runs.glob("*/attempt-1/plan.json"))
-        assert {"PYTHONPATH": f"{folder}:{job.home}/src:/theirs"}.items() <= {one["name"]: one["value"] for one in plan["env"]}.items()
+        env = {one["name"]: one["value"] for one in plan["env"]}
+        assert env["PYTHONPATH"] == f"{folder}:{job.home}/src:/theirs"
         assert str(folder) in [one["path"] for one in plan["binds"]]
 
     def test_an_image_that_is_not_built(self, job: Job) -> None:

@@ -58,8 +58,10 @@ def _recipes(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa:
 
 def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: ARG001
     """Each key with its =, or, behind that, the values that it may have, where they are few."""
+    from dray.config import checkout  # noqa: PLC0415
     from dray.config.recipe import Recipe  # noqa: PLC0415
     from dray.config.schema import Schema  # noqa: PLC0415
+    from dray.images import store  # noqa: PLC0415
 
     name, equals, _ = incomplete.partition("=")
     for key, kind, *_ in Schema(Recipe).describe():
@@ -67,6 +69,8 @@ def _keys(context: typer.Context, incomplete: str) -> Iterator[str]:  # noqa: AR
             continue
         if not equals:
             yield f"{key}=" if not kind.startswith("a table") else f"{key}."
+        elif key == name == "adopted":
+            yield from (f"adopted={adopted}" for adopted in store.adopted_names(checkout.root()))
         elif key == name:
             choices = ["true", "false"] if kind == "true or false" else re.findall(r'"([^"]*)"', kind)
             yield from (f"{key}={choice}" for choice in choices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -59,4 +61,5 @@ def layer(
         print(f"  {package} {version}")
     print(f"{path}  {made.sif.size / 1e6:.1f} MB  sha256:{made.sif.sha256}")
     print(f'in a recipe: image = "{variant}", layer = "{key}"')
-    print(f"the same bytes again: dray image layer {variant} --lock {path.with_suffix('.lock').name}")
+    lock_file = shlex.quote(os.path.relpath(path.with_suffix(".lock")))
+    print(f"the same bytes again: dray image layer {variant} --lock {lock_file}")

@@ -73,7 +73,9 @@ def adopt(
         new.mkdir()
         image = new / beside.IMAGE
         where = _put(source, address, image, kept, say)
-        file = store.stat(image)
+        link = image.with_name(beside.SOURCE)
+        subject = link if link.is_symlink() else image
+        file = store.stat(subject)
         sif = sif_format.read(image)
         if sif.architecture != MACHINES.get(platform.machine()):
             raise ConfigError(
@@ -97,7 +99,7 @@ def adopt(
         path = beside.python_path(new, checkout / "src", found["pythonpath"])
         started = inside(image, [new, checkout / "src"], path, beside.start_argv("python3"))
         beside.starts(started.code, _last(started), source)
-        if store.stat(image) != file:
+        if store.stat(subject) != file:
             raise UnfitError("the image was changed while it was looked at", where=source, fix="try again")
         old = Path(scratch) / "old"
         if folder.exists():
@@ -148,7 +150,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
     """The image where it is, copied where others may write it, or fetched; its whole path or its address."""
     path = Path(source).expanduser()
     if path.exists():
-        kind = _archive(path)
+        kind = archive(path)
         if not kind:
             _use(path.absolute(), image, say)
             return str(path.absolute())
@@ -192,7 +194,7 @@ def _others(path: Path) -> str:
     return f"its folder has the mode {folder:o}" if folder & 0o002 and not folder & stat.S_ISVTX else ""
 
 
-def _archive(path: Path) -> str:
+def archive(path: Path) -> str:
     """What Apptainer calls it, where it is no SIF: an OCI folder, or a tar of `docker save` or of OCI's."""
     if path.is_dir():
         return "oci" if (path / "oci-layout").is_file() else ""

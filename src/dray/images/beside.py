@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from zipfile import ZipFile
 
 from dray import __version__, process
 from dray.contract.findings import ConfigError, DrayError, UnfitError
-from dray.images.sources import arrival
 from dray.images.sources.platforms import PLATFORMS
 
 IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
@@ -145,8 +145,11 @@ def versions(found: Mapping[str, Any]) -> dict[str, str]:
 
 def _digest(folder: Path) -> str:
     """Of all that is brought."""
-    lines = (f"{digest}  {name}\n" for name, digest in arrival.sums(folder).items() if name not in (IMAGE, SOURCE))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in (IMAGE, SOURCE):
+            digest.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}\n".encode())
+    return digest.hexdigest()
 
 
 def _register(folder: Path, checkout: Path) -> None:
@@ -171,7 +174,7 @@ def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: st
     brought: dict[str, str] = {}
     asked: Iterable[str] = project["dependencies"]
     while names := list(dict.fromkeys(_missing(asked, has, pins))):
-        for wheel in _fetched(names, pins, python, files, source):
+        for wheel in _fetched([pins[name] for name in names], python, files, checkout, source):
             with ZipFile(wheel) as archive:
                 archive.extractall(folder)
         brought |= {name: pins[name].version for name in names}
@@ -186,6 +189,7 @@ def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: st
 
 @dataclass(frozen=True)
 class _Pin:
+    name: str
     version: str
     text: str
     hashes: frozenset[str]
@@ -196,7 +200,7 @@ def _pins(lock: Path) -> dict[str, _Pin]:
     for line in lock.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
         if matched := re.match(r"([a-z0-9-]+)==(\S+) ", line):
             hashes = frozenset(re.findall(r"sha256:([0-9a-f]{64})", line))
-            found[matched[1]] = _Pin(matched[2], " ".join(line.split()), hashes)
+            found[matched[1]] = _Pin(matched[1], matched[2], " ".join(line.split()), hashes)
     return found
 
 
@@ -222,34 +226,37 @@ def _fits(wanted: str, version: str | None) -> bool:
     return not oldest or numbers(version) >= numbers(oldest[1])
 
 
-def _fetched(names: Sequence[str], pins: Mapping[str, _Pin], python: str, files: Path, source: str) -> list[Path]:
+def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, source: str) -> list[Path]:
     """Their wheels, in a folder that keeps them for the next image with such a Python."""
-    files.mkdir(parents=True, exist_ok=True)
-    absent = [name for name in names if not _kept(pins[name], python, files)]
+    ours = checkout / "build" / "wheels"
+    places = (files, ours / files.name, ours)
+    absent = [pin for pin in pins if not _kept(pin, python, places)]
     if absent:
-        requirements = files / f"requirements-{hashlib.sha256(' '.join(absent).encode()).hexdigest()[:8]}.txt"
-        requirements.write_text("".join(f"{pins[name].text}\n" for name in absent), encoding="utf-8")
+        files.mkdir(parents=True, exist_ok=True)
+        requirements = files / f"requirements-{hashlib.sha256(repr(absent).encode()).hexdigest()[:8]}.txt"
+        requirements.write_text("".join(f"{pin.text}\n" for pin in absent), encoding="utf-8")
         try:
             process.run(_download(requirements, python, files))
         except DrayError as error:
             raise UnfitError(
                 "the image lacks packages that dray needs, and pip cannot fetch them",
                 where=source,
-                wanted=f"wheels for Python {python}: {', '.join(f'{name} {pins[name].version}' for name in absent)}",
+                wanted=f"wheels for Python {python}: {', '.join(f'{pin.name} {pin.version}' for pin in absent)}",
                 found=error.finding.found,
-                fix=f"where there is a network, such as a login node: slurm/dray image adopt {source}\n"
+                fix=f"where there is a network, such as a login node: slurm/dray image adopt {shlex.quote(source)}\n"
+                f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
                 "or take an image that has pydantic, rich, typer and PyYAML",
             ) from error
         finally:
             requirements.unlink(missing_ok=True)
-    wheels = [_kept(pins[name], python, files) for name in names]
+    wheels = [_kept(pin, python, places) for pin in pins]
     return [wheel for wheel in wheels if wheel]
 
 
-def _kept(pin: _Pin, python: str, files: Path) -> Path | None:
-    """There, or among what dray's own images were built from."""
+def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> Path | None:
+    """In the first of these folders; the last has what dray's own images were built from."""
     tags = (f"-cp{python.replace('.', '')}-", "-py3-none-any.")
-    for path in (*files.glob(f"*-{pin.version}-*.whl"), *files.parent.glob(f"*-{pin.version}-*.whl")):
+    for path in (path for place in places for path in place.glob(f"*-{pin.version}-*.whl")):
         if any(tag in path.name for tag in tags) and hashlib.sha256(path.read_bytes()).hexdigest() in pin.hashes:
             return path
     return None

@@ -24,6 +24,7 @@ from dray.images.sif.format import MAGIC
 _SIF = "sif"
 # In an image of ours below sys.prefix; an adopted one is in a folder with it.
 _DESCRIBED = beside.DESCRIBED
+_LAUNCHERS = ("accelerate", "deepspeed", "ray")
 _NOBODY = "owner 65534, "
 
 
@@ -188,13 +189,9 @@ def described(image: Path) -> dict[str, str]:
         "adopted_from": found["source"],
         "adopted_source": str(source),
         "adopted_path": beside.python_path(folder, source, found["pythonpath"]),
+        "adopted_lacks": " ".join(name for name in _LAUNCHERS if name not in found.get("packages", _LAUNCHERS)),
         "image_variant": found["variant"],
     }
-
-
-def packages(image: Path) -> dict[str, str]:
-    """What an adopted image has, with versions."""
-    return dict(_described(image).get("packages", {}))
 
 
 def _described(image: Path) -> dict[str, Any]:
@@ -226,7 +223,7 @@ def variant(image: Path | None = None) -> str:
 def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
     """The same, and before anything is queued it must be there, and be the one that the recipe and the engine want."""
     file, formats = job_file(checkout, variant, engine), _formats(engine)
-    if variant not in ACCELERATORS and not file.exists():
+    if variant not in ACCELERATORS and not file.exists() and not file.is_symlink():
         raise _not_adopted(checkout, variant)
     require_unchanged(file)
     if fix := absent(file, variant, engine):

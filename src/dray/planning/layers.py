@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from dray.config.recipe import Recipe
@@ -35,7 +36,7 @@ def refusals(recipe: Recipe, engine: Engine, files: Files) -> Iterator[Finding]:
             where=layer.file,
             wanted=f"one for {recipe.image}",
             found=f"one for {layer.variant}",
-            fix=f"dray image layer {recipe.image} --lock {layer.file.removesuffix('.sif')}.lock",
+            fix=f"dray image layer {recipe.image} --lock {shlex.quote(layer.file.removesuffix('.sif') + '.lock')}",
         )
     elif layer.changed:
         yield _refusal(

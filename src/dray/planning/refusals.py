@@ -119,6 +119,14 @@ def _variant(recipe: Recipe, site: Site, facts: Facts, engine: Engine) -> Iterat
             else "an image that was not adopted, or is not there",
             fix="unset DRAY_IMAGE" if facts.image_given else image.adopt_line(recipe.adopted),
         )
+    if recipe.launcher in facts.adopted_lacks.split():
+        yield _refusal(
+            f"the adopted image has no {recipe.launcher}, which is the launcher",
+            where=facts.adopted_from,
+            wanted=f"{recipe.launcher} in the image",
+            found=f"launcher={recipe.launcher}",
+            fix="launcher=torchrun; or take an image that has it, or one of dray's own with a layer",
+        )
     if facts.image_variant not in ("", recipe.image):
         yield _refusal(
             "the image is of another variant than the recipe's",

@@ -185,6 +185,7 @@ def _places(plan: Plan, *, entering: bool) -> Iterator[str]:
     if engine.image == "file":
         yield _call("need", plan.image, "the image")
     if plan.image_file:
+        yield f"\n{_file('same')}\n"
         yield _same(plan)
     if plan.layer:
         yield _call("need", plan.layer.file, "the layer")

@@ -8,11 +8,16 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 from dray import process
 from dray.contract.findings import ConfigError, DrayError
 
+_SHOWN = 10
+_ABOUT = re.compile(r"dray-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/[\w.]+)")
+_ENTRY = re.compile(r"|\[[\w.]+\]|\w+ = dray\.[\w.]+:\w+")
 SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
 _NAMESPACE = "dray-bundle"  # a signature of something else, such as a commit, is none of a bundle
 
@@ -40,6 +45,14 @@ def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
     if not (folder / SUMS).is_file():
         fix = "dray image bundle VARIANT makes one"
         raise ConfigError("not a bundle", where=folder, wanted=f"a folder with {SUMS}", fix=fix)
+    odd = [path for path in folder.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
+    if odd:
+        raise ConfigError(
+            "the bundle has what is neither a file nor a folder",
+            where=folder,
+            found="\n".join(f"{path.relative_to(folder)}: {_kind(path)}" for path in sorted(odd)),
+            fix="make it again: dray image bundle VARIANT makes plain files alone",
+        )
     if signers:
         _require_signed(folder, signers)
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -65,6 +78,44 @@ def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
             found="\n".join(strange),
             fix="use it with a checkout of the same dray; signed by somebody or not, it must hold what the locks name",
         )
+
+    _require_own(folder, locks.parent / "src")
+
+
+def _kind(path: Path) -> str:
+    if path.is_symlink():
+        return f"a link to {path.readlink()}"
+    return "a pipe" if path.is_fifo() else "a socket or a device"
+
+
+def _require_own(folder: Path, source: Path) -> None:
+    """dray's own wheel, which no lock can name, holds this checkout's source."""
+    found = [
+        f"{wheel.name}: {entry}" for wheel in sorted((folder / "dray").iterdir()) for entry in _other(wheel, source)
+    ]
+    if found:
+        raise ConfigError(
+            "the bundle's dray is not this checkout's",
+            where=folder / "dray",
+            wanted=f"what {source} has",
+            found="\n".join(found[:_SHOWN]),
+            fix="use it with a checkout of the same dray",
+        )
+
+
+def _other(wheel: Path, source: Path) -> Iterator[str]:
+    try:
+        with ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                content = archive.read(name)
+                entries = content.decode(errors="replace").splitlines() if name.endswith("/entry_points.txt") else []
+                if _ABOUT.fullmatch(name) and all(_ENTRY.fullmatch(line) for line in entries):
+                    continue
+                file = source / name
+                if not name.startswith("dray/") or ".." in name or not file.is_file() or file.read_bytes() != content:
+                    yield name
+    except BadZipFile:
+        yield "no wheel"
 
 
 def _require_signed(folder: Path, signers: Path) -> None:

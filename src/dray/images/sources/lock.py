@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tomllib
@@ -215,19 +216,24 @@ def uv() -> str:
     beside = Path(sys.executable).with_name("uv")
     uv = process.which("uv") or (str(beside) if beside.exists() else None)
     if not uv:
-        raise UnfitError("locking needs uv", where=sys.executable, fix=f"{sys.executable} -m pip install {_HASHED} uv")
+        python = shlex.quote(sys.executable)
+        raise UnfitError("locking needs uv", where=sys.executable, fix=f"{python} -m pip install {_HASHED} uv")
     return uv
 
 
 def _stale(
     lock: Path, *, problem: str = "the lock does not fit its requirements", found: str | None = None
 ) -> ConfigError:
-    return ConfigError(problem, where=lock, found=found, fix=f"dray image lock {_named(lock)}")
+    if lock.name.startswith("dray-"):
+        fix = "make it again: dray image layer VARIANT --pip PACKAGE"
+    else:
+        fix = f"dray image lock {_named(lock)}"
+    return ConfigError(problem, where=lock, found=found, fix=fix)
 
 
 def _named(lock: Path) -> str:
     """By what `dray image lock` knows it: a variant's folder, or the file itself."""
-    return lock.stem if lock.parent.name == "containers" else lock.parent.name
+    return lock.stem if lock.parent.name == "containers" else lock.absolute().parent.name
 
 
 def unsolved(where: str, text: str) -> DrayError:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _LARGE = re.compile(r"\s*Downloading \S+ \((\d\d+\.\d MB|\S+ GB)")
 def command(verb: str) -> list[str]:
     """The first words of every call."""
     if importlib.util.find_spec("pip") is None:
-        fix = f"{sys.executable} -m ensurepip, then again"
+        fix = f"{shlex.quote(sys.executable)} -m ensurepip, then again"
         raise UnfitError("fetching wheels needs pip", where=sys.executable, fix=fix)
     return [sys.executable, "-m", "pip", verb, "--disable-pip-version-check", "--no-deps"]
 
@@ -40,7 +41,7 @@ def hashed(lock: Path) -> list[str]:
     """Options by which what builds a wheel is installed by this lock's hashes."""
     found = importlib.metadata.version("pip")
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _WITH_HASHES:
-        fix = f"{sys.executable} -m pip install --upgrade pip, or make install in the checkout"
+        fix = f"{shlex.quote(sys.executable)} -m pip install --upgrade pip, or make install in the checkout"
         problem = "this pip cannot install by a constraint's hashes"
         raise UnfitError(problem, where=sys.executable, wanted="pip 26.1 or newer", found=f"pip {found}", fix=fix)
     return ["--build-constraint", str(lock)]

@@ -25,15 +25,6 @@ node::need() { # PATH WANTED RECORD
   [[ -e "$1" ]] || node::unfit "$@"
 }
 
-node::same() { # FILE WANTED RECORD: an adopted image, which is used where it is
-  local found
-  found="$(stat --dereference --format='owner %u, inode %i, %s bytes, changed %.9Y' -- "$1")" || true
-  [[ "$found" == "$2" ]] && return
-  printf 'dray: %s is another file than the one that was adopted\n  where:  node %s\n  wanted: %s\n  found:  %s\n' \
-    "$1" "$(node::host)" "$2" "$found" >&2
-  node::record "$3"
-}
-
 node::bind() { # PATH ro|rw: also where a link leads to, since programs ask for a file's real path
   local path real
   real="$(realpath -- "$1"; echo .)" # the dot keeps what a line break at the end would lose
