@@ -4,8 +4,8 @@
 # It uses what lib::main has set: image, stopped_by; it stands in the attempt's folder.
 # shellcheck disable=SC2154,SC2034
 
-# Each task starts node.sh or stage.sh by this: whoever may write the folder of the runs can have put a run of his in the place of this
-# one, on the way of its name. What stands in a folder of this user's, no other user can change.
+# Each task starts node.sh or stage.sh by this: a user who may write the folder of the runs can put another run in this one's
+# place. What is in a folder of this user's, no other user can change.
 # shellcheck disable=SC2016 # the tasks expand it
 readonly stage__own='[[ -O . && -O .. && -O "$0" ]] && exec "$0"; echo "dray: $PWD belongs to another user: $HOSTNAME" >&2; exit 78'
 readonly stage__answer_s=120 stage__sbcast_s=900 stage__end_s=30
