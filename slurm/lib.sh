@@ -15,8 +15,8 @@ source "$DRAY_HOME/slurm/end.sh"
 readonly -a lib__signals=(HUP INT TERM USR1 USR2)
 # What each task starts with: ATTEMPT SCRIPT. A node that does not see the run's folder cannot read a script in it, nor write into
 # its log: the exit code is all that srun can tell of it. It waits for the others, since srun ends all tasks with the first that
-# fails. And whoever may write the folder of the runs can have put a run of his in the place of this one, on the way of its name;
-# what stands in a folder of this user's, no other user can change.
+# fails. And a user who may write the folder of the runs can put another run in this one's place; what is in a folder of this
+# user's, no other user can change.
 readonly lib__blind=96
 # shellcheck disable=SC2016 # the tasks expand it
 readonly lib__task='

@@ -81,7 +81,7 @@ def evaluate(
             )
     placing = _placing(device_map, max_memory or [], offload_folder)
     recipe = write.over(plan.recipe, overrides or [])
-    if not trust_run and trust.stranger(newest_attempt(folder)):
+    if not trust_run and trust.foreign(newest_attempt(folder)):
         theirs = recipe.maps().items() & plan.recipe.maps().items()
         trust.require(trust.functions(theirs), str(folder), does="an evaluation")
     job = jobs.Evaluate(str(final), plan.model_copy(update={"recipe": recipe}).model_dump(mode="json"), placing)

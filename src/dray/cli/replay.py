@@ -87,7 +87,7 @@ def replay(
             _compare(before, compare, runs)
         if made.files and (changed := [one.path for one in verify.verify(newest).files if one.state != "same"]):
             print(f"not as recorded: {', '.join(changed[:_SHOWN])}", flush=True)
-        if not trusted and (find(run, runs).is_file() or trust.stranger(newest)):
+        if not trusted and (find(run, runs).is_file() or trust.foreign(newest)):
             trust.require(trust.code_of(settings), before.word, does="a replay")
         if recipe:
             _save(recipe, settings, len(plan.world.nodes))

@@ -21,7 +21,7 @@ from dray.runs.finish import finish
 from dray.runs.follow import Output
 from dray.runs.paths import RunPaths, new_id, newest_attempt
 from dray.runs.rank_log import RankLog
-from dray.runs.trust import stranger
+from dray.runs.trust import foreign
 
 
 def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
@@ -40,7 +40,7 @@ def trained(run: Path, *, trust: bool = False) -> tuple[Plan, RunPaths]:
             fix="load what your program saved with your program; dray recipe new mine.toml writes a recipe for the "
             "trainer",
         )
-    return plan if trust or not (found := stranger(paths)) else _harmless(plan, found), paths
+    return plan if trust or not (found := foreign(paths)) else _harmless(plan, found), paths
 
 
 def _harmless(plan: Plan, found: str) -> Plan:
@@ -66,7 +66,7 @@ def ended(run: Path, *, trust: bool = False) -> tuple[Plan, Path]:
             fix="let it end: the same command again resumes from its checkpoints, where checkpoint.folder is set",
         )
     links = [path for path in paths.final_model.rglob("*") if path.is_symlink()]
-    if links and not trust and stranger(paths):
+    if links and not trust and foreign(paths):
         raise ConfigError(
             "links in another user's model may lead to files of yours",
             where=links[0],

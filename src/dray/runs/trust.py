@@ -16,7 +16,7 @@ _OF_TRAINING = {"zero_optimization", "fp16", "bf16", "data_types", "activation_c
 """Sections of DeepSpeed's configuration that hold nothing but numbers and switches."""
 
 
-def stranger(paths: RunPaths) -> str:
+def foreign(paths: RunPaths) -> str:
     """What of a run another user owns, or may write, in words; empty for this user's and for root's."""
     for path in (paths.run, paths.folder, paths.plan):
         if not files.is_own(path):
@@ -26,7 +26,7 @@ def stranger(paths: RunPaths) -> str:
 
 
 def require(code: Sequence[str], where: str, *, does: str) -> None:
-    """Refuse the code of a stranger's run, which `does` would run here."""
+    """Refuse the code of another user's run, which `does` would run here."""
     if code:
         raise ConfigError(
             f"this run was not recorded here by you, and {does} runs code that it names",
