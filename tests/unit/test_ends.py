@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dray.runner import channel
 from helpers import ROOT, until
 from nodes import Start, ended, plan, start  # noqa: F401  fixtures
 
@@ -91,6 +94,19 @@ def test_a_run_that_is_stopped_now_ends_within_the_grace(plan: dict[str, Any], s
     assert (0 not in codes, time.monotonic() - asked < 20) == (True, True)
     assert alive(tmp_path) == []
     assert not (tmp_path / "failures").exists()
+
+
+def test_a_runner_that_can_open_no_more_files_still_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it raised this in the place of what it had to tell."""
+    ours, theirs = socket.socketpair()
+
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(channel.select, "epoll", none_left)
+    channel.part([channel.Channel(ours, b"key", host=True)])
+    assert (ours.fileno(), theirs.recv(1)) == (-1, b"")
+    theirs.close()
 
 
 START = """
