@@ -24,6 +24,7 @@ while IFS= read -r -d '' variable; do
 done </proc/$$/environ
 if [[ "$1 $2" != "python3 -m" ]]; then # what slurm/adopt.sh asks
   python3() { "$PYTHON" "$@"; }
+  export -f python3
   while [[ "$1" == env || "$1" == *=* ]]; do
     [[ "$1" == env ]] || export "$1"
     shift

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from dray.images import store
+from dray.images import beside, store
 from jobs import Job
 
 TORCH = {
@@ -159,3 +162,68 @@ def test_a_layer_is_never_taken_for_an_image(job: Job, words: tuple[str, ...]) -
     variant = "cuda" if words == ("image=cuda",) else "cpu"
     assert refused.stderr.startswith("dray: the image does not exist\n"), refused.stderr
     assert f"wanted: {job.home}/build/dray-{variant}.sif (the recipe's image is {variant})\n" in refused.stderr
+
+
+def test_a_login_node_without_python(job: Job, theirs: Path) -> None:
+    """slurm/dray adopts, submits and shows, in the image; sbatch runs outside of it."""
+    job.tool("sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" >"$SEEN.sbatch"\necho 4711\n')
+
+    def dray(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = ["bash", job.home / "slurm" / "dray", *words]
+        return subprocess.run(
+            argv, env=job.env, cwd=theirs.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+
+    image = job.home / "build" / "dray-mine" / "image.sif"
+    adopted = dray("image", "adopt", theirs.name, "--name", "mine")
+    assert (adopted.returncode, adopted.stdout) == (0, f"{image}\n"), adopted.stderr
+    again = dray("image", "adopt", theirs.name)
+    assert (again.returncode, again.stdout) == (0, f"{image}\n"), again.stderr
+    refused = dray("image", "adopt", theirs.name, "--name", "mine")
+    assert refused.returncode == 78
+    assert refused.stderr.startswith("dray: there is an image of this name\n")
+    submitted = dray("submit", f"adopted={theirs.name}", "--", "python3", "-c", "1")
+    assert submitted.returncode == 0, submitted.stderr
+    assert submitted.stdout.startswith("job 4711 is in the queue\n")
+    words = Path(f"{job.seen}.sbatch").read_text().splitlines()
+    assert f"--image={image}" in words
+    assert f"adopted={theirs}" in words
+    assert words[-4:] == ["--", "python3", "-c", "1"]
+    assert "python3-" in dray("runs").stdout
+
+
+def test_what_the_image_lacks_comes_from_the_checkout_without_a_network(tmp_path: Path, monkeypatch) -> None:
+    """And what that needs, as its wheel says."""
+    monkeypatch.setattr(beside.process, "run", lambda *_, **__: pytest.fail("pip is not needed"))
+    wheels = tmp_path / "build" / "wheels"
+    wheels.mkdir(parents=True)
+    lock = ""
+    files = (("a", "cp312-cp312-linux", "b>=2"), ("b", "py2.py3-none-any", "has>=1"), ("a", "cp311-x", ""))
+    for name, tag, needs in files:
+        wheel = wheels / f"{name}-2-{tag}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"{name}.py", tag)
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 2\n" + f"Requires-Dist: {needs}\n" * bool(needs)
+            archive.writestr(f"{name}-2.dist-info/METADATA", text)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if f"{name}==" in lock:
+            lock = lock.replace(f"{name}==2 ", f"{name}==2 --hash=sha256:{digest} ")
+        else:
+            lock += f"{name}==2 --hash=sha256:{digest}\n"
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "venv.lock").write_text(lock)
+    project = (
+        '[project]\ndependencies = ["a>=1", "docker>=7"]\n[project.entry-points."torchrun.handlers"]\ndray = "d:c"\n'
+    )
+    (tmp_path / "pyproject.toml").write_text(project)
+    folder = tmp_path / "build" / "new"
+    folder.mkdir()
+    found = {"python": "3.12.1", "executable": "python3", "libc": "glibc 2.39", "pythonpath": "",
+             "packages": {"has": "1"}, "torch": {"version": "2.9", "cuda": "", "hip": ""}}  # fmt: skip
+    origin = beside.Origin(name="mine", source="/x.sif", file="owner 1", sha256="0" * 64, size=1)
+    assert beside.fill(folder, found, origin, checkout=tmp_path) == ("a 2", "b 2")
+    assert (folder / "a.py").read_text() == "cp312-cp312-linux"
+    (registered,) = importlib.metadata.distributions(path=[str(folder)], name="dray")
+    assert [(one.group, one.name, one.value) for one in registered.entry_points] == [
+        ("torchrun.handlers", "dray", "d:c")
+    ]

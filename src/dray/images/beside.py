@@ -255,7 +255,7 @@ def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, sou
 
 def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> Path | None:
     """In the first of these folders; the last has what dray's own images were built from."""
-    tags = (f"-cp{python.replace('.', '')}-", "-py3-none-any.")
+    tags = (f"-cp{python.replace('.', '')}-", "py3-none-any.")
     for path in (path for place in places for path in place.glob(f"*-{pin.version}-*.whl")):
         if any(tag in path.name for tag in tags) and hashlib.sha256(path.read_bytes()).hexdigest() in pin.hashes:
             return path
