@@ -36,6 +36,14 @@ def alive(folder: Path) -> list[str]:
     return [pid for pid in pids if Path("/proc", pid, "exe").exists()]
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path):
+    """Whatever a test finds."""
+    yield
+    for pid in alive(tmp_path):
+        os.kill(int(pid), signal.SIGKILL)
+
+
 def is_up(folder: Path) -> bool:
     return len(list(folder.glob("up-*"))) == 2
 
@@ -93,6 +101,20 @@ def test_a_run_that_is_stopped_now_ends_within_the_grace(plan: dict[str, Any], s
     codes = [ended(node)[0] for node in nodes]
     assert (0 not in codes, time.monotonic() - asked < 20) == (True, True)
     assert alive(tmp_path) == []
+    assert not (tmp_path / "failures").exists()
+
+
+def test_a_stopped_node_does_not_wait_for_one_that_is_lost(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
+    """A scancel may kill one runner with its mount of the image; the other's ranks take no notice of SIGTERM."""
+    ranks(plan, "trap 'touch told-$RANK' TERM; while :; do sleep 0.05; done")
+    first, second = start(0, 2, "node1"), start(1, 2, "node2")
+    until(lambda: is_up(tmp_path))
+    second.send_signal(signal.SIGTERM)
+    until(lambda: len(list(tmp_path.glob("told-*"))) == 2)
+    lost = time.monotonic()
+    first.kill()
+    ended(second)
+    assert time.monotonic() - lost < 20
     assert not (tmp_path / "failures").exists()
 
 

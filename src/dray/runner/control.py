@@ -284,7 +284,8 @@ class Control:
 
     def _lost(self, node: int, why: str) -> None:
         self._forget(node)
-        if self.stopped:
+        if self.stopped:  # without that node's ranks none can save; after KillWait Slurm kills the batch script as well
+            self._children.end(_GRACE)
             return
         name = self._names[node]
         finding = Finding(
