@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
+import sys
 import tarfile
 from contextlib import closing
 from pathlib import Path, PurePosixPath
@@ -407,3 +409,19 @@ def test_probe_runs_in_any_python_of_this_machine():
             found = json.loads(done.stdout)
             assert found["libc"].startswith("glibc 2.")
             assert found["torch"].keys() & {"version", "error"}
+
+
+@pytest.mark.parametrize("verb", ["plan", "submit"])
+def test_a_name_that_is_typed_wrong_is_told_before_the_queue(checkout, tmp_path, verb):
+    folder = checkout / "build" / "dray-theirs"
+    folder.mkdir()
+    (folder / "image.json").write_text("{}")
+    argv = [sys.executable, "-m", "dray", verb, "adopted=thers", "--", "python3", "-c", "1"]
+    done = subprocess.run(
+        argv, env={**os.environ, "DRAY_HOME": str(checkout)}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 78
+    assert done.stderr == (
+        f"dray: there is no adopted image thers\n  where:  {checkout}/build\n  wanted: one of theirs\n"
+        "  fix:    adopted=theirs\n"
+    )

@@ -154,14 +154,20 @@ def absent(image: Path, variant: str, engine: str) -> str:
     return f"make image-{variant}" if _SIF in _formats(engine) else "make one of dray's image (docs/engines.md)"
 
 
-def _not_adopted(checkout: Path, name: str) -> ConfigError:
+def require_adopted(checkout: Path, name: str, image: Path) -> None:
+    """Of an adopted image: it is there, and its file is unchanged."""
+    if name in ACCELERATORS or image.suffix != f".{_SIF}":
+        return
+    if image.exists() or image.is_symlink():
+        require_unchanged(image)
+        return
     names = adopted_names(checkout)
     near = difflib.get_close_matches(name, names, n=1)
     if near:
         fix = f"adopted={near[0]}"
     else:
         fix = f"dray image adopt {shlex.quote(name)}" if "/" in name else f"dray image adopt SOURCE --name {name}"
-    return ConfigError(
+    raise ConfigError(
         f"there is no adopted image {name}" if "/" not in name else "the image is not adopted yet",
         where=checkout / "build" if "/" not in name else name,
         wanted=f"one of {', '.join(names)}" if names else "",
@@ -223,9 +229,7 @@ def variant(image: Path | None = None) -> str:
 def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
     """The same, and before anything is queued it must be there, and be the one that the recipe and the engine want."""
     file, formats = job_file(checkout, variant, engine), _formats(engine)
-    if variant not in ACCELERATORS and not file.exists() and not file.is_symlink():
-        raise _not_adopted(checkout, variant)
-    require_unchanged(file)
+    require_adopted(checkout, variant, file)
     if fix := absent(file, variant, engine):
         fix += ", or set DRAY_IMAGE to an image that dray has built"
         raise ConfigError("the image does not exist", wanted=f"{file} (the recipe's image is {variant})", fix=fix)

@@ -71,6 +71,7 @@ def facts(
     variant = image.variant(recipe, choice.site, seen).value
     engine = choice.site.engine or "apptainer"
     file = store.job_file(checkout.root(), recipe.adopted or variant, engine)
+    store.require_adopted(checkout.root(), recipe.adopted or variant, file)
     given = [option for option in (*choice.site.sbatch, *options) if option.startswith(_ACCOUNT)]
     found = {
         "image": str(file),
