@@ -425,3 +425,21 @@ def test_a_name_that_is_typed_wrong_is_told_before_the_queue(checkout, tmp_path,
         f"dray: there is no adopted image thers\n  where:  {checkout}/build\n  wanted: one of theirs\n"
         "  fix:    adopted=theirs\n"
     )
+
+
+def test_an_adopted_image_is_not_signed_here(checkout, tmp_path):
+    """The signature would go into the file of another, which dray then takes for changed."""
+    theirs, folder = tmp_path / "theirs.sif", checkout / "build" / "dray-theirs"
+    theirs.write_bytes(b"an image")
+    folder.mkdir()
+    (folder / "image.json").write_text("{}")
+    (folder / "image.sif").symlink_to(theirs)
+    argv = [sys.executable, "-m", "dray", "image", "sign", "theirs"]
+    done = subprocess.run(
+        argv, env={**os.environ, "DRAY_HOME": str(checkout)}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, theirs.read_bytes()) == (78, b"an image")
+    assert done.stderr == (
+        f"dray: an adopted image is used as its owner left it\n  where:  {theirs}\n"
+        "  fix:    have its owner sign it (apptainer sign); then dray image adopt FILE --force\n"
+    )

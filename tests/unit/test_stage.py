@@ -99,7 +99,8 @@ class Nodes:
         return self.folder(name) / f"{SHA256}.sif"
 
     def begin(self, **env: str) -> subprocess.Popen[str]:
-        script = """set -euo pipefail; shopt -s extglob; image="$2" stopped_by="" lib__task=task attempt="$PWD"; source /dev/stdin <<<"$3"
+        script = """set -euo pipefail; shopt -s extglob
+            image="$2" stopped_by="" lib__task=task attempt="$PWD"; source /dev/stdin <<<"$3"
             trap 'stopped_by=TERM' TERM; stage::nodes; echo "on${stopped_by:+ $stopped_by}" """
         return subprocess.Popen(
             ["bash", "-c", script, "job", ROOT, self.image, self.text],

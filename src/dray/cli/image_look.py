@@ -13,7 +13,7 @@ from rich.table import Table
 from dray.config import checkout
 from dray.contract.findings import ConfigError
 from dray.contract.values import printable
-from dray.images import store
+from dray.images import beside, store
 from dray.images.sif import contents, record
 from dray.images.sif import diff as differences
 from dray.images.sif import format as sif_format
@@ -86,7 +86,14 @@ def sign(
 
     dray image sign cuda
     """
-    sif = sif_format.read(_file(image))
+    file = _file(image)
+    if (file.parent / beside.DESCRIBED).is_file():
+        raise ConfigError(
+            "an adopted image is used as its owner left it",
+            where=file.resolve(),
+            fix="have its owner sign it (apptainer sign); then dray image adopt FILE --force",
+        )
+    sif = sif_format.read(file)
     digest, fingerprint = signatures.sign(sif, key)
     print(f"{sif.path}\n{digest}\nsigned with {fingerprint}")
 
