@@ -163,7 +163,7 @@ open(f"{runs}/ready", "w").close()
 ended, done = time.monotonic() + 60, 0
 while time.monotonic() < ended and not done:
     for run in os.scandir(runs):
-        if run.is_dir():
+        if run.is_dir() and not run.name.startswith("."):
             time.sleep(float(sys.argv[2]))
             made = f"{runs}/.theirs/attempt-1"
             os.makedirs(f"{made}/logs")
@@ -180,7 +180,7 @@ print(done)
 """
 
 
-@pytest.mark.parametrize("delay", [0.04, 0.15, 0.5])
+@pytest.mark.parametrize("delay", [0.04, 0.2, 0.6])
 def test_a_run_that_is_renamed_while_it_begins(
     sbatch, cluster, sif: Path, root: Path, folder: Path, other, delay: float
 ) -> None:
@@ -201,7 +201,6 @@ def test_a_run_that_is_renamed_while_it_begins(
     assert renamed[0].out == "1\n", renamed[0].err
     assert not pwned.exists()
     assert ended.code != 0
-    assert "another user" in ended.output
 
 
 # A run whose recipe and model bring code of its owner's. The checkout around it is theirs too.
