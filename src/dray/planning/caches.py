@@ -55,7 +55,7 @@ def chosen(facts: Facts, *, run_folder: PurePosixPath, scratch: str) -> Iterator
 def outside(
     variables: Iterable[tuple[str, str]], facts: Facts, *, run_folder: PurePosixPath, scratch: str
 ) -> Iterator[Cache]:
-    """Those folders that the container does not see yet, whoever named them."""
+    """Those folders that the container does not see yet, by the user, the site or dray."""
     seen = (str(run_folder), scratch)
     own = str(kept(facts, run_folder.parent))
     for name, value in variables:
