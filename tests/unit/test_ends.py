@@ -118,6 +118,23 @@ def test_a_stopped_node_does_not_wait_for_one_that_is_lost(plan: dict[str, Any],
     assert not (tmp_path / "failures").exists()
 
 
+def test_no_node_goes_on_without_the_first(plan: dict[str, Any], start: Start, tmp_path: Path) -> None:  # noqa: F811
+    """It says that it has ended though others have not, where an exception ends it: its image is gone, say."""
+    (tmp_path / "site").mkdir()
+    broken = (
+        "import sys\nif 'dray.runner' in sys.orig_argv:\n    from dray.runner import control\n"
+        "    def breaks(self):\n        raise SystemExit(9)\n"
+        "    control.Control._read_stop_file = breaks\n"
+    )
+    (tmp_path / "site" / "sitecustomize.py").write_text(broken)
+    ranks(plan, "trap '' TERM; while :; do sleep 0.05; done")
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT / "src")])
+    first, second = start(0, 2, "node1", PYTHONPATH=path), start(1, 2, "node2")
+    ended(first)
+    until(lambda: second.poll() is not None)
+    assert alive(tmp_path) == []
+
+
 def test_a_runner_that_can_open_no_more_files_still_closes_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it raised this in the place of what it had to tell."""
     ours, theirs = socket.socketpair()

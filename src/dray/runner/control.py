@@ -327,6 +327,8 @@ class Control:
                 continue
 
     def _forget(self, node: int) -> None:
+        if node == 0:  # it ends last, unless its image is gone: no rank of this node can go on, or save, without it
+            self._children.end(_GRACE)
         one = self._open.pop(node)
         self._children.forget(one.line.fileno())
         one.close()
