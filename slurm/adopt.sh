@@ -60,7 +60,7 @@ adopt::unchanged() { # IMAGE
   found="$(stat --dereference --format="$adopt__facts" -- "$file" 2>&1)" || true
   [[ "$found" == "$wanted" ]] || lib::die 78 "the image was changed since it was adopted" "where:  $named on node $(</proc/sys/kernel/hostname)" \
     "wanted: $wanted" "found:  $found" \
-    "fix:    $(printf '%q ' "$DRAY_HOME/slurm/dray" image adopt "$named")--force, to look at it anew"
+    "fix:    $(printf '%q ' "$DRAY_HOME/slurm/dray" image adopt "$(adopt::value "$1" source)" --name "$(adopt::value "$1" name)")--force"
 }
 
 adopt::name() { # FILE: the file's own name, as a name of an image; with a number that the path gives, where another has it
@@ -100,6 +100,7 @@ adopt::others() { # FILE: who besides its owner may write its bytes, or put anot
 adopt::make() ( # FILE NAME [FORCE]: prints the image. One rename gives its folder the name; another job may be making it too
   local -r file="$1" name="$2" force="${3:-}"
   local home scratch facts digest others began=$SECONDS
+  umask 022 # what is not private in it, other users of the checkout may use
   [[ "$engine" == apptainer || "$engine" == singularity ]] || lib::die 78 "$engine does not start an adopted image, which is a SIF" \
     "found:  adopted=$file" "fix:    use a node with apptainer or singularity, or leave it out: adopted="
   [[ -f "$file" && -r "$file" ]] || lib::die 78 "the image does not exist, or cannot be read" "where:  $file on node $(</proc/sys/kernel/hostname)" \
@@ -144,7 +145,10 @@ adopt::main() { # FILE [--name NAME] [--force]: at a login node
   while (($#)); do
     case "$1" in
       --name=*) name="${1#*=}" ;;
-      --name) name="${2:-}" && shift ;;
+      --name)
+        name="${2:-}"
+        shift $(($# > 1))
+        ;;
       --force) force=1 ;;
       -*) lib::die 78 "unknown option $1" "wanted: FILE [--name NAME] [--force]" "fix:    slurm/dray image adopt FILE.sif" ;;
       *) file="$1" ;;

@@ -296,7 +296,10 @@ lib::main() { # [--tasks=FILE] [--run=FOLDER] [--image=FILE] [--site=SITE] [--gp
   local given_run="" given_image="${DRAY_IMAGE:-}" site="${DRAY_SITE:-}" gpu_memory=""
   while [[ "${1:-}" == --?* ]]; do
     case "$1" in
-      --run=*) given_run="${1#*=}" ;;
+      --run=*)
+        given_run="${1#*=}"
+        given_run="${given_run%/}" # as a shell completes a folder's name
+        ;;
       --image=*) given_image="${1#*=}" ;;
       --site=*) site="${1#*=}" ;;
       --gpu-memory=*) gpu_memory="${1#*=}" ;;

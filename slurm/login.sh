@@ -68,11 +68,15 @@ login::here() { # VERB [WORD...]: sets `runs`, `image`, `given_image`, `folders`
     [[ -n "$recipe" || "$word" != *.toml || ! -f "$word" ]] || recipe="$word"
   done
   image="$(plan::guess "${words[@]}")" || exit
-  folders=("$DRAY_HOME" "$runs" "$where")
-  adopt::is "$image" || return 0
-  folders+=("${image%/*}")
-  [[ ! -L "${image%/*}/source" ]] || folders+=("$(readlink -- "${image%/*}/source")")
-  [[ " ${words[*]} " != *" adopted="* ]] || given_image="$image"
+  folders=("$DRAY_HOME" "$runs" "$where" "$image")
+  for word in "$DRAY_HOME"/build/dray-*/source "$runs"/.adopted/dray-*/source; do
+    [[ ! -e "$word" ]] || folders+=("$(readlink -- "$word")")
+  done
+  for word in "${words[@]#*=}"; do # a recipe's folder has what the recipe names
+    [[ "$word" != *.toml ]] || word="$(dirname -- "$word")"
+    [[ ! -e "$word" || "$(realpath -- "$word")" == / ]] || folders+=("$(realpath -s -- "$word")")
+  done
+  ! adopt::is "$image" || [[ " ${words[*]} " != *" adopted="* && "$recipe" == "" ]] || given_image="$image"
 }
 
 login::end() {
@@ -126,10 +130,13 @@ login::main() { # FOLDER IMAGE RUN_IN BRING VERB [WORD...]
   login::serve </dev/null >/dev/null 2>&1 &
   server=$!
   set +m
-  if [[ -z "$folder" ]]; then # nobody's connection ends; Ctrl-C ends this script, and so the verb's input
+  if [[ -z "$folder" ]]; then # nobody's connection ends; Ctrl-C ends this script, and so the verb's input, which it alone holds open
     mkfifo -- "$door/open"
     exec {open}<>"$door/open"
-    engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" <&"$open" || code=$?
+    (
+      exec {open}>&-
+      engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@"
+    ) <"$door/open" || code=$?
   elif [[ -z "$made" ]]; then
     engine::inside env "${environment[@]}" bash "$DRAY_HOME/slurm/verb.sh" "$door/bin" "$@" || code=$?
   else

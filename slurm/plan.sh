@@ -105,6 +105,11 @@ plan::attempt() { # [key=value ...]: sets attempt and checkpoints, and engine an
         lib::plain layer "$layer"
         [[ -f "$layer" && -f "$layer.json" ]] || lib::die 78 "the layer does not exist, or its record does not" \
           "wanted: $layer and $layer.json" "fix:    make it with dray image layer, or copy both files"
+        # In the image all other users may look the same.
+        [[ "$(stat --dereference --format=%u -- "$layer")" =~ ^(0|$EUID)$ ]] || lib::die 78 \
+          "another user may change the layer, and every rank runs its code" "where:  $layer" "wanted: a file of yours or of root's" \
+          "found:  $(stat --dereference --format='a file of user %u, mode %a' -- "$layer")" \
+          "fix:    once you trust what is in it: cp $(printf %q "$layer"){,.json} $(printf %q "$DRAY_HOME")/build/"
         ;;
       variables=*) read -ra variables <<<"${answer#*=}" ;;
       image_digest=)

@@ -165,7 +165,7 @@ class TestFiles:
         assert refused.value.problem == "the image was changed since it was adopted"
         assert refused.value.details == {
             "where": str(sif), "wanted": before, "found": store.stat(sif),
-            "fix": f"dray image adopt {sif} --name mine --force, to look at it anew",
+            "fix": f"dray image adopt {sif} --name mine --force",
         }  # fmt: skip
         sif.unlink()
         with pytest.raises(ConfigError, match="the image was changed"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shlex
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
@@ -169,7 +171,8 @@ def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: st
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = _pins(checkout / "containers" / "venv.lock")
     python = ".".join(found["python"].split(".")[:2])
-    files = folder.parent / "wheels" / f"beside-{python}"
+    kept = checkout / "build" / "wheels"
+    files = (kept if os.access(kept.parent, os.W_OK) else folder.parent / "wheels") / f"beside-{python}"
     has = dict(found["packages"])
     brought: dict[str, str] = {}
     asked: Iterable[str] = project["dependencies"]
@@ -233,10 +236,8 @@ def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, sou
     absent = [pin for pin in pins if not _kept(pin, python, places)]
     if absent:
         files.mkdir(parents=True, exist_ok=True)
-        requirements = files / f"requirements-{hashlib.sha256(repr(absent).encode()).hexdigest()[:8]}.txt"
-        requirements.write_text("".join(f"{pin.text}\n" for pin in absent), encoding="utf-8")
         try:
-            process.run(_download(requirements, python, files))
+            _fetch(absent, python, files)
         except DrayError as error:
             raise UnfitError(
                 "the image lacks packages that dray needs, and pip cannot fetch them",
@@ -247,10 +248,20 @@ def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, sou
                 f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
                 "or take an image that has pydantic, rich, typer and PyYAML",
             ) from error
-        finally:
-            requirements.unlink(missing_ok=True)
-    wheels = [_kept(pin, python, places) for pin in pins]
-    return [wheel for wheel in wheels if wheel]
+    wheels = {pin.name: _kept(pin, python, places) for pin in pins}
+    if lacking := [name for name, wheel in wheels.items() if wheel is None]:
+        raise UnfitError("pip has brought no wheel that fits the image", where=source, found=", ".join(lacking))
+    return [wheel for wheel in wheels.values() if wheel]
+
+
+def _fetch(pins: Sequence[_Pin], python: str, files: Path) -> None:
+    """Into a folder of its own first: another job may be fetching the same."""
+    with TemporaryDirectory(dir=files, prefix=".fetch-") as own:
+        requirements = Path(own, "requirements.txt")
+        requirements.write_text("".join(f"{pin.text}\n" for pin in pins), encoding="utf-8")
+        process.run(_download(requirements, python, Path(own)))
+        for wheel in Path(own).glob("*.whl"):
+            wheel.replace(files / wheel.name)
 
 
 def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> Path | None:

@@ -73,17 +73,24 @@ def sif(checkout: Path, variant: str) -> Path:
 
 def adopted(checkout: Path, name: str) -> Path:
     """The adopted image of this name, or the one that was made of the file of this whole path."""
-    build = checkout / "build"
-    if name.startswith("/"):
-        for link in sorted(build.glob(f"dray-*/{beside.SOURCE}")):
+    for home in _homes(checkout):
+        for link in sorted(home.glob(f"dray-*/{beside.SOURCE}")):
             if os.readlink(link) == name:  # noqa: PTH115  the link's own text
                 return link.with_name(beside.IMAGE)
-    return build / f"dray-{name.strip('/').replace('/', '-')}" / beside.IMAGE
+    folder = f"dray-{name.strip('/').replace('/', '-')}"
+    there = (home / folder / beside.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
+    return next(there, checkout / "build" / folder / beside.IMAGE)
 
 
 def adopted_names(checkout: Path) -> list[str]:
     """Of all that are there."""
-    return sorted(file.parent.name.removeprefix("dray-") for file in (checkout / "build").glob(f"dray-*/{_DESCRIBED}"))
+    found = (file for home in _homes(checkout) for file in home.glob(f"dray-*/{_DESCRIBED}"))
+    return sorted(file.parent.name.removeprefix("dray-") for file in found)
+
+
+def _homes(checkout: Path) -> tuple[Path, ...]:
+    """Where adopted images are; a job puts them beside the runs where it may not write the checkout."""
+    return checkout / "build", Path(os.environ.get("DRAY_RUNS", "runs")).absolute() / ".adopted"
 
 
 def stat(file: Path) -> str:
@@ -114,7 +121,7 @@ def require_unchanged(image: Path) -> None:
             where=named,
             wanted=wanted,
             found=found,
-            fix=f"dray image adopt {shlex.quote(named)} --name {described['name']} --force, to look at it anew",
+            fix=f"dray image adopt {shlex.quote(named)} --name {described['name']} --force",
         )
 
 

@@ -60,6 +60,8 @@ class Joined:
 
     def record(self, folder: str, store: tuple[str, int]) -> None:
         """Leave a file where a process group is smaller than the world."""
+        if self._size == 1:
+            return
         try:
             came, largest = _counted(store, self._size)
             if not 0 < largest < self._size:

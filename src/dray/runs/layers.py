@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import stat
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from dray.images.layers import lock as layer_lock
 from dray.images.sif import record, verify
 from dray.images.sources import lock
 from dray.planning import image
+
+_NOBODY = 65534
 
 
 def ask(recipe: Recipe, site: Site, facts: Facts) -> str:
@@ -37,7 +40,7 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     fix = f"dray image layer {variant} --pip PACKAGE"
     if not file.is_file():
         raise ConfigError("the layer does not exist", wanted=file, fix=fix + f" --name {recipe.layer}")
-    if not files.is_own(file):
+    if not (files.is_own(file) or _is_hidden(file)):
         owner, own = file.stat(), checkout.root() / "build" / file.name
         raise ConfigError(
             "another user may change the layer, and every rank runs its code",
@@ -62,6 +65,12 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
         )
     changed = layer_lock.unfit(known.needs, _packages(variant))
     return Layer(file=str(file), digest=digest, variant=known.variant, packages=known.packages, changed=tuple(changed))
+
+
+def _is_hidden(file: Path) -> bool:
+    """Whether this container shows all other users as nobody. A job's script has looked at the owner outside of it."""
+    found, users = file.stat(), Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+    return found.st_uid == _NOBODY and users[2:] == ["1"] and not found.st_mode & stat.S_IWOTH
 
 
 def made(variant: str, name: str) -> Layer | None:
