@@ -93,8 +93,11 @@ engine::inside() { # COMMAND...: in the image, which sees `folders`; it stands i
 
 engine::mounts() { # sets `mounts`: options, as CSV, so that commas and quotes in a path survive
   local folder quoted
+  local -A seen=() # Apptainer warns of a mount that it has already
   mounts=()
   for folder in "${folders[@]}"; do
+    [[ -z "${seen["$folder"]:-}" ]] || continue
+    seen["$folder"]=1
     quoted="${folder//\"/\"\"}"
     mounts+=("--mount=type=bind,\"src=$quoted\",\"dst=$quoted\"")
   done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,13 +26,16 @@ from dray.planning.schema import Plan
 from dray.runs.write import read_recipe
 
 IMAGE = bytes(range(256)) * 8
+_NUMBERS = itertools.count()
 
 
 def made(root: Path, folder: Path, *, site: Site, **facts: object) -> Plan:
     said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "uid": 1000, "gid": 1000}
     seen = Facts.model_validate({**said, **facts})
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), scratch="/tmp/dray-7-r", dray="0")
+    # Of each its own: a node ends all that has its folder in the environment.
+    scratch = f"/tmp/dray-7-{os.getpid()}-{next(_NUMBERS)}"
+    return plan(recipe, site, seen, run_folder=PurePosixPath(folder), scratch=scratch, dray="0")
 
 
 class TestStage:
