@@ -29,12 +29,10 @@ IMAGE = bytes(range(256)) * 8
 _NUMBERS = itertools.count()
 
 
-def made(root: Path, folder: Path, *, site: Site, **facts: object) -> Plan:
+def made(root: Path, folder: Path, *, site: Site, scratch: str = "/tmp/dray-7-r", **facts: object) -> Plan:
     said = {"scheduler": "slurm", "job": 1, "nodelist": "n[1-2]", "nodes": 2, "uid": 1000, "gid": 1000}
     seen = Facts.model_validate({**said, **facts})
     recipe = read_recipe(root / "recipes" / "smoke-cpu.toml")
-    # Of each its own: a node ends all that has its folder in the environment.
-    scratch = f"/tmp/dray-7-{os.getpid()}-{next(_NUMBERS)}"
     return plan(recipe, site, seen, run_folder=PurePosixPath(folder), scratch=scratch, dray="0")
 
 
@@ -55,6 +53,7 @@ class TestStage:
                 root,
                 tmp_path / "run",
                 site=Site(name="s", about="", stage=str(disk), stage_by="copy"),
+                scratch=f"/tmp/dray-7-{os.getpid()}-{next(_NUMBERS)}",  # a node ends all that has it in its environment
                 engine="apptainer",
                 image=str(tmp_path / "my image.sif"),
                 image_sha256=sha256,
