@@ -34,6 +34,7 @@ def golden(name: str | Path, text: str) -> None:
     """Compare with a file of tests/golden, or any other; DRAY_GOLDEN=write writes it. No file has what is random."""
     path = GOLDEN / name
     text = re.sub(r"/tmp/dray-\d+-[0-9a-f]{32}", "/tmp/dray-UID-RANDOM", text)
+    text = re.sub(r"/\.cache-\d+", "/.cache-UID", text)
     if os.environ.get("DRAY_GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ def plan(tmp_path: Path) -> dict[str, Any]:
         "run": "r1",
         "attempt": 1,
         "launcher": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--node-rank", "{node_rank}"],
-        "command": ["train", "{node_rank}"],
+        "command": ["true", "{node_rank}"],
         "where": str(tmp_path),
         "preflight": None,
         "world": {

@@ -24,7 +24,7 @@ export APPTAINERENV_ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export APPTAINERENV_HF_HOME='/shared/my work/runs/.cache-1000/huggingface'
+export APPTAINERENV_HF_HOME='/shared/my work/runs/.cache-UID/huggingface'
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
 export APPTAINERENV_HF_HUB_OFFLINE=1
 # dray: its list of fonts, which takes seconds to make
@@ -48,7 +48,7 @@ export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
 # dray: a rank connects to 2 log2 N others as it needs them, not to all N
 export APPTAINERENV_TORCH_GLOO_LAZY_INIT=1
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export APPTAINERENV_TORCH_HOME='/shared/my work/runs/.cache-1000/torch'
+export APPTAINERENV_TORCH_HOME='/shared/my work/runs/.cache-UID/torch'
 # dray: tuning is kept with the compiled kernels for the next attempt
 export APPTAINERENV_TRITON_CACHE_AUTOTUNING=1
 # dray: compile caches race on a shared disk
@@ -58,7 +58,7 @@ export APPTAINERENV_TRITON_HOME=/tmp/dray-7-r
 # dray: offline runs of Weights & Biases are kept with the run
 export APPTAINERENV_WANDB_DIR='/shared/my work/runs/r1'
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export APPTAINERENV_XDG_CACHE_HOME='/shared/my work/runs/.cache-1000'
+export APPTAINERENV_XDG_CACHE_HOME='/shared/my work/runs/.cache-UID'
 
 scratch=/tmp/dray-7-r
 # Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
@@ -127,8 +127,8 @@ node::clean() { # what was compiled on this node goes when it has ended, and a s
 }
 trap node::clean EXIT
 
-# shellcheck disable=SC2174 # the folders above it need not be private
-mkdir -p -m 700 -- '/shared/my work/runs/.cache-1000' || true
+# shellcheck disable=SC2174 # the folders above it keep the usual mode
+mkdir -p -m 700 -- '/shared/my work/runs/.cache-UID' || true
 
 number=SLURM_NODEID name=SLURMD_NODENAME read_only=ro
 # What a node must have, and what the container sees of it. node.sh contains this file, after the data that it reads:
@@ -191,8 +191,8 @@ node::need '/shared/my work/build/dray-cpu.sif' 'the image' '"rank": null, "code
 node::bind '/shared/my work/runs/r1' rw
 node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 node::bind /scratch rw
-node::need '/shared/my work/runs/.cache-1000' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-1000 is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
-node::bind '/shared/my work/runs/.cache-1000' rw
+node::need '/shared/my work/runs/.cache-UID' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-UID is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::bind '/shared/my work/runs/.cache-UID' rw
 node::mounts
 
 # Which image this node has: the first node compares it with its own.

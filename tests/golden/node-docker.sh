@@ -20,7 +20,7 @@ export ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export CUDA_VISIBLE_DEVICES=''
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export HF_HOME='/shared/my work/runs/.cache-1000/huggingface'
+export HF_HOME='/shared/my work/runs/.cache-UID/huggingface'
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
 export HF_HUB_OFFLINE=1
 # dray: its list of fonts, which takes seconds to make
@@ -44,7 +44,7 @@ export TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
 # dray: a rank connects to 2 log2 N others as it needs them, not to all N
 export TORCH_GLOO_LAZY_INIT=1
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export TORCH_HOME='/shared/my work/runs/.cache-1000/torch'
+export TORCH_HOME='/shared/my work/runs/.cache-UID/torch'
 # dray: tuning is kept with the compiled kernels for the next attempt
 export TRITON_CACHE_AUTOTUNING=1
 # dray: compile caches race on a shared disk
@@ -54,10 +54,10 @@ export TRITON_HOME=/tmp/dray-7-r
 # dray: offline runs of Weights & Biases are kept with the run
 export WANDB_DIR='/shared/my work/runs/r1'
 # dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
-export XDG_CACHE_HOME='/shared/my work/runs/.cache-1000'
+export XDG_CACHE_HOME='/shared/my work/runs/.cache-UID'
 
-# shellcheck disable=SC2174 # the folders above it need not be private
-mkdir -p -m 700 -- '/shared/my work/runs/.cache-1000' || true
+# shellcheck disable=SC2174 # the folders above it keep the usual mode
+mkdir -p -m 700 -- '/shared/my work/runs/.cache-UID' || true
 
 number=DRAY_NODE name=DRAY_NODE_NAME read_only=readonly
 # What a node must have, and what the container sees of it. node.sh contains this file, after the data that it reads:
@@ -119,8 +119,8 @@ cd '/shared/my work/runs/r1/attempt-1' || exit 69
 node::bind '/shared/my work/runs/r1' rw
 node::need /scratch 'site harbour: data lives there' '"rank": null, "code": 69, "why": "/scratch is not there\n  wanted: site harbour: data lives there", "log": null, "last_lines": []'
 node::bind /scratch rw
-node::need '/shared/my work/runs/.cache-1000' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-1000 is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
-node::bind '/shared/my work/runs/.cache-1000' rw
+node::need '/shared/my work/runs/.cache-UID' 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/shared/my work/runs/.cache-UID is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::bind '/shared/my work/runs/.cache-UID' rw
 node::mounts
 
 # Which image this node has: the first node compares it with its own.

@@ -23,8 +23,12 @@ unset {APPTAINER,SINGULARITY}_{BIND,BINDPATH,MOUNT,CONTAINLIBS}
 export APPTAINERENV_ACCELERATE_USE_CPU=true
 # dray: the cpu image has no use for GPUs that the node may have
 export APPTAINERENV_CUDA_VISIBLE_DEVICES=''
+# dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
+export APPTAINERENV_HF_HOME=/runs/.cache-UID/huggingface
 # dray: offline, a missing name costs 48 s of retries; compute nodes are offline
 export APPTAINERENV_HF_HUB_OFFLINE=1
+# dray: its list of fonts, which takes seconds to make
+export APPTAINERENV_MPLCONFIGDIR=/tmp/dray-7-r/matplotlib
 # recipe
 export APPTAINERENV_OMP_NUM_THREADS=1
 # dray: a crash or a hang shows where each thread was, in the rank's log
@@ -41,12 +45,18 @@ export APPTAINERENV_TORCHINDUCTOR_CACHE_DIR=/tmp/dray-7-r/inductor
 export APPTAINERENV_TORCH_EXTENSIONS_DIR=/tmp/dray-7-r/extensions
 # dray: a rank connects to 2 log2 N others as it needs them, not to all N
 export APPTAINERENV_TORCH_GLOO_LAZY_INIT=1
+# dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
+export APPTAINERENV_TORCH_HOME=/runs/.cache-UID/torch
 # dray: tuning is kept with the compiled kernels for the next attempt
 export APPTAINERENV_TRITON_CACHE_AUTOTUNING=1
 # dray: compile caches race on a shared disk
 export APPTAINERENV_TRITON_CACHE_DIR=/tmp/dray-7-r/triton
 # dray: Triton's other folders, which are in the home by default
 export APPTAINERENV_TRITON_HOME=/tmp/dray-7-r
+# dray: offline runs of Weights & Biases are kept with the run
+export APPTAINERENV_WANDB_DIR=/runs/r
+# dray: downloads are kept for the next run, beside the runs, on a disk that all nodes share
+export APPTAINERENV_XDG_CACHE_HOME=/runs/.cache-UID
 
 scratch=/tmp/dray-7-r
 # Starts the engine and ends with its exit code. node.sh contains this file; `scratch` is the run's folder on this node.
@@ -115,6 +125,9 @@ node::clean() { # what was compiled on this node goes when it has ended, and a s
 }
 trap node::clean EXIT
 
+# shellcheck disable=SC2174 # the folders above it keep the usual mode
+mkdir -p -m 700 -- /runs/.cache-UID || true
+
 number=SLURM_NODEID name=SLURMD_NODENAME read_only=ro
 # What a node must have, and what the container sees of it. node.sh contains this file, after the data that it reads:
 # `number` and `name` are the names of the variables with this node's number and name, `read_only` is the engine's word.
@@ -174,20 +187,20 @@ node::option() { # PATH ro|rw: as CSV, so that commas and quotes in it survive
 cd /runs/r/attempt-1 || exit 69
 node::need '/my images/i.sif' 'the image' '"rank": null, "code": 69, "why": "/my images/i.sif is not there\n  wanted: the image", "log": null, "last_lines": []'
 node::bind /runs/r rw
+node::need /runs/.cache-UID 'dray: the caches of libraries' '"rank": null, "code": 69, "why": "/runs/.cache-UID is not there\n  wanted: dray: the caches of libraries", "log": null, "last_lines": []'
+node::bind /runs/.cache-UID rw
 node::mounts
 
 # Which image this node has: the first node compares it with its own.
 DRAY_IMAGE_ID=$(od --address-radix=n --format=x1 --skip-bytes=48 --read-bytes=16 '/my images/i.sif' | tr --delete ' \n') || true
 export DRAY_IMAGE_ID
 
-# Only the node knows these: its own identity, and what pass_env names.
+# Only the node knows these: its own identity, Slurm's task, and what pass_env names.
 # Where bash traces (SHELLOPTS=xtrace), the log would show the values.
 { traced=$-; set +x; } 2>/dev/null
-if [[ -v SLURM_NODEID ]]; then export APPTAINERENV_SLURM_NODEID="$SLURM_NODEID"; fi
-if [[ -v SLURM_STEP_NUM_NODES ]]; then export APPTAINERENV_SLURM_STEP_NUM_NODES="$SLURM_STEP_NUM_NODES"; fi
-if [[ -v SLURMD_NODENAME ]]; then export APPTAINERENV_SLURMD_NODENAME="$SLURMD_NODENAME"; fi
-if [[ -v SLURM_CPUS_ON_NODE ]]; then export APPTAINERENV_SLURM_CPUS_ON_NODE="$SLURM_CPUS_ON_NODE"; fi
-if [[ -v DRAY_IMAGE_ID ]]; then export APPTAINERENV_DRAY_IMAGE_ID="$DRAY_IMAGE_ID"; fi
+for variable in SLURM_NODEID SLURM_STEP_NUM_NODES SLURMD_NODENAME SLURM_CPUS_ON_NODE DRAY_IMAGE_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_COUNT SLURM_ARRAY_TASK_ID SLURM_CLUSTER_NAME SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOBID SLURM_JOB_ACCOUNT SLURM_JOB_CPUS_PER_NODE SLURM_JOB_END_TIME SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_PARTITION SLURM_JOB_START_TIME SLURM_JOB_USER SLURM_LAUNCH_NODE_IPADDR SLURM_LOCALID SLURM_NNODES SLURM_NODELIST SLURM_NPROCS SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_RESTART_COUNT SLURM_STEP_NODELIST SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_SUBMIT_DIR SLURM_TASKS_PER_NODE; do
+  [[ ! -v "$variable" ]] || export "APPTAINERENV_$variable=${!variable}"
+done
 [[ "$traced" != *x* ]] || set -x
 
 node::now staging

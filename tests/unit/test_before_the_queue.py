@@ -171,7 +171,8 @@ class TestTheImage:
         recipe = read_recipe(None, (), RAW)
         guessed = facts(image_variant="cpu", site="lumi")
         assert questions.ask(recipe, sites.find("lumi"), guessed) == "image=rocm6"
-        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update={"image_variant": "rocm6"})) == ""
+        known = {"image_variant": "rocm6", "paths": dict.fromkeys(sites.find("lumi").folders(), "there")}
+        assert questions.ask(recipe, sites.find("lumi"), guessed.model_copy(update=known)) == ""
 
     @pytest.mark.parametrize(
         ("content", "found"), [(b"", "an empty file"), (b"#!/bin/sh\necho", "'#!/bin/sh\\necho'"), (b"\xff" * 99, None)]

@@ -35,7 +35,7 @@ def test_two_nodes_supervise_their_launchers(plan: dict[str, Any], start: Start,
     for number, node in enumerate(nodes):
         given = [
             *["--node-rank", str(number), sys.executable, "-S", "-E", str(RANK), str(tmp_path), "4"],
-            *[f"node{number + 1}", "train", "{node_rank}"],
+            *[f"node{number + 1}", "true", "{node_rank}"],
         ]
         assert ended(node) == (0, f"{UNBOUND}\n{given}\n")
     assert not (tmp_path / "failures").exists()
@@ -133,7 +133,7 @@ def test_a_busy_port_is_try_again_on_one_node_too(plan, start: Start, tmp_path: 
 def test_another_plan_stops_all_nodes(plan, start: Start, tmp_path: Path) -> None:
     master = start(0, 2, "node1")
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({**plan, "command": ["something else"]}))
+    other.write_text(json.dumps({**plan, "command": ["false"]}))
     guest = start(1, 2, "node2", other)
     code, err = ended(master)
     assert (code, err.splitlines()[0]) == (78, "node 1 (node2) holds another plan")

@@ -408,7 +408,7 @@ class TestStopped:
         job.tool("scontrol", "#!/bin/bash\nexit 1\n")
         argv = job.argv("launcher=python", "--", "printf", "100%%", plan_only=False)
         ended = subprocess.run(argv, env=job.env, cwd=job.home, capture_output=True, text=True, check=False)
-        assert ended.stdout.splitlines()[1:3] == ["100%", "done: exit code 0, 1 rank on n1"], ended.stderr
+        assert ended.stdout.splitlines()[2:4] == ["100%", "done: exit code 0, 1 rank on n1"], ended.stderr
 
 
 class TestTheEnd:

@@ -246,7 +246,7 @@ for rank in (2 * node, 2 * node + 1):
 def test_two_nodes(plan, start: Start, tmp_path: Path) -> None:
     """Through the runners' own connections; the ranks end at once, and what they told last is not lost."""
     plan["recipe"] = {"train": {"steps": 1}}
-    plan["launcher"], plan["command"] = [sys.executable, "-c", RANK, "{node_rank}"], ["x"]
+    plan["launcher"], plan["command"] = [sys.executable, "-c", RANK, "{node_rank}"], ["true"]
     before = {startup.VARIABLE: f"boot={BOOT} step=2 began=0.01"}
     nodes = [start(number, 2, f"node{number + 1}", **before) for number in (0, 1)]
     assert [ended(one)[0] for one in nodes] == [0, 0]

@@ -78,8 +78,8 @@ def adopted(checkout: Path, name: str) -> Path:
             if os.readlink(link) == name:  # noqa: PTH115  the link's own text
                 return link.with_name(beside.IMAGE)
     folder = f"dray-{name.strip('/').replace('/', '-')}"
-    there = (home / folder / beside.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
-    return next(there, checkout / "build" / folder / beside.IMAGE)
+    found = (home / folder / beside.IMAGE for home in _homes(checkout) if (home / folder).is_dir())
+    return next(found, checkout / "build" / folder / beside.IMAGE)
 
 
 def adopted_names(checkout: Path) -> list[str]:

@@ -200,7 +200,7 @@ def _made(plan: Plan) -> Iterator[str]:
     """What the recipe keeps outside the run folder is as private as that."""
     for bind in plan.binds:
         if bind.made:
-            yield "# shellcheck disable=SC2174 # the folders above it need not be private"
+            yield "# shellcheck disable=SC2174 # the folders above it keep the usual mode"
             yield f"mkdir -p -m {names.MODES[plan.recipe.runs.share]:o} -- {_quoted(bind.path)} || true"
 
 

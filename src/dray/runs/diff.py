@@ -186,6 +186,7 @@ def _flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _own(plan: Plan, text: str | None) -> str | None:
     """Without what is each run's own."""
-    for own, name in ((plan.run_folder, "RUN"), (plan.scratch, "SCRATCH")):
+    caches = f"{plan.run_folder.rpartition('/')[0]}/.cache-{plan.user.partition(':')[0]}"
+    for own, name in ((plan.run_folder, "RUN"), (plan.scratch, "SCRATCH"), (caches, "CACHES")):
         text = text and text.replace(own, name)
     return text

@@ -91,7 +91,7 @@ def _kind(path: Path) -> str:
 def _require_own(folder: Path, source: Path) -> None:
     """dray's own wheel, which no lock can name, holds this checkout's source."""
     found = [
-        f"{wheel.name}: {entry}" for wheel in sorted((folder / "dray").iterdir()) for entry in _other(wheel, source)
+        f"{wheel.name}: {entry}" for wheel in sorted((folder / "dray").glob("*")) for entry in _other(wheel, source)
     ]
     if found:
         raise ConfigError(
