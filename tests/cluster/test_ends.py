@@ -78,7 +78,7 @@ def test_a_run_that_is_stopped_now(sbatch, cluster, login, folder: Path, words) 
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, *words("torchrun", "loops", mark), workdir=WHERE)
         until(lambda: is_up(folder, mark))
-        run = max((cluster.shared / "runs").iterdir(), key=lambda run: run.stat().st_ctime)
+        run = max((cluster.shared / "runs").glob("[!.]*"), key=lambda run: run.stat().st_ctime)
         code, out, err = login.dray("stop", f"/shared/runs/{run.name}", "--now")
         ended = job.result()
     assert (code, "stopped by dray stop at " in out) == (0, True), out + err

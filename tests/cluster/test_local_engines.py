@@ -54,7 +54,7 @@ def test_podman_and_docker_train_the_same(root: Path, tmp_path: Path, podman: di
             cwd=root, env={**podman, "DRAY_RUNS": str(tmp_path / engine)}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        (folder,) = (tmp_path / engine).iterdir()
+        (folder,) = (tmp_path / engine).glob("[!.]*")
         found[engine] = losses(folder)
         mine = f"evaluate.mine.dataset={root}/recipes/tiny/validation.jsonl"
         for words, said in {

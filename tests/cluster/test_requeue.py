@@ -18,7 +18,7 @@ class Queue:
 
     def __init__(self, cluster) -> None:
         self.cluster, self.runs = cluster, cluster.shared / "runs"
-        self.job, self.before = "", set(self.runs.iterdir())
+        self.job, self.before = "", set(self.runs.glob("[!.]*"))
 
     def submit(self, *words: str) -> None:
         code, out, err = self.cluster.exec(["sbatch", "--parsable", "--output=/shared/home/again.log", *words])
@@ -40,7 +40,7 @@ class Queue:
         assert self.cluster.exec(["scontrol", "update", f"job={job or self.job}", "StartTime=now+4"]).code == 0
 
     def attempt(self, number: int) -> Path | None:
-        return next((run / f"attempt-{number}" for run in set(self.runs.iterdir()) - self.before), None)
+        return next((run / f"attempt-{number}" for run in set(self.runs.glob("[!.]*")) - self.before), None)
 
     def trains(self, number: int) -> bool:
         attempt = self.attempt(number)

@@ -144,10 +144,10 @@ def test_a_users_own_file_that_names_the_cluster_is_found(sbatch, cluster) -> No
 
 
 def test_a_rank_that_hangs_in_a_collective_is_named_at_the_deadline(sbatch, cluster) -> None:
-    before = set((cluster.shared / "runs").iterdir())
+    before = set((cluster.shared / "runs").glob("[!.]*"))
 
     def on_n2() -> list[dict[str, object]]:
-        begun = set((cluster.shared / "runs").iterdir()) - before
+        begun = set((cluster.shared / "runs").glob("[!.]*")) - before
         files = [file for run in begun for file in run.glob("attempt-1/preflight/*.json")]
         ranks = [json.loads(file.read_text()) for file in files]
         return [rank for rank in ranks if rank["node"] == "n2"]

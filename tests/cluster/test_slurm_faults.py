@@ -60,11 +60,11 @@ def test_a_busy_port_is_try_again(sbatch, cluster) -> None:
 
 
 def test_a_wrong_recipe_stops_before_anything_is_written(sbatch, cluster) -> None:
-    before = set((cluster.shared / "runs").iterdir())
+    before = set((cluster.shared / "runs").glob("[!.]*"))
     ended = sbatch(*RECIPE, "train.stesp=5")
     assert ended.code == 78
     assert "unknown key: did you mean `steps`?" in ended.output
-    assert set((cluster.shared / "runs").iterdir()) == before
+    assert set((cluster.shared / "runs").glob("[!.]*")) == before
 
 
 def test_a_batch_that_does_not_come_out_for_the_nodes_given(sbatch) -> None:
@@ -80,7 +80,7 @@ def test_no_recipe_and_no_such_recipe(sbatch) -> None:
 
 
 def test_a_killed_rank_is_named_with_its_signal(sbatch, cluster) -> None:
-    before = set((cluster.shared / "runs").iterdir())
+    before = set((cluster.shared / "runs").glob("[!.]*"))
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, *RECIPE, "train.steps=5000", "train.log_every=1")
         until(lambda: any('"step"' in path.read_text() for path in new(cluster, before, "metrics.jsonl")))
@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named_with_its_signal(sbatch, cluster) -> None:
 
 
 def test_a_cancelled_job_still_says_how_it_ended(sbatch, cluster) -> None:
-    before = set((cluster.shared / "runs").iterdir())
+    before = set((cluster.shared / "runs").glob("[!.]*"))
     with ThreadPoolExecutor() as pool:
         job = pool.submit(sbatch, *RECIPE, "train.steps=5000", "train.log_every=1")
         until(lambda: any('"step"' in path.read_text() for path in new(cluster, before, "metrics.jsonl")))

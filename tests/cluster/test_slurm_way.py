@@ -78,9 +78,13 @@ def test_a_checkout_with_a_space_in_its_path_submitted_from_elsewhere(sbatch, cl
     (checkout / "build").mkdir()
     os.link(sif, checkout / "build" / sif.name)
     script = "/shared/my work/slurm/multinode.sh"
-    ended = sbatch("--gpus-per-node=1", script, "recipes/smoke-cpu.toml", *SHORT, "ranks_per_node=2", workdir="/tmp")
+    words = ("--gpus-per-node=1", script, "recipes/smoke-cpu.toml", *SHORT)
+    refused = sbatch(*words, workdir="/tmp")
+    assert refused.code == 78, refused.output
+    assert "dray: the job has GPUs, and the cpu image cannot use them\n" in refused.output
+    ended = sbatch(*words, "gpus=none", "ranks_per_node=1", workdir="/tmp")
     assert ended.code == 0, ended.output
-    assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]  # as many ranks as GPUs were asked for
+    assert ended.metrics("start")[0]["hosts"] == ["n1", "n2"]
     assert '"image": "/shared/my work/build/dray-cpu.sif"' in (ended.attempt / "plan.json").read_text()
     shutil.rmtree(checkout)
 
