@@ -10,7 +10,7 @@ import typer
 from dray.cli.chosen import Engine, Overrides, RecipeFile
 from dray.contract import jobs
 from dray.contract.findings import ConfigError
-from dray.runs import desk, hub
+from dray.runs import desk, hub, local
 from dray.runs.write import read_recipe
 
 
@@ -37,7 +37,7 @@ def prefetch(
             found=f"HF_HOME = {given!r}",
             fix="export HF_HOME=/a/shared/folder, here and where you submit",
         )
-    home = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"))
+    home = Path(given) if given else local.hub_cache()
     home.mkdir(parents=True, exist_ok=True)
     if not given:
         print(f"HF_HOME is not set: into {home}, which all nodes must see")

@@ -99,8 +99,13 @@ def hf_home() -> str | None:
     """HF_HOME as the job has it, or the library's own place for it, if that exists (slurm/lib.sh does the same)."""
     if named := os.environ.get("HF_HOME"):
         return named if named.startswith("/") else None
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    usual = hub_cache()
     return str(usual) if usual.is_dir() else None
+
+
+def hub_cache() -> Path:
+    """Where Hugging Face's libraries keep what they download, if nobody sets HF_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or checkout.home() / ".cache", "huggingface")
 
 
 def run(
