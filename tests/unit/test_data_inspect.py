@@ -178,7 +178,7 @@ def test_a_terminal_obeys_nothing_of_a_dataset(tmp_path: Path) -> None:
     text = shown(report(tmp_path, f"data.train={path}"))
     assert all(character.isprintable() or character == "\n" for character in text)
     assert "red \\u202eback \\x9b2J\\x07 [bold]<|endoftext|>\\x1b[31mr" in text
-    assert "evil\\x1b[31m.txt" in text
+    assert "evil\\u001b[31m.txt" in text
 
 
 def test_epochs_and_limits_and_no_rows(tmp_path: Path, lines: Path) -> None:

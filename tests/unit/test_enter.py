@@ -68,7 +68,7 @@ def test_no_group_may_write_what_its_user_runs(slurm: Slurm, tmp_path: Path, sha
     ("engine", "options"),
     [
         ("edf", "--environment={folder}/edf.toml"),
-        ("pyxis", "--container-image=/i.sqsh --container-mounts={run}:{run} --container-workdir={folder} "
+        ("pyxis", "--container-image=/i.sqsh --container-mounts={run}:{run},{caches}:{caches} --container-workdir={folder} "
          "--no-container-mount-home --no-container-remap-root --container-writable"),
     ],
 )  # fmt: skip
@@ -81,7 +81,8 @@ def test_where_slurm_starts_the_container(slurm: Slurm, tmp_path: Path, engine: 
     )[1]
     slurm.has(17, "RUNNING")
     argv = enter.argv(live.look(paths.run), "n1", ["nvidia-smi", "-L"], terminal=False)
-    own = options.format(folder=paths.folder, run=paths.run).split(" ")
+    caches = paths.run.with_name(f".cache-{FACTS.uid}")
+    own = options.format(folder=paths.folder, run=paths.run, caches=caches).split(" ")
     assert argv[10:] == [*own, f"{paths.folder}/enter.sh", "nvidia-smi", "-L"]
     assert paths.enter_script.read_text().endswith('\nnode::start "$@"\n')
 
