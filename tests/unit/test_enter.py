@@ -68,8 +68,8 @@ def test_no_group_may_write_what_its_user_runs(slurm: Slurm, tmp_path: Path, sha
     ("engine", "options"),
     [
         ("edf", "--environment={folder}/edf.toml"),
-        ("pyxis", "--container-image=/i.sqsh --container-mounts={run}:{run},{caches}:{caches} --container-workdir={folder} "
-         "--no-container-mount-home --no-container-remap-root --container-writable"),
+        ("pyxis", "--container-image=/i.sqsh --container-mounts={run}:{run},{caches}:{caches} "
+         "--container-workdir={folder} --no-container-mount-home --no-container-remap-root --container-writable"),
     ],
 )  # fmt: skip
 def test_where_slurm_starts_the_container(slurm: Slurm, tmp_path: Path, engine: str, options: str) -> None:
