@@ -54,7 +54,7 @@ def told(says: str, *options: str) -> tuple[int, str, str, str]:
     [
         ("Invalid partition name specified", ("-p", "gpuu"), "Slurm refuses this partition", "one of main, gpu",
          "--sbatch=--partition=gpu"),
-        ("Invalid partition name specified", ("--partition=mian",), "Slurm refuses this partition", "one of main, gpu",
+        ("Invalid partition name specified", ("--partition=mainx",), "Slurm refuses this partition", "one of main, gpu",
          "--sbatch=--partition=main"),
         ("No partition specified or system default partition", (), "Slurm wants a partition", "one of main, gpu",
          "--sbatch=--partition=main"),
