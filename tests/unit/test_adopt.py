@@ -60,6 +60,8 @@ def checkout(tmp_path, wheels, monkeypatch) -> Path:
     root = tmp_path / "checkout"
     (root / "build").mkdir(parents=True)
     (root / "build" / "wheels").symlink_to(wheels)
+    for made in (ROOT / "build" / "base", *(ROOT / "build").glob("builder-*")):
+        (root / "build" / made.name).symlink_to(made)
     for name in ("containers", "src", "pyproject.toml", "hatch_build.py", "README.md", ".gitignore", "recipes", "slurm",
                  "LICENSE", "Makefile"):  # fmt: skip
         (root / name).symlink_to(ROOT / name)
@@ -71,7 +73,7 @@ def checkout(tmp_path, wheels, monkeypatch) -> Path:
 def whole(checkout: Path) -> list[str]:
     """What is left in build/, but for what any build keeps there."""
     return sorted(
-        path.name for path in (checkout / "build").iterdir() if not path.name.startswith(("wheels", "builder-"))
+        path.name for path in (checkout / "build").iterdir() if not path.name.startswith(("wheels", "base", "builder-"))
     )
 
 
