@@ -28,7 +28,7 @@ class Regression(lightning.LightningModule):
 lightning.seed_everything(0)
 inputs = torch.randn(256, 8)
 data = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=8)
-each = int(os.environ["LOCAL_WORLD_SIZE"])
+each = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])  # the second is DeepSpeed's launcher's
 trainer = lightning.Trainer(
     accelerator="cpu", devices=each, num_nodes=int(os.environ["WORLD_SIZE"]) // each, strategy="ddp",
     max_epochs=2, enable_progress_bar=False, enable_checkpointing=False, logger=False,
