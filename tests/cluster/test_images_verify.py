@@ -313,7 +313,7 @@ def test_diff_names_files_and_reasons(packed, small, tmp_path, capsys):
             "/d/large: content (70000 | 70000 bytes)",
             "/d/link: leads to: to a | to b",
             "/d/mode: mode: 644 | 600",
-            "/d/new\\nline \\x1b[1m: content: line 1: 'a' | 'b'",
+            "/d/new\\nline \\u001b[1m: content: line 1: 'a' | 'b'",
             "/d/only-a: only in the first",
             "/d/only-b: only in the second",
             "/d/text: content: line 2: 'a' | 'b'",
