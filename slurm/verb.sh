@@ -8,10 +8,15 @@ PATH="$1:$PATH"
 shift
 python3 -m dray "$@" </dev/null &
 verb=$!
-{ cat >/dev/null; kill -INT "$verb"; } 2>/dev/null &
+{ cat >/dev/null; kill -INT -- "-$verb"; } 2>/dev/null &
 watch=$!
 disown "$watch" # or bash tells of its end
-code=0
-wait "$verb" || code=$?
+# A terminal's signal reaches this script, and not the verb's own process group.
+trap 'kill -INT -- "-$verb" 2>/dev/null || true' INT TERM HUP
+while :; do # a signal ends the wait, and not the verb
+  code=0
+  wait "$verb" || code=$?
+  kill -0 "$verb" 2>/dev/null || break
+done
 kill -- "-$watch" 2>/dev/null || true
 exit "$code"

@@ -146,7 +146,7 @@ class TestFolders:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
 class TestARunInThePlaceOfMine:
-    """Whoever may write the folder of the runs, as a project's, can rename the run while it begins."""
+    """A user who may write the folder of the runs, such as a project's group, can rename a run while it begins."""
 
     @pytest.fixture
     def attempt(self, tmp_path: Path) -> Path:
@@ -226,9 +226,9 @@ class TestAnotherUsersRun:
         return sorted(path.name for path in run.parents[1].glob("by *")), ended.stderr
 
     def test_its_environment(self, run: Path) -> None:
-        ran, said = self.verb(run, "push", "a/b")
+        ran, printed = self.verb(run, "push", "a/b")
         assert ran == []
-        assert said.splitlines()[:3] == [
+        assert printed.splitlines()[:3] == [
             "dray: warning: the run is another user's: its env, pass_env and model.trust_remote_code are not taken",
             f"  found:  {run} of user {NOBODY}, mode 0700",
             "  fix:    --trust-run takes them: code of that user then runs as you",
@@ -260,9 +260,9 @@ class TestAnotherUsersRun:
         made = json.loads(paths.plan.read_text())
         made["recipe"] = read.model_dump(mode="json")
         paths.plan.write_text(json.dumps(made))
-        ran, said = self.verb(run, "eval")
+        ran, printed = self.verb(run, "eval")
         assert ran == []
-        assert said.splitlines()[3:] == [
+        assert printed.splitlines()[3:] == [
             "dray: this run was not recorded here by you, and an evaluation runs code that it names",
             f"  where:  {run}",
             "  wanted: --trust-run, once you have read it",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
+import signal
 import subprocess
 import zipfile
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dray.images import beside, store
+from helpers import until
 from jobs import Job
 
 TORCH = {
@@ -190,6 +193,30 @@ def test_a_login_node_without_python(job: Job, theirs: Path) -> None:
     assert f"adopted={theirs}" in words
     assert words[-4:] == ["--", "python3", "-c", "1"]
     assert "python3-" in dray("runs").stdout
+
+
+def test_without_a_verb_it_shows_how_it_is_used(job: Job) -> None:
+    ended = subprocess.run(
+        ["bash", job.home / "slurm" / "dray"], env=job.env, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert ended.stderr.startswith("slurm/dray image adopt FILE [--name NAME] [--force]\nslurm/dray submit|")
+
+
+def test_ctrl_c_ends_the_verb_in_the_image(tmp_path: Path) -> None:
+    """It has a process group of its own there, where no terminal's signal comes."""
+    job, begun, told = Job(tmp_path), tmp_path / "begun", tmp_path / "told"
+    verb = tmp_path / "verb"
+    verb.write_text(
+        f'#!/bin/bash\ntrap \'touch "{told}"; exit 130\' INT\ntouch "{begun}"\nwhile :; do sleep 0.1; done\n'
+    )
+    verb.chmod(0o755)
+    argv = ["bash", job.home / "slurm" / "dray", "logs", "-f", "mine"]
+    env = {**job.env, "PYTHON": str(verb)}
+    with subprocess.Popen(argv, env=env, cwd=tmp_path, stdin=subprocess.DEVNULL, start_new_session=True) as dray:
+        until(begun.exists)
+        os.killpg(dray.pid, signal.SIGINT)
+        until(told.exists)
 
 
 def test_what_the_image_lacks_comes_from_the_checkout_without_a_network(tmp_path: Path, monkeypatch) -> None:

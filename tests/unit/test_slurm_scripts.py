@@ -152,6 +152,12 @@ class TestCorrections:
         shutil.rmtree(job.home / "build")
         assert job.plan("recipes/smoke-cpu.toml").returncode == 78
 
+    def test_a_bind_of_the_users_shell_is_named_and_not_used(self, job: Job) -> None:
+        ended = job.plan("recipes/smoke-cpu.toml", APPTAINER_BIND="/data")
+        assert ended.returncode == 0, ended.stderr
+        told = "dray: warning: APPTAINER_BIND is not used: [[binds]] of a site file name what else the container sees\n"
+        assert told in ended.stderr
+
     @pytest.mark.parametrize("line", ['engine = "pyxis"', "  'engine'\t= '''pyxis'''"])
     def test_a_site_s_engine(self, job: Job, tmp_path: Path, line: str) -> None:
         """Whatever is on the nodes beside it."""
