@@ -8,8 +8,8 @@ SIGNERS ?=
 DEBIAN ?=
 TESTS ?=
 ACCEPT_LICENSES ?=
-HOSTILE ?= docs/measurements/2026-11-23-hostile.md
-FAULTS ?= docs/measurements/2026-11-25-faults.md
+HOSTILE ?= benchmarks/results/2026-11-23-hostile.md
+FAULTS ?= benchmarks/results/2026-11-25-faults.md
 SEED ?= 1
 CPU ?=
 YES ?=
@@ -46,18 +46,18 @@ test: .venv/dev ## Run all tests that this machine can run, and name the slowest
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
 
 # DRAY_FUZZ: how many damaged files of each of eight kinds.
-hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and write the table of docs/measurements
+hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and write the table of benchmarks/results
 	@DRAY_FUZZ=2500 timeout --signal=INT 600 $(BIN)/pytest -q -m hostile --hostile $(HOSTILE) tests/unit
 
 # SEED: of the moments and nodes that it chooses.
-faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of docs/measurements (NODES=3: spare nodes too)
+faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of benchmarks/results (NODES=3: spare nodes too)
 	@NODES=$(NODES) DRAY_TEST_ALL=1 DRAY_FAULTS=$(FAULTS) DRAY_FAULTS_SEED=$(SEED) timeout --signal=INT 2400 $(BIN)/pytest -q -s tests/faults
 
 showcase: .venv/host ## A user's training script on the local cluster (three nodes): a wrong variable, a node without power; four minutes
 	@$(BIN)/python benchmarks/showcase
 
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
-gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of docs/measurements (PYTHON=, CPU=1)
+gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of benchmarks/results (PYTHON=, CPU=1)
 	@$(PYTHON) benchmarks/gpu $(if $(CPU),--cpu)
 
 scale-sim: .venv/dev ## Simulate starts and checkpoints at thousands of nodes, and print each figure next to its aim

@@ -54,7 +54,7 @@ engine::image() { # VARIANT|NAME|FILE: its file for this engine, or the one that
     return
   fi
   [[ -n "$formats" ]] || { echo "${given_image:-localhost/dray:$1}"; return; }
-  [[ "$suffix" == sif ]] || fix="make one of dray's image (docs/engines.md), or set DRAY_IMAGE to an image that dray has built"
+  [[ "$suffix" == sif ]] || fix="make one of dray's image (docs/reference/engines.md), or set DRAY_IMAGE to an image that dray has built"
   if [[ -z "$given_image" && " ${engine__variants[*]} " != *" $1 "* ]]; then
     adopt::image "$1"
     return

@@ -1,4 +1,4 @@
-"""`python tests/messages.py [ROOM ...]`: list every text that dray can print, and the first line of each public docstring.
+"""List every text that dray can print, and the first line of each public docstring: `tests/messages.py [ROOM ...]`.
 
 A line is `file:line`, `message` or `docstring`, and the text, separated by tabs. Read the list after a change of many
 messages: who knows torchrun and Slurm should understand each line at the first reading.

@@ -29,7 +29,7 @@ from rows import BELOW, FAILED, Row, left_out, table
 PARTS = {**right.PARTS, **fast.PARTS}
 BESIDE = 4  # parts at the same time, of those that measure no time
 LAST = 15.0  # seconds for the end: who ends commands after ten minutes would also end the page
-PAGES = training.HERE.parents[1] / "docs" / "measurements"
+PAGES = training.HERE.parents[1] / "benchmarks" / "results"
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="all of it ends by then (10)")
     parser.add_argument("--keep", type=_empty, metavar="FOLDER", help="a new folder, where runs and logs stay")
-    parser.add_argument("--page", help="write this file; else docs/measurements/DATE-gpu.md, with a GPU and all parts")
+    parser.add_argument("--page", help="write this file; else benchmarks/results/DATE-gpu.md, with a GPU and all parts")
     options = parser.parse_args()
     if unknown := [name for name in options.only if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: {', '.join(PARTS)}")

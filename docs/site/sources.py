@@ -20,7 +20,7 @@ _BESIDE = {
 }
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _ENTRY = re.compile(r"^- \[[^\]]+\]\(([^)\s#]+)\)", re.MULTILINE)
-_LISTED = {"adr": "Decisions", "measurements": "Measurements"}
+_DECISIONS = "adr"
 
 
 def write(root: Path, out: Path) -> None:
@@ -28,11 +28,12 @@ def write(root: Path, out: Path) -> None:
     made = {**commands.pages(), **keys.pages()}
     pages = _ours(root)
     pages |= sites.pages(pages["sites.md"])
-    for folder, title in _LISTED.items():
-        pages[f"{folder}/index.md"] = _list(folder, title, pages)
+    pages[f"{_DECISIONS}/index.md"] = _decisions(pages)
     for name, text in pages.items():
-        # Each page has the whole menu, so the two long lists are pages of their own and not in it.
-        apart = "---\norphan: true\n---\n\n" if Path(name).parts[0] in _LISTED and not name.endswith("index.md") else ""
+        # Each page has the whole menu, so the decisions are not in it.
+        apart = (
+            "---\norphan: true\n---\n\n" if Path(name).parts[0] == _DECISIONS and not name.endswith("index.md") else ""
+        )
         _put(out / name, apart + _fitting(root, out, name, text))
     for name, text in made.items():
         _put(out / name, text)
@@ -73,19 +74,18 @@ def _on_site(root: Path, out: Path, target: Path) -> Path:
             raise ValueError(f"the site has no list of {path}: link to a file in it")
         readme = target / "README.md"
         return out / path.relative_to("docs") / ("README.md" if readme.exists() else "index.md")
-    copied = out / "files" / path
+    # A page beside docs/ is no page of the site.
+    copied = out / "files" / (path.with_suffix(".md.txt") if path.suffix == ".md" else path)
     copied.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(target, copied)
     return copied
 
 
-def _list(folder: str, title: str, pages: dict[str, str]) -> str:
-    """All pages of a folder; of measurements the newest first."""
-    names = [Path(name).stem for name in pages if name.startswith(f"{folder}/")]
-    newest_first = sorted(names, reverse=folder == "measurements")
-    titles = {name: pages[f"{folder}/{name}.md"].splitlines()[0].lstrip("# ") for name in newest_first}
-    links = "\n".join(f"- [{titles[name]}]({name}.md)" for name in newest_first)
-    return f"# {title}\n\n{links}\n"
+def _decisions(pages: dict[str, str]) -> str:
+    names = sorted(Path(name).stem for name in pages if name.startswith(f"{_DECISIONS}/"))
+    titles = {name: pages[f"{_DECISIONS}/{name}.md"].splitlines()[0].lstrip("# ") for name in names}
+    links = "\n".join(f"- [{title}]({name}.md)" for name, title in titles.items())
+    return f"# Decisions\n\n{links}\n"
 
 
 def _navigation(index: str) -> str:

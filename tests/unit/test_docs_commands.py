@@ -11,7 +11,11 @@ import verbs
 from dray.runs.write import read_recipe
 from helpers import ROOT
 
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/reference").glob("*.md")),
+]
 BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^ *(?:\$ )?(?:\.venv/bin/)?dray ([a-z].*)$", re.MULTILINE)
 SENTENCE = re.compile(r"`(?:\.venv/bin/)?dray ([a-z][^`]*)`")
@@ -36,7 +40,7 @@ BLOCKS = [(page, line) for page, line in shown(blocks) if page != "errors.md"]
 
 @pytest.mark.parametrize(("page", "line"), BLOCKS, ids=lambda value: value)
 def test_a_command_in_a_block_is_taken(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bad ones of docs/errors.md are run by that page's own test."""
+    """The bad ones of docs/reference/errors.md are run by that page's own test."""
     monkeypatch.chdir(ROOT)
     argv = shlex.split(line)
     verbs.parse(argv)

@@ -202,7 +202,7 @@ class TestTheImage:
         assert store.job_file(tmp_path, "cuda", "edf") == tmp_path / "build/dray-cuda.sqsh"
         with pytest.raises(ConfigError, match="the image does not exist") as refused:
             store.required(tmp_path, "cuda", engine="edf")
-        assert "docs/engines.md" in refused.value.details["fix"]
+        assert "docs/reference/engines.md" in refused.value.details["fix"]
 
 
 class TestTheJob:

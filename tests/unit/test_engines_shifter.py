@@ -189,7 +189,7 @@ class TestTheJob:
         assert ended.returncode == 69
         assert ended.stderr.startswith(
             f"dray: shifter does not mount a folder of the run\n  found:  /nonexistent{hidden}\n"
-            "  wanted: a folder on a file system that the site mounts in Shifter (docs/engines.md)\n"
+            "  wanted: a folder on a file system that the site mounts in Shifter (docs/reference/engines.md)\n"
         )
 
     @pytest.mark.parametrize("value", ["a\nLEAK=1", "blank "])

@@ -1,4 +1,4 @@
-"""docs/errors.md is what these bad inputs really print. DRAY_GOLDEN=write writes it anew: read the diff then."""
+"""docs/reference/errors.md is what these bad inputs print. DRAY_GOLDEN=write writes it: read the diff then."""
 
 from __future__ import annotations
 

@@ -64,5 +64,8 @@ def test_each_command_of_the_start_is_one_of_the_readme_which_are_all_run() -> N
 
 def test_every_page_of_docs_is_in_the_menu() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    docs = ROOT / "docs"
+    names = {path.relative_to(docs).as_posix() for path in [*docs.glob("*.md"), *docs.glob("reference/*.md")]} - {
+        "index.md"
+    }
     assert {name for name in names if f"]({name})" not in index} == set()

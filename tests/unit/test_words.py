@@ -68,7 +68,7 @@ NAMES = {
 ALLOWED: dict[tuple[str, str], str] = {
     ("docs/reference/*.schema.json", ""): "made from the models, which are held to this themselves",
     ("src/dray/fitness/environment.toml", "UCX_MAX_"): "UCX's own name",
-    ("docs/glossary.md", "| "): "the table of what we do not say",
+    ("docs/reference/glossary.md", "| "): "the table of what we do not say",
 }
 
 

@@ -160,7 +160,7 @@ class Site(Spec):
     interfaces: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")], ...] = ()
     """Interfaces for the rendezvous, in order of preference. Default: the address of the first node's host name."""
     engine: Literal["", "pyxis", "edf", "charliecloud", "podman-hpc", "shifter"] = ""
-    """What starts containers, if it is not apptainer or singularity (docs/engines.md)."""
+    """What starts containers, if it is not apptainer or singularity (docs/reference/engines.md)."""
     annotations: Annotated[dict[Annotation, str], BeforeValidator(_flat)] = {}
     """With `edf`: what the Container Engine's hooks are told, such as com.hooks.netstack.source = "artifact"; with
     `shifter`: its modules, such as shifter.module = "gpu,nccl-plugin". Each beats dray's own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from dray.contract import exit_codes
@@ -10,6 +12,18 @@ from dray.contract import exit_codes
 def counted(number: float, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number:.9g} {noun}{'s' * (number != 1)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like `name`; empty if none is."""
+    return next(iter(difflib.get_close_matches(name, [*known], n=1)), "")
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """`a, b, c, d, e and 28 more`."""
+    names = [*names]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class Finding(NamedTuple):

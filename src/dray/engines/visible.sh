@@ -3,7 +3,7 @@
 while [ "$1" != -- ]; do
   if [ ! -e "$1" ]; then
     printf 'dray: shifter does not mount a folder of the run\n  found:  %s\n' "$1" >&2
-    printf '  wanted: a folder on a file system that the site mounts in Shifter (docs/engines.md)\n' >&2
+    printf '  wanted: a folder on a file system that the site mounts in Shifter (docs/reference/engines.md)\n' >&2
     exit 69
   fi
   shift

@@ -158,7 +158,9 @@ def absent(image: Path, variant: str, engine: str) -> str:
         return ""
     if variant not in ACCELERATORS:
         return f"dray image adopt SOURCE --name {variant}"
-    return f"make image-{variant}" if _SIF in _formats(engine) else "make one of dray's image (docs/engines.md)"
+    if _SIF in _formats(engine):
+        return f"make image-{variant}"
+    return "convert dray's image: docs/reference/engines.md"
 
 
 def require_adopted(checkout: Path, name: str, image: Path) -> None:
@@ -258,7 +260,7 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
             where=file,
             wanted=" or ".join(formats),
             found=kind,
-            fix="set DRAY_IMAGE to one of the right kind (docs/engines.md)",
+            fix="set DRAY_IMAGE to an image of this engine's format: docs/reference/engines.md",
         )
     if not kind:
         raise ConfigError(

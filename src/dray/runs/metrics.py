@@ -1,4 +1,4 @@
-"""metrics.jsonl, read in whatever state it is: half-written, damaged, or not there. docs/metrics.md is its schema."""
+"""metrics.jsonl, read in whatever state it is: half-written, damaged, missing. Schema: docs/reference/metrics.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, written by rank 0 as it happens. docs/metrics.md is its schema."""
+"""metrics.jsonl: one JSON object a line, written by rank 0 as it happens. docs/reference/metrics.md is its schema."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dray import process
 from dray.contract.findings import UnfitError
 from dray.images.sif import format as sif_format
 
-# docs/measurements has what each of these brought.
+# benchmarks/results has what each of these brought.
 _NEWER = {"-all-time", "-mkfs-time", "-root-mode", "-no-xattrs", "zstd"}
 COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "9", "-b", "256K")
 
