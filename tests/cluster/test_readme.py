@@ -1,4 +1,4 @@
-"""Every command that README.md tells a reader to type is run: here, or by .ci/run around these tests."""
+"""Every `bash` block of README.md and docs/start.md is run: here, or by .ci/run around these tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from helpers import ROOT
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line]
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/start.md"))
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line))
 
 
 def by_ci() -> set[str]:
@@ -29,14 +30,30 @@ HERE = [command for command in commands() if command not in by_ci()]
 def test_what_ci_runs_is_in_the_readme() -> None:
     assert [command for command in commands() if command in by_ci()] == [
         "make demo",
-        "make test",
-        "containers/base/make-base.sh bookworm build/base/bookworm.tar",
-        "containers/base/make-base.sh trixie build/base/trixie.tar",
-        "make image-cpu BASE=build/base/bookworm.tar",
         "make cluster",
         "make image-cpu-docker",
         "make smoke",
     ]
+    assert {"make test", "make docs", "make image-cpu BASE=build/base/bookworm.tar"} <= by_ci()
+
+
+@pytest.mark.parametrize("target", sorted({*re.findall(r"`?make ([a-z][\w-]*)", (ROOT / "README.md").read_text())}))
+def test_a_target_of_the_readme_is_one_of_make(target: str) -> None:
+    """Also those that run where this machine cannot: an image of another kind takes half an hour and GPUs."""
+    argv = ["make", "--dry-run", "--question", target]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "No rule to make target" not in ended.stderr
+    if variant := re.fullmatch(r"image-(\w+)(?:-docker)?", target):
+        assert (ROOT / "containers" / variant[1] / "image.toml").is_file()
+
+
+def test_a_job_of_the_readme_names_what_is_there() -> None:
+    jobs = re.findall(r"^ *sbatch .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert jobs
+    for job in jobs:
+        files = re.findall(r"slurm/\w+\.sh|recipes/\S+\.toml", job)
+        assert files, job
+        assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.cluster

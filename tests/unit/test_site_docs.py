@@ -31,11 +31,6 @@ def pages() -> dict[str, str]:
     return json.loads(subprocess.run(argv, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
-def bash(name: str) -> set[str]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return {line for block in blocks for line in block.splitlines()}
-
-
 def test_every_site_has_a_page_with_each_value(pages: dict[str, str]) -> None:
     names = {f"sites/{path.stem}.md" for path in (ROOT / "slurm/sites").glob("*.toml")}
     assert names <= set(pages)
@@ -55,11 +50,6 @@ def test_every_verb_has_a_page(pages: dict[str, str]) -> None:
 def test_every_key_has_an_entry(pages: dict[str, str], name: str) -> None:
     entries = set(re.findall(r"^\[`([^`]+)`\]\{#", pages[f"reference/{name}.md"], re.MULTILINE))
     assert entries == {key for key, *_ in Schema(MODELS[name]).describe()}
-
-
-def test_each_command_of_the_start_is_one_of_the_readme_which_are_all_run() -> None:
-    assert len(bash("docs/start.md")) > 10
-    assert bash("docs/start.md") <= bash("README.md")
 
 
 def test_every_page_of_docs_is_in_the_menu() -> None:
