@@ -109,7 +109,7 @@ def _once(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], log: str, values: str, leads: bool) -> None:
-    """Its end is without destructors, which may wait for one another (docs/adr/0004)."""
+    """Its end is without destructors, which may wait for one another (docs/adr/0007)."""
     if leads:
         os.setsid()
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

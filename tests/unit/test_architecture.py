@@ -92,7 +92,7 @@ def test_only_process_opens_subprocesses() -> None:
 
 
 def test_hosts_speak_to_apptainer_by_one_client() -> None:
-    """It finds the program, and ends what hangs. Beside it are those that docs/adr/0019 names, with their reasons."""
+    """It finds the program, and ends what hangs. Beside it are those that docs/adr/0004 names, with their reasons."""
     names = re.compile(r"apptainer\.program\(|singularity\.name\(|builder\.APPTAINER")
     users = {str(path.relative_to(SRC)) for path in modules() if names.search(path.read_text(encoding="utf-8"))}
     client = {"containers/builder.py", "containers/singularity.py"}

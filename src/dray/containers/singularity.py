@@ -1,6 +1,6 @@
 """Apptainer or SingularityCE on this machine by spython's client, which writes arguments and reads replies.
 
-Every program starts by our own door, with a deadline: spython's would hang, exit or start `sudo` (docs/adr/0019).
+Every program starts by our own door, with a deadline: spython's would hang, exit or start `sudo` (docs/adr/0004).
 """
 
 from __future__ import annotations
