@@ -16,7 +16,7 @@ BLOCKS = re.findall(
     r"^```(\w+)\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
 )
 TESTS = [body.partition("\n")[0].removeprefix("# ") for _, body in BLOCKS if body.startswith("# tests/")]
-TRAIN = [name for name in TESTS if any(word in name for word in ("objective", "strategy", "tracker"))]
+TRAIN = [name for name in TESTS if any(word in name for word in ("objective", "tracker"))]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def run(checkout: Path, *argv: str) -> None:
 
 
 def test_the_page_adds_one_of_each() -> None:
-    added = ("site", "launcher", "engine", "objective", "strategy", "tracker", "variant")
+    added = ("site", "launcher", "engine", "objective", "tracker", "variant")
     assert len(TESTS) == len(added)
 
 
