@@ -36,6 +36,8 @@ _GPUS = {
 # What Slurm calls a GPU in GRES, gpu:v100:4.
 _OLD, _AMD = re.compile("v100|p100|gtx|rtx20", re.IGNORECASE), re.compile(r"mi\d|amd|radeon", re.IGNORECASE)
 _SMALL = "small"
+_UVX = "archive-v"
+"""uvx runs dray in a folder of uv's cache with this name: no `dray` is there afterwards."""
 
 
 def init(
@@ -102,6 +104,9 @@ def _next(folder: Path, commands: Sequence[Sequence[str]]) -> None:
     if folder.resolve() != Path().resolve():
         print(f"  cd {shlex.quote(str(folder))}")
         dray = str(Path(dray).absolute()) if "/" in dray else dray
+    if Path(sys.prefix).parent.name.startswith(_UVX):
+        print("  make install")
+        dray, rest = ".venv/bin/dray", []
     for argv in commands:
         print(f"  {shlex.join([dray, *rest, *argv])}")
 
