@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,17 @@ def measured(page: Path, widths: tuple[int, ...], folder: Path, *, dark: bool = 
     return json.loads(html.unescape(found[1]))
 
 
-def screenshot(page: Path, picture: Path, width: int, height: int, folder: Path, *, dark: bool = False) -> None:
-    """Of a page at a width, which a window of 500 and less does not have: so it is in a frame."""
+def screenshot(
+    page: Path, picture: Path, width: int, height: int, folder: Path, *, dark: bool = False, tops: Sequence[int] = (0,)
+) -> None:
+    """Of a page at a width, which a window of 500 and less does not have: so it is in a frame, one for each of `tops`."""
     frame = folder / "frame.html"
-    frame.write_text(
-        f'<!doctype html><meta charset=utf-8><body style="margin:0"><iframe style="width:{width}px;height:{height}px;'
-        f'border:0" src="{page.as_uri()}"></iframe>',
-        encoding="utf-8",
-    )
-    chromium(
-        f"--screenshot={picture}", f"--window-size={max(width, 500)},{height}", frame.as_uri(), folder=folder, dark=dark
-    )
+    frames = [
+        f'<div style="width:{width}px;height:{height}px;overflow:hidden;flex:none"><iframe style="width:{width}px;'
+        f'height:{height + top}px;margin-top:-{top}px;border:0" src="{page.as_uri()}"></iframe></div>'
+        for top in tops
+    ]
+    body = f'<body style="margin:0;display:flex">{"".join(frames)}'
+    frame.write_text(f"<!doctype html><meta charset=utf-8>{body}", encoding="utf-8")
+    window = f"--window-size={max(width * len(tops), 500)},{height}"
+    chromium(f"--screenshot={picture}", window, frame.as_uri(), folder=folder, dark=dark)

@@ -83,6 +83,8 @@ def main(site: Path, out: Path) -> None:
             for dark in (False, True):
                 picture = out / f"{name}-{'dark' if dark else 'light'}.png"
                 browser.screenshot(page, picture, width, height, Path(folder), dark=dark)
+        # What README shows is a copy: docs/pictures/report.png.
+        browser.screenshot(report, out / "report-readme.png", 800, 1000, Path(folder), tops=(0, 1000))
 
 
 if __name__ == "__main__":
