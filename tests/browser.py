@@ -126,7 +126,7 @@ def measured(page: Path, widths: tuple[int, ...], folder: Path, *, dark: bool = 
 def screenshot(
     page: Path, picture: Path, width: int, height: int, folder: Path, *, dark: bool = False, tops: Sequence[int] = (0,)
 ) -> None:
-    """Of a page at a width, which a window of 500 and less does not have: so it is in a frame, one for each of `tops`."""
+    """Of a page at a width, which a window of 500 and less does not have: so it is in frames, which begin at `tops`."""
     frame = folder / "frame.html"
     frames = [
         f'<div style="width:{width}px;height:{height}px;overflow:hidden;flex:none"><iframe style="width:{width}px;'

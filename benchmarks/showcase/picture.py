@@ -14,7 +14,11 @@ from rich.text import Text
 
 WIDTH = 112
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # rich's are on a web server
-_STYLES = {r"^\$ .*": "bold", r"^ +failed:": "bold red", r"^ +spare node:": "bold green", r"^\w+ loses its power": "bold red"}
+_STYLES = {
+    r"^\$ .*": "bold",
+    r"^ +failed:|^\w+ loses its power": "bold red",
+    r"^ +spare node:": "bold green",
+}
 
 
 def picture(transcript: str) -> str:
