@@ -18,8 +18,10 @@ if [[ -z "${DRAY_HOME:-}" ]]; then
   if [[ ! -f "${script%/*}/lib.sh" ]]; then
     script="$(scontrol show job "${SLURM_JOB_ID:?submit this with sbatch}" | sed -n 's/^ *Command=//p')"
   fi
-  DRAY_HOME="${script%%/slurm/singlenode.sh*}"
+  DRAY_HOME="${script%%slurm/singlenode.sh*}"
 fi
+[[ "$DRAY_HOME" == /* ]] || DRAY_HOME="${SLURM_SUBMIT_DIR:-$PWD}/$DRAY_HOME" # Slurm records a path as it was typed
+DRAY_HOME="$(realpath --no-symlinks -- "$DRAY_HOME")"
 if [[ ! -f "$DRAY_HOME/slurm/lib.sh" ]]; then
   echo "dray: the checkout was not found from ${script:-DRAY_HOME}; set DRAY_HOME to it before sbatch" >&2
   exit 78

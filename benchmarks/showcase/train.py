@@ -1,4 +1,7 @@
-"""A small GPT on the bytes of input.txt, as torchrun starts it. It resumes from ckpt.pt, and saves on SIGUSR1."""
+"""A small GPT on the bytes of input.txt, or of this file, as torchrun starts it: `train.py STEPS`.
+
+It resumes from ckpt.pt, and saves on SIGUSR1.
+"""
 
 import os
 import signal
@@ -44,7 +47,8 @@ signal.signal(signal.SIGUSR1, ask)
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-data = torch.frombuffer(bytearray(open("input.txt", "rb").read()), dtype=torch.uint8).long()
+text = open("input.txt" if os.path.exists("input.txt") else __file__, "rb").read()
+data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 torch.manual_seed(0)
 model = DistributedDataParallel(GPT().to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

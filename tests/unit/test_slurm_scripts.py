@@ -460,6 +460,25 @@ class TestTheEnd:
         )
 
 
+@pytest.mark.parametrize("script", ["multinode.sh", "singlenode.sh"])
+@pytest.mark.parametrize("typed", ["../a checkout/slurm/{}", "{tmp}/a checkout/slurm/{} -- train.py", "slurm/{}"])
+def test_sbatch_finds_the_checkout_from_its_spool(script: str, typed: str, tmp_path: Path) -> None:
+    """Slurm's record has a relative path as it was typed."""
+    checkout = tmp_path / "a checkout"
+    for folder in (checkout / "slurm", tmp_path / "project", tmp_path / "bin"):
+        folder.mkdir(parents=True)
+    (checkout / "slurm/lib.sh").write_text('lib::main() { echo "$DRAY_HOME"; }\n')
+    (tmp_path / "slurm_script").write_text((ROOT / "slurm" / script).read_text())
+    command = typed.format(script, tmp=tmp_path)
+    (tmp_path / "bin/scontrol").write_text(f"#!/bin/sh\necho '   Command={command}'\n")
+    (tmp_path / "bin/scontrol").chmod(0o755)
+    submitted = checkout if typed.startswith("slurm") else tmp_path / "project"
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(submitted)}
+    argv = ["bash", str(tmp_path / "slurm_script")]
+    ended = subprocess.run(argv, env=env, cwd="/", capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == (f"{checkout}\n", "", 0)
+
+
 def test_no_bash_reads_toml() -> None:
     scripts = itertools.chain(ROOT.glob("slurm/*.sh"), ROOT.glob("src/dray/render/bash/*.sh"))
     for script in scripts:
