@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
