@@ -49,6 +49,18 @@ def until(happened: Callable[[], object], told: Callable[[], object] = str) -> N
         time.sleep(0.1)
 
 
+def section(page: str, *headings: str) -> str:
+    """The sections of a page of docs/ with these headings, each up to the next `##`."""
+    parts = re.split(r"^(?=## )", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = {part.partition("\n")[0]: part for part in parts}
+    return "\n".join(found[heading] for heading in headings)
+
+
+def bash_blocks(text: str) -> str:
+    """What a page has in blocks of bash."""
+    return "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
 def runs(pid: int | str) -> bool:
     """Whether this process still does; one that is dead and waits to be reaped does not, and one that was killed may
     for a moment."""

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -26,7 +25,7 @@ from dray.runs.capsule_schema import Node
 from dray.runs.finish import finish
 from dray.runs.paths import RunPaths
 from dray.runs.write import read
-from helpers import PYTHON, ROOT, golden
+from helpers import PYTHON, ROOT, bash_blocks, golden, section
 
 TOKEN = "hf_" + "a1" * 12
 
@@ -218,8 +217,7 @@ def test_code_of_another_user_or_of_nobody(code: Path, tmp_path: Path, monkeypat
 
 
 def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "capsule.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    block = bash_blocks(section("compare.md", "# Compare runs"))
     program = tmp_path / "bin" / "dray"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')

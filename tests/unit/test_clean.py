@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from dray.runs.leftovers import Item
 from dray.runs.paths import RunPaths
 from dray.runs.study import Member, Study
 from dray.runs.write import read_recipe, write
-from helpers import ROOT
+from helpers import ROOT, bash_blocks, section
 from slurms import Slurm
 
 FACTS = Facts(scheduler="local", nodelist="node1", nodes=1, engine="bare", image=sys.executable, home="/home/me")
@@ -299,8 +298,7 @@ def test_wrong_words(tmp_path: Path, words: tuple[str, ...]) -> None:
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """Of a run that goes on in this very process; the stop is asked for and not waited for."""
-    text = (ROOT / "docs" / "work.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    block = bash_blocks(section("runs.md", "## Stop", "## Enter the container", "## Clean"))
     assert block.count("\n") == 3
     facts = {"nodelist": "node[1-2]", "nodes": 2}
     paths = begun(tmp_path / "runs", "mine", "nodes=2", **facts)

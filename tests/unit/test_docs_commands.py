@@ -9,7 +9,7 @@ import pytest
 
 import verbs
 from dray.runs.write import read_recipe
-from helpers import ROOT
+from helpers import ROOT, section
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
@@ -57,7 +57,7 @@ def test_a_verb_in_a_sentence_has_these_options(page: str, line: str) -> None:
 
 
 def test_remote_is_among_the_pages() -> None:
-    assert blocks((ROOT / "docs/remote.md").read_text(encoding="utf-8"))[0].startswith("remote add lumi ")
+    assert blocks(section("runs.md", "## From your desk"))[0].startswith("remote add lumi ")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dray.runner import rdma
 
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="gcc makes the library")
 
-FIX = "use an image whose drivers fit the node's kernel, or bind the node's own; see docs/fabric.md"
+FIX = "use an image whose drivers fit the node's kernel, or bind the node's own; see docs/sites.md"
 WANTED = "a driver in the image for each RDMA card of the node"
 # As rdma-core writes them.
 ABI = (

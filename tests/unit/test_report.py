@@ -24,7 +24,7 @@ from dray.runs.report.data import gather
 from dray.runs.report.document import Document, Series, Spans, Table, Text
 from dray.runs.result import Attempt, Cause, Result, SlowRank
 from dray.runs.write import read_recipe, write
-from helpers import PYTHON, ROOT, golden
+from helpers import PYTHON, ROOT, bash_blocks, golden, section
 
 FACTS = Facts(
     scheduler="slurm", job=17, nodelist="n[1-2]", nodes=2, engine="apptainer", image="/i.sif", home="/home/me"
@@ -343,8 +343,7 @@ def test_the_commands_of_its_page(tmp_path: Path) -> None:
     from dray.cli.report import report
 
     folder = resumed(tmp_path)
-    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    block = bash_blocks(section("runs.md", "## Report"))
     program = tmp_path / "bin" / "dray"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')

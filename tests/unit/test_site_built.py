@@ -19,7 +19,16 @@ import browser
 from helpers import PYTHON, ROOT
 
 WIDTHS = (360, 1440)
-PAGES = ("index", "start", "concepts", "sites/lumi", "reference/recipe", "reference/commands/run", "metrics", "remote")
+PAGES = (
+    "index",
+    "start",
+    "concepts",
+    "sites/lumi",
+    "reference/recipe",
+    "reference/commands/run",
+    "reference/metrics",
+    "runs",
+)
 STYLE = "<style>iframe { border: 0 }</style>"
 MEASURE = """
 onload = () => {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from dray.runs.squeue import Queue
 from dray.runs.state import State
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
-from helpers import PYTHON, ROOT
+from helpers import PYTHON, ROOT, bash_blocks, section
 
 NOW = 1795570000.0
 STEP = (
@@ -735,9 +734,7 @@ def test_the_screen(talks: RunPaths, slurm: Callable[..., Path], monkeypatch: py
 def test_the_commands_of_its_page(talks: RunPaths) -> None:
     """As a user types them, in a pipe."""
     stopped(talks)
-    text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+    lines = bash_blocks(section("runs.md", "# Runs", "## Watch")).splitlines()
     assert len(lines) == 7
     script = "\n".join(line.replace("dray", f"{shlex.quote(sys.executable)} -m dray", 1) for line in lines)
     env = {**PYTHON, "HOME": str(talks.run), "DRAY_RUNS": str(talks.run.parent), "RUN": "min"}

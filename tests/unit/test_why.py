@@ -27,7 +27,7 @@ from dray.runs.result import summary
 from dray.runs.squeue import Queue
 from dray.runs.stop import Stop
 from dray.runs.write import read_recipe, write
-from helpers import PYTHON, ROOT
+from helpers import PYTHON, ROOT, bash_blocks, section
 from slurms import Slurm
 
 FACTS = Facts(
@@ -107,8 +107,8 @@ def test_the_whole_page(paths: RunPaths) -> None:
 
 def test_the_commands_of_its_page(paths: RunPaths, tmp_path: Path) -> None:
     finish(paths, code=1)
-    text = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text = section("runs.md", "## Why it failed")
+    block = bash_blocks(text)
     program = tmp_path / "bin" / "dray"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dray "$@"\n')

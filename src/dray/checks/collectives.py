@@ -160,7 +160,7 @@ def _require_fabric(
                 f"transport: {expected} required between nodes, rank {rank.number} on {rank.node} uses another",
                 wanted=f"{expected} ({rank.plan['site']})",
                 found=f"{used.name}: {used.problem or used.line}" if used else "NCCL's log names no network",
-                fix=(used and used.fix) or f"see {rank.logs} in the run folder, and docs/fabric.md",
+                fix=(used and used.fix) or f"see {rank.logs} in the run folder, and docs/sites.md",
                 node=rank.node,
                 rank=rank.number,
             )

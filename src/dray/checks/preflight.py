@@ -101,7 +101,7 @@ def _libraries(rank: Rank) -> None:
                 f"{library.path} of {rank.node} does not fit this image",
                 wanted=f"a library that the image can load ({rank.plan['site']})",
                 found="; ".join(library.problems),
-                fix="add what it needs to fabric.libraries, or use an image with its own libraries; see docs/fabric.md",
+                fix="add what it needs to fabric.libraries, or use an image with its own libraries; see docs/sites.md",
             )
 
 

@@ -183,4 +183,4 @@ def _compare(site: Site, image: str) -> None:
     if not compared.fits:
         missing = [f"{pattern} does not exist on this machine" for pattern in compared.missing]
         found = "\n".join(missing) or "see the verdicts"
-        raise UnfitError("the host's libraries do not fit this image", found=found, fix="see docs/fabric.md")
+        raise UnfitError("the host's libraries do not fit this image", found=found, fix="see docs/sites.md")

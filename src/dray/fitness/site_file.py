@@ -121,7 +121,7 @@ def _fabric(kind: str) -> list[str]:
     return [
         *lines,
         f"transport = {_toml(['cxi'])}",
-        "# If the image has no libfabric with cxi, bind the host's; docs/fabric.md says how to find it.",
+        "# If the image has no libfabric with cxi, bind the host's; docs/sites.md says how to find it.",
         '# strategy = "host"',
         '# libraries = ["/opt/cray/libfabric/*/lib64/libfabric.so.1", "/usr/lib64/libcxi.so.1"]',
     ]

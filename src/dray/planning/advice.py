@@ -104,7 +104,7 @@ def _plugin(plan: Plan, site: Site) -> Iterator[Finding]:
         yield _note(
             f"site {site.name} names no NCCL or RCCL plugin for {' or '.join(fabric.transport) or fabric.kind}; "
             "without one in the image several nodes end with 69",
-            fix="see docs/fabric.md",
+            fix="see docs/sites.md",
         )
 
 

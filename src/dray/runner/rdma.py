@@ -18,7 +18,7 @@ from dray.contract.findings import Finding
 _LIBRARY = "libibverbs.so.1"
 _ABI = re.compile(r"Driver (\S+) does not support the kernel ABI of (\d+) \(supports (\d+) to (\d+)\) for device (\S+)")
 _UNLOADED = re.compile(r"couldn't load driver .*")
-_FIX = "use an image whose drivers fit the node's kernel, or bind the node's own; see docs/fabric.md"
+_FIX = "use an image whose drivers fit the node's kernel, or bind the node's own; see docs/sites.md"
 
 
 def cards(*, needed: bool, sys: str = "/sys", library: str = _LIBRARY) -> list[Finding]:
