@@ -136,6 +136,25 @@ def test_a_recipe_that_this_python_cannot_run_is_refused_before_its_launch(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_the_page_lists_each_recipe_with_its_own_strategy_launcher_batch_and_length() -> None:
+    table = (ROOT / "docs/reference/recipes.md").read_text(encoding="utf-8").split("\n\n")[2].splitlines()[2:]
+    listed = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+    expected = {}
+    for path in RECIPES:
+        recipe = read_recipe(path)
+        steps, epochs = recipe.train.steps, recipe.train.epochs
+        length = f"{steps:,} steps" if steps else f"{epochs:g} epoch{'s' * (epochs > 1)}"
+        expected[path.stem] = [recipe.train.strategy, recipe.launcher, str(recipe.batch.global_size), length]
+    assert {row[0]: [row[3].partition(",")[0], *row[4:]] for row in listed} == expected
+
+
+def test_the_first_recipe_of_the_training_page_is_a_recipe(tmp_path: Path) -> None:
+    page = (ROOT / "docs/train.md").read_text(encoding="utf-8")
+    file = tmp_path / "gpt2-mine.toml"
+    file.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    assert read_recipe(file).name == "gpt2-mine"
+
+
 def test_a_command_needs_its_launcher_alone(monkeypatch) -> None:
     monkeypatch.setattr(local, "find_spec", lambda _: None)
     local.require(read_recipe(None, ["launcher=python"], ["t.py"]), lambda *_: "")
