@@ -178,7 +178,7 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
         assert found.stdout.split() == [f"{unpacked}/opt/dray/control"]
         # What is there of the same inputs is not built again.
         again = checkout.build("--format", "sif", "--format", "docker")
-        assert "found, built from the same inputs" in again.stderr
+        assert "the image exists, built from the same inputs" in again.stderr
         digests = re.findall(r"sha256:\w+", built.stdout)
         assert len(digests) == 2
         assert re.findall(r"sha256:\w+", again.stdout) == digests

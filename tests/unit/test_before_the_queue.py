@@ -185,7 +185,7 @@ class TestTheImage:
         monkeypatch.setenv("DRAY_IMAGE", str(file))
         with pytest.raises(ConfigError) as refused:
             store.required(ROOT, "cpu")
-        assert refused.value.problem == "the image is no image"
+        assert refused.value.problem == "the file is not an image"
         assert found is None or refused.value.details["found"] == found
 
     @pytest.mark.parametrize("content", [b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0", b"hsqs and more"])
