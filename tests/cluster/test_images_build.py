@@ -412,7 +412,7 @@ def test_a_base_of_another_architecture(checkout, tmp_path):
         tar.add(program, "./usr/bin/env")
     refused = checkout.build("--base", base)
     assert refused.returncode == 78
-    assert "dray: the base is of another architecture\n" in refused.stderr
+    assert "dray: the base is for another architecture\n" in refused.stderr
     assert f"  where:  {base}\n" in refused.stderr
 
 

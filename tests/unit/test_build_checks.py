@@ -294,8 +294,8 @@ class TestBuilder:
     @pytest.mark.parametrize(
         ("script", "found"),
         [
-            ("echo '-all-time -mkfs-time -root-mode -no-xattrs gzip'", "one without zstd"),
-            ("echo '-no-xattrs zstd' >&2; exit 1", "one without -root-mode -all-time -mkfs-time"),
+            ("echo '-all-time -mkfs-time -root-mode -no-xattrs gzip'", "a version without zstd"),
+            ("echo '-no-xattrs zstd' >&2; exit 1", "a version without -root-mode -all-time -mkfs-time"),
         ],
     )
     def test_an_old_mksquashfs(self, script: str, found: str, build: Make, machine: Machine, tmp_path: Path) -> None:

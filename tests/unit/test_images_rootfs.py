@@ -190,9 +190,9 @@ def test_what_is_no_base(made, problem, fix, tmp_path):
 @pytest.mark.parametrize(
     ("head", "problem", "found"),
     [
-        (b"\x7fELF" + bytes(14) + b"\x16\x00", "the base is no root filesystem", "no /usr/bin/env in it"),
-        (b"\x7fELF" + bytes(14) + b"\xb7\x00", "the base is of another architecture", "one for arm64"),
-        (b"#!/bin/sh", "the base is no root filesystem", "no /usr/bin/env in it"),
+        (b"\x7fELF" + bytes(14) + b"\x16\x00", "the base is not a root filesystem", "no /usr/bin/env in it"),
+        (b"\x7fELF" + bytes(14) + b"\xb7\x00", "the base is for another architecture", "a base for arm64"),
+        (b"#!/bin/sh", "the base is not a root filesystem", "no /usr/bin/env in it"),
     ],
 )
 def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
     assert str(raised.value) == (
         f"{problem}\n"
         f"  where:  {base}\n"
-        "  wanted: one for amd64, which this machine runs\n"
+        "  wanted: a base for amd64, this machine's architecture\n"
         f"  found:  {found}\n"
         "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar makes one"
     )
@@ -331,9 +331,9 @@ class TestMksquashfs:
         with pytest.raises(UnfitError) as raised:
             squash.require()
         assert str(raised.value) == (
-            "mksquashfs cannot make the same bytes every time\n"
+            "this mksquashfs cannot write the same bytes every time\n"
             "  wanted: squashfs-tools 4.4 or newer, with zstd\n"
-            "  found:  one without -root-mode -all-time -mkfs-time zstd\n"
+            "  found:  a version without -root-mode -all-time -mkfs-time zstd\n"
             "  fix:    load or install a newer one (module load squashfs-tools; conda install squashfs-tools)\n"
             "          or build with a Docker Engine"
         )
