@@ -224,7 +224,7 @@ def test_what_was_compiled_once_is_kept(checkout):
         assert [line for line in told if "step" not in line] == ["dray: compiles", "dray: uses what was kept"]
         (wheel,) = (checkout.path / "build" / "operators").glob("*/*.whl")
         wheel.write_text("others")
-        reason = f"dray: compile DeepSpeed's operators again: {wheel.parent} has another checksum than its own"
+        reason = f"dray: compile DeepSpeed's operators again: {wheel.parent} does not match its checksum"
         for words, expected in (
             (("--force",), [reason, "dray: compiles"]),
             (("--force",), ["dray: uses what was kept"]),
@@ -372,8 +372,8 @@ class TestBundle:
             "differs from its checksums\n"
             f"  where:  {copy}\n"
             "  found:  labels: missing\n"
-            "          more: not its own\n"
-            "          steps/30-look.sh: other bytes\n"
+            "          more: not in it\n"
+            "          steps/30-look.sh: changed\n"
             "  fix:    copy it again\n"
         )
 
@@ -381,7 +381,7 @@ class TestBundle:
         refused = checkout.build("--bundle", tmp_path)
         assert (refused.returncode, "dray: not a bundle" in refused.stderr.splitlines()) == (78, True)
         refused = checkout.dray("build", "cuda", "--bundle", bundle)
-        assert (refused.returncode, "dray: the bundle is of another image" in refused.stderr.splitlines()) == (78, True)
+        assert (refused.returncode, "dray: the bundle is for another image" in refused.stderr.splitlines()) == (78, True)
 
     def test_a_folder_that_is_there_is_not_overwritten(self, checkout, bundle):
         refused = checkout.dray("bundle", VARIANT, "--out", bundle)

@@ -66,7 +66,7 @@ class TestLock:
         path = tmp_path / "dray-cpu-mine.lock"
         text = locked(tmp_path, "barge")
         path.write_text(text.replace("barge==1.0", "barge==1.1"))
-        with pytest.raises(ConfigError, match="not those that `dray image lock` wrote"):
+        with pytest.raises(ConfigError, match="the lock was changed after `dray image lock` wrote it"):
             locked(tmp_path, "barge")
 
     def test_a_package_that_wants_another_image(self, tmp_path: Path) -> None:
