@@ -381,7 +381,10 @@ class TestBundle:
         refused = checkout.build("--bundle", tmp_path)
         assert (refused.returncode, "dray: not a bundle" in refused.stderr.splitlines()) == (78, True)
         refused = checkout.dray("build", "cuda", "--bundle", bundle)
-        assert (refused.returncode, "dray: the bundle is for another image" in refused.stderr.splitlines()) == (78, True)
+        assert (refused.returncode, "dray: the bundle is for another image" in refused.stderr.splitlines()) == (
+            78,
+            True,
+        )
 
     def test_a_folder_that_is_there_is_not_overwritten(self, checkout, bundle):
         refused = checkout.dray("bundle", VARIANT, "--out", bundle)
@@ -444,7 +447,7 @@ def test_a_full_disk(checkout, tmp_path, monkeypatch):
     finally:
         subprocess.run(["umount", small], check=True)
     assert early.returncode == 69
-    assert f"dray: there is no room to build the image {VARIANT}\n  where:  {small}\n" in early.stderr
+    assert f"dray: there is not enough disk space to build the image {VARIANT}\n  where:  {small}\n" in early.stderr
     assert refused.returncode == 69
     assert refused.stderr.splitlines()[-4:] == [
         "dray: the disk is full",

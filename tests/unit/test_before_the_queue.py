@@ -402,7 +402,7 @@ class TestTheMachine:
         (finding,) = doctor._engines()
         assert (finding.level, finding.found) == (
             "error",
-            "docker Docker version 28; the Docker Engine does not let this user in",
+            "docker Docker version 28; the Docker Engine refuses this user",
         )
         assert finding.fix.startswith("add yourself to the docker group (sudo usermod -aG docker $USER)")
         monkeypatch.setattr(doctor, "_ENGINES", ("docker", "sh"))

@@ -94,7 +94,7 @@ def test_no_unsquashfs_and_no_docker(sif, tmp_path, monkeypatch):
     with pytest.raises(UnfitError) as raised:
         image_look.inspect(str(sif))
     assert str(raised.value) == (
-        "unsquashfs is not on this machine, nor a Docker Engine to run it in\n"
+        "this machine has no unsquashfs, and no Docker Engine to run it in\n"
         "  found:  no Docker Engine runs on this machine\n"
         "  fix:    install apptainer and squashfs-tools\n"
         "          or install Docker Engine and start it, or set DOCKER_HOST"

@@ -193,7 +193,10 @@ def test_stale(checkout, name, text, changed):
 def test_stale_by_image_or_without_a_head(checkout):
     checkout.write("containers/cpu/requirements.in", "torch==2.0\n")
     image = checkout.image(torch=CPU)
-    for text, found in ((None, "no such file"), ("torch==2.0\n", "its first lines, with the date and the origins, are missing")):
+    for text, found in (
+        (None, "no such file"),
+        ("torch==2.0\n", "its first lines, with the date and the origins, are missing"),
+    ):
         if text:
             checkout.lock().write_text(text)
         with pytest.raises(ConfigError) as raised:

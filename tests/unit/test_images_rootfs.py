@@ -367,10 +367,10 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "nothing here can build an image\n"
+            "this machine has no program that can build an image\n"
             "  wanted: Apptainer, or a Docker Engine to run it in\n"
             "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
-            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)\n"
+            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
@@ -381,8 +381,8 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value).splitlines()[-3:] == [
-            "  found:  no apptainer on PATH; the Docker Engine does not let this user in",
-            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)",
+            "  found:  no apptainer on PATH; the Docker Engine refuses this user",
+            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)",
             "          or add yourself to the docker group (sudo usermod -aG docker $USER) and log in again",
         ]
 
@@ -392,7 +392,7 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "root's own Apptainer builds need more rights than containers and shared machines grant\n"
+            "Apptainer as root needs more rights than containers and shared machines grant\n"
             "  wanted: apptainer as an ordinary user, or a Docker Engine\n"
             "  found:  apptainer as root; no Docker Engine runs on this machine\n"
             "  fix:    run the same command as an ordinary user"
@@ -404,7 +404,7 @@ def test_ca_bundle_that_is_not_there(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as raised:
         build.builder.certificates()
     assert str(raised.value) == (
-        "the CA bundle is not there\n"
+        "the CA bundle does not exist\n"
         "  where:  SSL_CERT_FILE\n"
         f"  found:  {tmp_path}/ca.crt\n"
         "  fix:    correct it, or unset SSL_CERT_FILE"
