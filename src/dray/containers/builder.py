@@ -295,13 +295,13 @@ def _loaded(client: DockerClient, saved: Path) -> str:
 
 
 def made_base(checkout: Path, suite: str) -> Path | None:
-    """The base that containers/base/make-base.sh has made on this machine, where its usage says to put it."""
+    """The base that containers/base/make-base.sh has made in build/base, if any."""
     tar = checkout / "build" / "base" / f"{suite}.tar"
     return tar if tar.is_file() else None
 
 
 def trixie(checkout: Path) -> str:
-    """The Debian under the builder and `dray cluster`: DRAY_CLUSTER_BASE, one that was made, or the pinned one."""
+    """The base of the builder and of `dray cluster`: DRAY_CLUSTER_BASE, the one that was made, or the pinned one."""
     pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
 

@@ -52,7 +52,7 @@ class Endpoint:
 
 
 def find(environment: Mapping[str, str], home: Path) -> Endpoint:
-    """The endpoint that Docker's own client would take; refused where it is no socket of this machine."""
+    """The endpoint that Docker's own client would take. Refuses one that is not a socket of this machine."""
     found = _named(environment, home)
     if not found.url.startswith("unix://"):
         raise ConfigError(

@@ -26,7 +26,7 @@ class Progress:
 
     def __init__(self, what: str, *, total: int = 0, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = total
-        """Bytes in all, where they are known."""
+        """Bytes in all; 0 if they are not known."""
         self._what, self._say, self._clock = what, say, clock
         self._began = self._told = self._moved = clock()
         self._done = 0

@@ -90,7 +90,7 @@ def disk(build: Build, machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "scratch",
             where=str(folder),
-            found=f"a network disk ({kind}), where a build takes many times as long",
+            found=f"a network disk ({kind}), on which a build takes many times as long",
             fix=f".venv/bin/dray image build {build.variant} --out /tmp/{build.sif.name}\n"
             "then move it and its .json here; or clone dray to a local disk of this machine",
             kind="note",

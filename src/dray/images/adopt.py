@@ -133,7 +133,7 @@ def probe(image: Path, source: str) -> dict[str, Any]:
             where=source,
             wanted="python3 on the image's PATH",
             found=last,
-            fix="take an image with Python 3.11 or newer and torch, whose PATH has that Python",
+            fix="take an image with Python 3.11 or newer and torch, with that Python on its PATH",
         )
     try:
         found: dict[str, Any] = json.loads(done.out.splitlines()[-1])

@@ -100,7 +100,7 @@ def stat(file: Path) -> str:
 
 
 def require_unchanged(image: Path) -> None:
-    """Refuse an adopted image whose file has changed since."""
+    """Refuse an adopted image whose file has changed since it was adopted."""
     described = _described(image)
     if not described:
         return
