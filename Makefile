@@ -31,46 +31,46 @@ help: ## Show this list
 install: .venv/host ## Install dray into .venv, to submit, build and plan; it needs no torch
 	@echo "$$($(BIN)/dray --version) is installed$(if $(wildcard .venv/installed), with torch): $(CURDIR)/$(BIN)/dray"
 
-demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks, and write a report of it
+demo: .venv/installed ## Train a tiny GPT on this machine, as two nodes of two ranks, and write its report
 	@$(BIN)/dray run recipes/smoke-cpu.toml
 	@mkdir -p build
 	@$(BIN)/dray report --out build/demo.html
 
-docs: .venv/docs ## Build the documentation as a site: build/docs/index.html; it needs no network to be read
+docs: .venv/docs ## Build the documentation: build/docs/index.html, to read without a network
 	@$(BIN)/python docs/site build/docs
 
-screenshots: docs .venv/installed ## Draw pages, a report and the terminal, light and dark: build/screenshots; it needs Chromium
+screenshots: docs .venv/installed ## Take screenshots of pages, a report and the terminal, light and dark: build/screenshots; it needs Chromium
 	@$(BIN)/python tests/screenshots.py build/docs build/screenshots
 
-test: .venv/dev ## Run all tests that this machine can run, and name the slowest (TESTS= names some, as pytest takes them)
+test: .venv/dev ## Run all tests that this machine can run, and list the slowest (TESTS= for some, as for pytest)
 	@$(BIN)/pytest -q --durations=10 $(TESTS)
 
 # DRAY_FUZZ: how many damaged files of each of eight kinds.
-hostile: .venv/dev ## Try hostile and unlucky cases, ten minutes at most, and write the table of benchmarks/results
+hostile: .venv/dev ## Test hostile input and bad luck, at most ten minutes, and write the table of benchmarks/results
 	@DRAY_FUZZ=2500 timeout --signal=INT 600 $(BIN)/pytest -q -m hostile --hostile $(HOSTILE) tests/unit
 
 # SEED: of the moments and nodes that it chooses.
-faults: .venv/dev ## Hurt jobs on the cluster in every way, forty minutes at most, and write the table of benchmarks/results (NODES=3: spare nodes too)
+faults: .venv/dev ## Inject faults into jobs on the local cluster, at most forty minutes, and write the table of benchmarks/results (NODES=3: with a spare node)
 	@NODES=$(NODES) DRAY_TEST_ALL=1 DRAY_FAULTS=$(FAULTS) DRAY_FAULTS_SEED=$(SEED) timeout --signal=INT 2400 $(BIN)/pytest -q -s tests/faults
 
-showcase: .venv/host ## A user's training script on the local cluster (three nodes): a wrong variable, a node without power; four minutes
+showcase: .venv/host ## Run a user's script on the local cluster (three nodes) with a wrong variable, then with a dead node; four minutes
 	@$(BIN)/python benchmarks/showcase
 
 # Any Python with torch and transformers will do; in the image: apptainer exec --nv IMAGE python3 benchmarks/gpu
-gpu-check: ## Is dray right on this machine's GPU, and how fast? Ten minutes, and a page of benchmarks/results (PYTHON=, CPU=1)
+gpu-check: ## Check dray's results and speed on this machine's GPU: ten minutes, and a page of benchmarks/results (PYTHON=, CPU=1)
 	@$(PYTHON) benchmarks/gpu $(if $(CPU),--cpu)
 
-scale-sim: .venv/dev ## Simulate starts and checkpoints at thousands of nodes, and print each figure next to its aim
+scale-sim: .venv/dev ## Simulate starts and checkpoints on thousands of nodes, and print each figure next to its aim
 	@$(BIN)/python benchmarks/scale
 
-coverage: .venv/dev ## Which lines and branches the unit tests run; fails below the share that pyproject.toml names
+coverage: .venv/dev ## Measure which lines and branches the unit tests run; fails below the share that pyproject.toml names
 	@rm -f .coverage .coverage.*
 	@$(BIN)/coverage run -m pytest -q tests/unit --deselect \
 	  tests/unit/test_runner.py::test_the_runner_loads_nothing_that_is_slow_to_load
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
-check: .venv/dev ## Lint, types, shell scripts, architecture
+check: .venv/dev ## Check style, types, shell scripts and architecture
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@git ls-files | xargs -d '\n' $(BIN)/codespell
@@ -93,7 +93,7 @@ python-fits = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
 
 # .venv is no prerequisite: make might make it first. And the longer pattern comes first: make 3.81, which macOS has,
 # takes the first that fits.
-image-%-docker: ## Build the Docker image dray:% (likewise)
+image-%-docker: ## Build the Docker image dray:% (the same options)
 	$(call look,docker)
 	@$(MAKE) --silent --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format docker $(IMAGE_OPTIONS)
@@ -112,7 +112,7 @@ image-%-cotainr: ## Build build/cotainr-%.sif with cotainr, for dray image adopt
 	  --conda-env=containers/$*/environment.yml $(if $(ACCEPT_LICENSES),--accept-licenses)
 	@[[ -e build/cotainr-$*.sif ]] && echo "to use it: $(BIN)/dray image adopt build/cotainr-$*.sif"
 
-image-%: ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
+image-%: ## Build build/dray-%.sif from containers/% (BASE=, WHEELS=, BUNDLE=, SIGNERS=, DEBIAN=)
 	$(call look,sif)
 	@$(MAKE) --silent --no-print-directory .venv/host
 	@DRAY_CHECKED=1 $(BIN)/dray image build $* --format sif $(IMAGE_OPTIONS)
@@ -120,16 +120,16 @@ image-%: ## Build build/dray-%.sif of containers/% (BASE=, WHEELS=, BUNDLE=, SIG
 smoke: .venv/host ## Train 50 steps in Docker: two containers are two nodes
 	@$(BIN)/dray run recipes/smoke-cpu.toml --engine docker train.steps=50
 
-cluster: .venv/host ## A real two-node Slurm on this machine (NODES=, GPUS_PER_NODE=, BASE=)
+cluster: .venv/host ## Start a real two-node Slurm on this machine (NODES=, GPUS_PER_NODE=, BASE=)
 	@$(BIN)/dray cluster up --nodes $(NODES) --gpus-per-node $(GPUS_PER_NODE) $(BASE_OPTION)
 
-cluster-down: .venv/host ## Take it down
+cluster-down: .venv/host ## Stop and remove this Slurm
 	@$(BIN)/dray cluster down
 
-release: .venv/dev ## Build and try dist/: the wheel and the sources, the same bytes each time
+release: .venv/dev ## Build and test the wheel and the source archive in dist/, with the same bytes each time
 	@.ci/release
 
-clean: ## Remove what was fetched and installed here; images, the cluster's folder and runs stay
+clean: ## Remove fetched and installed files; images, the cluster's folder and runs stay
 	@[[ ! -d build ]] || find build/ -mindepth 1 -maxdepth 1 ! -name 'dray-*' ! -name '*.sif' ! -name cluster -exec rm -rf {} +
 	@rm -rf .venv
 
@@ -138,7 +138,7 @@ clean-images: ## Remove the images, layers and adopted images of build/, after a
 	if ((!$${#images[@]})); then echo "there is no image in build/"; exit; fi; \
 	du --summarize --human-readable -- "$${images[@]}"; \
 	if [[ "$(YES)" != 1 && ! -t 0 ]]; then \
-	  printf 'dray: nothing is removed: there is no terminal to ask at\n  fix:    make clean-images YES=1\n' >&2; exit 78; fi; \
+	  printf 'dray: nothing is removed: there is no terminal to ask you\n  fix:    make clean-images YES=1\n' >&2; exit 78; fi; \
 	[[ "$(YES)" == 1 ]] || read -rp "Remove them? [y/N] "; \
 	if [[ "$(YES)" != 1 && ! "$$REPLY" =~ ^[yY] ]]; then echo "nothing is removed"; exit; fi; \
 	rm -rf -- "$${images[@]}"
@@ -160,7 +160,7 @@ ifneq ($(BUNDLE),)
 	@PYTHONPATH=src $(PYTHON) -B -m dray.images.sources.arrival "$(BUNDLE)" "$(SIGNERS)"
 endif
 	@$(PYTHON) -m venv .venv || \
-	  { echo "no virtual environment could be made (Debian: apt-get install python3-venv)" >&2; exit 69; }
+	  { echo "python3 -m venv failed (Debian: apt-get install python3-venv)" >&2; exit 69; }
 ifneq ($(BUNDLE),)
 	@$(PIP) --no-index --find-links "$(BUNDLE)/wheels" $(OURS)
 	@$(PIP) --no-index --no-deps "$(BUNDLE)"/dray/*.whl

@@ -178,7 +178,7 @@ def test_nothing_of_the_host_stays_in_an_image(checkout, client, tmp_path, monke
         assert found.stdout.split() == [f"{unpacked}/opt/dray/control"]
         # What is there of the same inputs is not built again.
         again = checkout.build("--format", "sif", "--format", "docker")
-        assert "found, built from the same inputs" in again.stderr
+        assert "the image exists, built from the same inputs" in again.stderr
         digests = re.findall(r"sha256:\w+", built.stdout)
         assert len(digests) == 2
         assert re.findall(r"sha256:\w+", again.stdout) == digests
@@ -224,7 +224,7 @@ def test_what_was_compiled_once_is_kept(checkout):
         assert [line for line in told if "step" not in line] == ["dray: compiles", "dray: uses what was kept"]
         (wheel,) = (checkout.path / "build" / "operators").glob("*/*.whl")
         wheel.write_text("others")
-        reason = f"dray: compile DeepSpeed's operators again: {wheel.parent} has another checksum than its own"
+        reason = f"dray: compile DeepSpeed's operators again: {wheel.parent} does not match its checksum"
         for words, expected in (
             (("--force",), [reason, "dray: compiles"]),
             (("--force",), ["dray: uses what was kept"]),
@@ -372,8 +372,8 @@ class TestBundle:
             "differs from its checksums\n"
             f"  where:  {copy}\n"
             "  found:  labels: missing\n"
-            "          more: not its own\n"
-            "          steps/30-look.sh: other bytes\n"
+            "          more: not in it\n"
+            "          steps/30-look.sh: changed\n"
             "  fix:    copy it again\n"
         )
 
@@ -381,7 +381,10 @@ class TestBundle:
         refused = checkout.build("--bundle", tmp_path)
         assert (refused.returncode, "dray: not a bundle" in refused.stderr.splitlines()) == (78, True)
         refused = checkout.dray("build", "cuda", "--bundle", bundle)
-        assert (refused.returncode, "dray: the bundle is of another image" in refused.stderr.splitlines()) == (78, True)
+        assert (refused.returncode, "dray: the bundle is for another image" in refused.stderr.splitlines()) == (
+            78,
+            True,
+        )
 
     def test_a_folder_that_is_there_is_not_overwritten(self, checkout, bundle):
         refused = checkout.dray("bundle", VARIANT, "--out", bundle)
@@ -412,7 +415,7 @@ def test_a_base_of_another_architecture(checkout, tmp_path):
         tar.add(program, "./usr/bin/env")
     refused = checkout.build("--base", base)
     assert refused.returncode == 78
-    assert "dray: the base is of another architecture\n" in refused.stderr
+    assert "dray: the base is for another architecture\n" in refused.stderr
     assert f"  where:  {base}\n" in refused.stderr
 
 
@@ -444,7 +447,7 @@ def test_a_full_disk(checkout, tmp_path, monkeypatch):
     finally:
         subprocess.run(["umount", small], check=True)
     assert early.returncode == 69
-    assert f"dray: there is no room to build the image {VARIANT}\n  where:  {small}\n" in early.stderr
+    assert f"dray: there is not enough disk space to build the image {VARIANT}\n  where:  {small}\n" in early.stderr
     assert refused.returncode == 69
     assert refused.stderr.splitlines()[-4:] == [
         "dray: the disk is full",

@@ -413,7 +413,7 @@ def test_no_byte_may_change(packed, small, keys):
             assert refusal(image_look.verify, str(sif), signature=signature) == (
                 f"the image has another digest\n  where:  {sif}\n  wanted: {signed} ({sif}.json)\n"
                 f"  found:  {verify.digest(sif)}\n"
-                "  fix:    copy or build it again: this is another image, or it was changed or damaged"
+                "  fix:    copy or build it again: the file is another image, or was changed or damaged"
             )
         flipped(sif, offset)
     image_look.verify(str(sif))
@@ -427,7 +427,7 @@ def test_a_signature_sees_changes_that_a_digest_was_made_for(packed, small, keys
         flipped(sif, parts[part].offset + 10)
         said = refusal(image_look.verify, str(sif), digest=verify.digest(sif))
         assert said == (
-            "the image's signature does not hold: it was changed after it was signed\n"
+            "the image's signature is not valid: the image was changed after it was signed\n"
             f"  where:  {sif}\n"
             "  found:  INFO:    Verifying image with PGP key material\n"
             f"          FATAL:   Failed to verify container: integrity: data object integrity compromised: {found}\n"
@@ -446,7 +446,7 @@ def test_an_unknown_key(packed, small, keys, tmp_path, monkeypatch):
     assert refusal(image_look.verify, str(sif), digest=verify.digest(sif)) == (
         f"the image is signed with a key that is not in the keyring\n  where:  {sif}\n"
         f"  wanted: a key of the keyring {tmp_path}/no keys\n  found:  {sif_format.read(sif).signers()[0]}\n"
-        f"  fix:    ask its owner for the public key; if you trust them: {docker} key import FILE"
+        f"  fix:    ask the key's owner for the public key; if you trust this person: {docker} key import FILE"
     )
     assert refusal(image_look.signatures.sign, sif_format.read(packed(small))) == (
         f"no key to sign with\n  where:  {tmp_path}/no keys\n  fix:    {docker} key newpair"
@@ -469,7 +469,7 @@ def test_neither_the_tool_nor_an_engine(small, packed, tmp_path, monkeypatch):
     with pytest.raises(UnfitError) as raised:
         image_look.inspect(str(sif))
     assert str(raised.value) == (
-        "unsquashfs is not on this machine, nor a Docker Engine to run it in\n"
+        "this machine has no unsquashfs, and no Docker Engine to run it in\n"
         "  found:  no Docker Engine runs on this machine\n"
         "  fix:    install apptainer and squashfs-tools\n"
         "          or install Docker Engine and start it, or set DOCKER_HOST"

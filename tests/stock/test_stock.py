@@ -60,7 +60,7 @@ def test_the_second_time_all_is_found(stock: Walk, built: Ended) -> None:
     before = len(stock.seen)
     again = stock.typed("make image-cpu", log="image-cpu-again")
     assert again.code == 0, again.out
-    assert "found, built from the same inputs" in again.out
+    assert "the image exists, built from the same inputs" in again.out
     assert again.seconds < 10
     assert stock.seen[before:] == []
 
@@ -101,7 +101,7 @@ def test_mirrors_give_the_same_image(stock: Walk, built: Ended) -> None:
         other.root(f"chown {USER}: {file}; cd '{stock.checkout}/build'; rm -r base debs inputs wheels/torch-*")
         found = stock.typed("make image-cpu", log="image-cpu-by-mirrors", env={"DRAY_MIRRORS": str(file)}, on=other)
     assert found.code == 0, found.out
-    assert "found, built from the same inputs" in found.out
+    assert "the image exists, built from the same inputs" in found.out
     assert {request.host for request in stock.seen[before:]} == {f"{block}.1"}
 
 

@@ -37,12 +37,12 @@ REFUSED = {
     "an old glibc": ({"libc": "glibc 2.17"}, "the image's glibc is too old", "glibc 2.17"),
     "musl": (
         {"libc": ""},
-        "the image has no glibc, for which torch's wheels are made",
+        "the image has no glibc, which torch's wheels need",
         "another C library, such as musl",
     ),
     "no torch": (
         {"torch": {"error": "No module named 'torch'"}},
-        "the image has no torch that can be imported",
+        "the image's Python cannot import torch",
         "No module named 'torch'",
     ),
 }  # fmt: skip
@@ -307,7 +307,7 @@ class TestStarted:
         assert made.variant == variant
         assert {name.split()[0] for name in made.brought} >= {"pydantic", "pydantic-core", "typer", "pyyaml"}
         assert "rich" not in {name.split()[0] for name in made.brought}
-        assert "transformers 5 or newer: it has 4.57.1" in made.lacks
+        assert "transformers 5 or newer: the image has 4.57.1" in made.lacks
         folder = made.file.parent
         assert not (folder / "rich").exists()
         path = f"{folder}:{checkout}/src:/theirs"

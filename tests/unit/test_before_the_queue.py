@@ -185,7 +185,7 @@ class TestTheImage:
         monkeypatch.setenv("DRAY_IMAGE", str(file))
         with pytest.raises(ConfigError) as refused:
             store.required(ROOT, "cpu")
-        assert refused.value.problem == "the image is no image"
+        assert refused.value.problem == "the file is not an image"
         assert found is None or refused.value.details["found"] == found
 
     @pytest.mark.parametrize("content", [b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0", b"hsqs and more"])
@@ -402,7 +402,7 @@ class TestTheMachine:
         (finding,) = doctor._engines()
         assert (finding.level, finding.found) == (
             "error",
-            "docker Docker version 28; the Docker Engine does not let this user in",
+            "docker Docker version 28; the Docker Engine refuses this user",
         )
         assert finding.fix.startswith("add yourself to the docker group (sudo usermod -aG docker $USER)")
         monkeypatch.setattr(doctor, "_ENGINES", ("docker", "sh"))

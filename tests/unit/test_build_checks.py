@@ -87,7 +87,7 @@ def errors(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.code]
 
 
-_FAR = "dray needs an engine that listens on a socket of this machine"
+_FAR = "dray needs a Docker Engine on this machine, whose folders it binds"
 
 
 class TestEndpoint:
@@ -154,23 +154,23 @@ class TestEndpoint:
     @pytest.mark.parametrize(
         ("path", "error", "problem", "fix"),
         [
-            ("/home/me/.docker/desktop/docker.sock", FileNotFoundError(), "Docker Desktop is not started",
+            ("/home/me/.docker/desktop/docker.sock", FileNotFoundError(), "Docker Desktop is not running",
              "start Docker Desktop (on Linux: systemctl --user start docker-desktop)"),
-            ("/Users/me/.docker/run/docker.sock", ConnectionRefusedError(), "Docker Desktop is not started",
+            ("/Users/me/.docker/run/docker.sock", ConnectionRefusedError(), "Docker Desktop is not running",
              "start Docker Desktop (on Linux: systemctl --user start docker-desktop)"),
-            ("/Users/me/.colima/default/docker.sock", FileNotFoundError(), "colima is not started", "colima start"),
+            ("/Users/me/.colima/default/docker.sock", FileNotFoundError(), "colima is not running", "colima start"),
             ("/Users/me/.local/share/containers/podman/machine/podman.sock", ConnectionRefusedError(),
-             "the Podman machine is not started", "podman machine start"),
+             "the Podman machine is not running", "podman machine start"),
             ("/var/folders/t/podman/podman-machine-default-api.sock", FileNotFoundError(),
-             "the Podman machine is not started", "podman machine start"),
-            ("/run/podman/podman.sock", FileNotFoundError(), "Podman's service is not started",
+             "the Podman machine is not running", "podman machine start"),
+            ("/run/podman/podman.sock", FileNotFoundError(), "Podman's service is not running",
              "sudo systemctl start podman.socket"),
-            ("/run/user/1000/podman/podman.sock", FileNotFoundError(), "Podman's service is not started",
+            ("/run/user/1000/podman/podman.sock", FileNotFoundError(), "Podman's service is not running",
              "systemctl --user start podman.socket"),
-            ("/run/user/1000/docker.sock", FileNotFoundError(), "the rootless Docker Engine is not started",
+            ("/run/user/1000/docker.sock", FileNotFoundError(), "the rootless Docker Engine is not running",
              "systemctl --user start docker"),
-            ("/run/user/1001/docker.sock", PermissionError(), "the rootless Docker Engine does not let this user in",
-             "take one of your own: docker context use default; ls -l /run/user/1001/docker.sock shows whose it is"),
+            ("/run/user/1001/docker.sock", PermissionError(), "the rootless Docker Engine refuses this user",
+             "use an engine of your own: docker context use default; ls -l /run/user/1001/docker.sock shows its owner"),
             ("/var/run/docker.sock", FileNotFoundError(), "no Docker Engine runs on this machine",
              "install Docker Engine and start it, or set DOCKER_HOST"),
             ("/var/run/docker.sock", TimeoutError(), "the Docker Engine does not answer",
@@ -186,7 +186,7 @@ class TestEndpoint:
         ("joined", "groups", "fix"),
         [
             (False, set(), "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"),
-            (True, {"me"}, "log in again: you are in the docker group, but not yet in this login"),
+            (True, {"me"}, "log in again (or: newgrp docker): this login is older than your place in the docker group"),
             (True, {"docker"}, "add yourself to the docker group"),
         ],
     )
@@ -195,7 +195,7 @@ class TestEndpoint:
         monkeypatch.setattr(endpoint, "_groups", lambda: groups)
         found = endpoint.Endpoint("unix:///var/run/docker.sock", "Docker's default")
         refused = endpoint.unreachable(found, PermissionError(13, "Permission denied"), {})
-        assert refused.problem == "the Docker Engine does not let this user in"
+        assert refused.problem == "the Docker Engine refuses this user"
         assert refused.details["fix"].startswith(fix)
 
     def test_an_engine_of_ones_own_is_offered(self, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ class TestBuilder:
     def test_root_with_apptainer_alone(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", "")
         (error,) = errors(builds.check(build(), replace(machine, uid=0)))
-        assert error.fix.splitlines()[0] == "run it as an ordinary user: apptainer is there"
+        assert error.fix.splitlines()[0] == "run the command as an ordinary user, with this machine's apptainer"
 
     def test_the_host_s_own_apptainer(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", "")
@@ -294,8 +294,8 @@ class TestBuilder:
     @pytest.mark.parametrize(
         ("script", "found"),
         [
-            ("echo '-all-time -mkfs-time -root-mode -no-xattrs gzip'", "one without zstd"),
-            ("echo '-no-xattrs zstd' >&2; exit 1", "one without -root-mode -all-time -mkfs-time"),
+            ("echo '-all-time -mkfs-time -root-mode -no-xattrs gzip'", "a version without zstd"),
+            ("echo '-no-xattrs zstd' >&2; exit 1", "a version without -root-mode -all-time -mkfs-time"),
         ],
     )
     def test_an_old_mksquashfs(self, script: str, found: str, build: Make, machine: Machine, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ class TestBuilder:
         program(tmp_path, "apptainer", "")
         program(tmp_path, "mksquashfs", "echo '-all-time -mkfs-time -root-mode -no-xattrs zstd'")
         (error,) = errors(builds.check(build(out=tmp_path / "my images" / "x.sif"), machine))
-        assert (error.problem, error.code) == ("apptainer finds no folder whose path has a space", 78)
+        assert (error.problem, error.code) == ("apptainer cannot use a folder whose path has a space", 78)
 
     def test_apptainer_without_namespaces(self, build: Make, machine: Machine, tmp_path: Path) -> None:
         program(tmp_path, "apptainer", "")
@@ -332,7 +332,7 @@ class TestBuilder:
             here = replace(machine, environment={"DOCKER_HOST": f"unix://{tmp_path}/d.sock"})
             disks = replace(here, free=lambda folder: int(free if folder == tmp_path else 99 * GB))
             found = errors(builds.check(build(), disks))
-        assert [error.problem for error in found] == ["Docker has no room for the images"] * count
+        assert [error.problem for error in found] == ["Docker's disk has no room for the images"] * count
 
     @pytest.mark.parametrize(
         ("about", "count"),
@@ -365,16 +365,16 @@ class TestMachine:
         [
             ("cuda", "Linux", "x86_64", "", ""),
             ("cuda", "Linux", "aarch64", "", ""),
-            ("cpu", "Linux", "aarch64", "torch's wheels of cpu are not made for aarch64",
-             "make image-cuda, which is for aarch64; or dray image adopt SIF there takes the site's own image"),
-            ("cuda12", "Linux", "aarch64", "torch's wheels of cuda12 are not made for aarch64",
-             "make image-cuda, which is for aarch64; or dray image adopt SIF there takes the site's own image"),
-            ("rocm", "Linux", "ppc64le", "torch's wheels of rocm are not made for ppc64le",
-             "build on x86_64; or dray image adopt SIF there takes the site's own image"),
-            ("cuda", "Darwin", "arm64", "images are built on Linux",
-             "build on a Linux machine with the nodes' processor, such as a login node; or dray image adopt SIF there "
-             "takes the site's own image"),
-            ("cpu", "Darwin", "x86_64", "images are built on Linux", "build on a Linux machine with the nodes'"),
+            ("cpu", "Linux", "aarch64", "torch has no wheels of cpu for aarch64",
+             "make image-cuda, for aarch64; or use the site's own image: dray image adopt FILE"),
+            ("cuda12", "Linux", "aarch64", "torch has no wheels of cuda12 for aarch64",
+             "make image-cuda, for aarch64; or use the site's own image: dray image adopt FILE"),
+            ("rocm", "Linux", "ppc64le", "torch has no wheels of rocm for ppc64le",
+             "build on a machine with x86_64; or use the site's own image: dray image adopt FILE"),
+            ("cuda", "Darwin", "arm64", "dray builds images only on Linux",
+             "build on a Linux machine with the nodes' processor, such as a login node; or use the site's "
+             "own image: dray image adopt FILE"),
+            ("cpu", "Darwin", "x86_64", "dray builds images only on Linux", "build on a Linux machine with the nodes'"),
         ],
     )  # fmt: skip
     def test_the_processor(
@@ -389,8 +389,13 @@ class TestMachine:
         ("python", "missing", "problem", "fix"),
         [
             ((3, 9, 18), "", "this Python is too old for dray", "make PYTHON=python3.11"),
-            ((3, 12, 3), "ensurepip", "this Python makes no virtual environments", "sudo apt-get install python3-venv"),
-            ((3, 12, 3), "venv", "this Python makes no virtual environments", "sudo apt-get install python3-venv"),
+            (
+                (3, 12, 3),
+                "ensurepip",
+                "this Python cannot make virtual environments",
+                "sudo apt-get install python3-venv",
+            ),
+            ((3, 12, 3), "venv", "this Python cannot make virtual environments", "sudo apt-get install python3-venv"),
             ((3, 14, 0), "", "", ""),
         ],
     )
@@ -426,14 +431,14 @@ class TestMachine:
         assert (len(findings) == 1 and findings[0].code == 78) is refused
         if refused:
             assert findings[0].fix == (
-                "make image-cpu\nwhere Docker refuses you, first sudo usermod -aG docker ann\nand log in again"
+                "make image-cpu\nif Docker refuses you, first sudo usermod -aG docker ann\nand log in again"
             )
 
     @pytest.mark.parametrize(("variant", "near"), [("gpu", "cpu"), ("cuba", "cuda"), ("rocm7", "rocm"), ("x", "cpu")])
     def test_an_unknown_variant(self, variant: str, near: str, build: Make, machine: Machine) -> None:
         (finding,) = builds.check(build(variant), machine)
         assert (finding.code, finding.problem) == (78, f"there is no image {variant}")
-        assert finding.fix == f"make image-{near}; there are {' '.join(VARIANTS)}"
+        assert finding.fix == f"make image-{near}; the images are {', '.join(VARIANTS)}"
 
 
 class TestRoom:
@@ -448,7 +453,7 @@ class TestRoom:
             ({}, 3.2, "fetch 0.6 GB"),
             ({"formats": ["docker"]}, 3.8, "fetch 0.6 GB"),
             ({"formats": ["sif", "docker"]}, 4.7, "fetch 0.6 GB"),
-            ({"bundled": True}, 2.6, "next to nothing to fetch"),
+            ({"bundled": True}, 2.6, "almost nothing to fetch"),
         ],
     )
     def test_what_is_needed(
@@ -461,7 +466,7 @@ class TestRoom:
         ]
         less = replace(machine, free=lambda _: int((needs - 0.1) * GB))
         error, _ = self.check(build(**changes), less)
-        assert (error.code, error.problem) == (69, "there is no room to build the image cpu")
+        assert (error.code, error.problem) == (69, "there is not enough disk space to build the image cpu")
         assert error.wanted.startswith(f"{needs} GB: ")
         assert error.found == f"{int((needs - 0.1) * GB) / GB:.1f} GB free"
 
@@ -498,7 +503,8 @@ class TestRoom:
         error, ok = self.check(build(out=Path("/dev/x.sif")), there)
         assert (error.where, error.found) == ("/dev", "2.0 GB free")
         assert error.fix == (
-            "make room; or, after make install, on another disk:\n.venv/bin/dray image build cpu --out FOLDER/x.sif"
+            "make room; or build on another disk, after make install:\n"
+            ".venv/bin/dray image build cpu --out FOLDER/x.sif"
         )
         assert ok.found == "fetch 0.6 GB, needs 0.6 GB in build/ (1 GB free), needs 2.6 GB in /dev (2 GB free)"
 
@@ -589,7 +595,7 @@ class TestCommands:
         ended = self.make(copy, "image-cpu-docker", DOCKER_CONFIG=str(tmp_path / "docker"))
         assert ended.stderr.startswith("dray: image cpu: fetch 0.7 GB, needs 3.9 GB in build/ (")
         assert (
-            "dray: Docker Desktop is not started\n"
+            "dray: Docker Desktop is not running\n"
             f"  where:  {url} (context desktop-linux)\n"
             "  found:  [Errno 2] No such file or directory\n"
             "  fix:    start Docker Desktop (on Linux: systemctl --user start docker-desktop)\n"

@@ -113,7 +113,7 @@ def test_a_rootfs_that_is_not_there(engine, tmp_path):
     with pytest.raises(ConfigError) as refused:
         docker.base_image(engine, f"{tmp_path}/base.tar", say=print)
     assert str(refused.value) == (
-        "the base image's root filesystem does not exist\n"
+        "the tar of the base does not exist\n"
         f"  found:  {tmp_path}/base.tar\n"
         f"  fix:    make one: containers/base/make-base.sh trixie {tmp_path}/base.tar"
     )

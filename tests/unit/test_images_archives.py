@@ -151,13 +151,13 @@ class TestFetch:
         with pytest.raises(UnfitError) as refused:
             fetch(source(b""))
         assert str(refused.value) == (
-            "a source of the image cannot be fetched\n"
+            "a source archive of the image cannot be fetched\n"
             f"  where:  {URL}\n"
             "  wanted: tool-1.tar.gz\n"
             "  found:  <urlopen error no route to host>\n"
-            f"  fix:    where only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
-            "          or bring that file in a folder: make image-cuda WHEELS=FOLDER\n"
-            "          or, where there is no network, from a machine that has it: dray image bundle cuda"
+            f"  fix:    if only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
+            "          or put that file into a folder: make image-cuda WHEELS=FOLDER\n"
+            "          or, without a network, make a bundle on a machine with one: dray image bundle cuda"
         )
         assert left(tmp_path / "kept") == []
 
@@ -167,17 +167,17 @@ class TestFetch:
             fetch(source(tar), own={"tool-1.tar": evil})
         assert refused.value.details == {
             "where": str(tmp_path / "own" / "tool-1.tar"),
-            "wanted": f"sha256 {hashlib.sha256(tar).hexdigest()}, of the tar without compression",
+            "wanted": f"sha256 {hashlib.sha256(tar).hexdigest()}, of the uncompressed tar",
             "found": f"sha256 {hashlib.sha256(evil).hexdigest()}",
-            "fix": f"bring the file again from {URL}, or take it out of the folder",
+            "fix": f"fetch the file again from {URL}, or remove it from the folder",
         }
-        with pytest.raises(ConfigError, match="not the one that is pinned"):
+        with pytest.raises(ConfigError, match="a source archive is not the pinned one"):
             fetch(source(tar), served=gzip.compress(evil))
         assert left(tmp_path / "kept") == []
 
     @pytest.mark.parametrize("broken", [b"no gzip", HALF, b"\x1f\x8b\x08" + b"\0" * 99])
     def test_half_of_one(self, fetch: Fetch, tmp_path: Path, broken: bytes) -> None:
-        with pytest.raises(ConfigError, match="a source is not whole"):
+        with pytest.raises(ConfigError, match="a source archive is not complete"):
             fetch(source(b""), served=broken)
         assert left(tmp_path / "kept") == []
 
@@ -208,7 +208,7 @@ class TestFetch:
     )
     def test_one_that_leads_outside_though_it_is_pinned(self, fetch: Fetch, tmp_path: Path, stray) -> None:
         tar = packed(FILE, stray)
-        with pytest.raises(ConfigError, match="more in it than its own folder") as refused:
+        with pytest.raises(ConfigError, match="entries that dray does not unpack") as refused:
             fetch(source(tar), served=gzip.compress(tar))
         assert (refused.value.details["found"], left(tmp_path / "kept")) == (stray[1], [])
 
@@ -216,7 +216,7 @@ class TestFetch:
         "content", [b"", b"text" * 999, gzip.compress(packed(FILE))], ids=["empty", "text", "twice"]
     )
     def test_no_tar_at_all(self, fetch: Fetch, content: bytes) -> None:
-        with pytest.raises(DrayError, match="a source is no tar"):
+        with pytest.raises(DrayError, match="a source archive is not a tar"):
             fetch(source(content), served=gzip.compress(content))
 
 
@@ -251,6 +251,6 @@ def test_a_bundle_has_the_pinned_sources_alone(tmp_path: Path) -> None:
 
     require()
     tar.write_bytes(packed(FILE, FILE))
-    with pytest.raises(ConfigError, match="wheels or sources that this checkout does not lock") as refused:
+    with pytest.raises(ConfigError, match="wheels or sources that no lock of this checkout names") as refused:
         require()
     assert refused.value.details["found"] == "sources/tool-1.tar"

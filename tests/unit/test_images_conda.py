@@ -108,7 +108,7 @@ def test_a_file_that_is_not_what_the_lock_gives_is_refused_and_written(tmp_path)
         with pytest.raises(ConfigError) as refused:
             conda.require_fresh(tmp_path, described)
         assert str(refused.value) == (
-            f"the conda file is not what the lock gives\n  where:  {file}\n  fix:    dray image lock cpu"
+            f"the conda file differs from the lock\n  where:  {file}\n  fix:    dray image lock cpu"
         )
         assert conda.update(tmp_path, described) == ["environment.yml: written anew"]
         conda.require_fresh(tmp_path, described)

@@ -81,9 +81,9 @@ def test_an_unsquashfs_that_cannot(sif, tmp_path, monkeypatch, version, said, ca
         f"the image's files cannot be read\n  where:  {sif}\n  found:  {found}\n  fix:    build or copy the image again"
     )
     unfit = (
-        f"this machine's unsquashfs cannot look into the image\n  where:  {tool}\n"
+        f"this machine's unsquashfs cannot read the image\n  where:  {tool}\n"
         f"  wanted: squashfs-tools {wanted} or newer, with zstd\n  found:  {found}\n"
-        "  fix:    install a newer one; or take it off PATH where a Docker Engine is: dray then uses one in a container"
+        "  fix:    install a newer one; or, with a Docker Engine, take it off PATH: dray then runs one in a container"
     )
     assert (str(raised.value), raised.value.exit_code) == ((unfit, 69) if wanted else (damaged, 78))
 
@@ -94,7 +94,7 @@ def test_no_unsquashfs_and_no_docker(sif, tmp_path, monkeypatch):
     with pytest.raises(UnfitError) as raised:
         image_look.inspect(str(sif))
     assert str(raised.value) == (
-        "unsquashfs is not on this machine, nor a Docker Engine to run it in\n"
+        "this machine has no unsquashfs, and no Docker Engine to run it in\n"
         "  found:  no Docker Engine runs on this machine\n"
         "  fix:    install apptainer and squashfs-tools\n"
         "          or install Docker Engine and start it, or set DOCKER_HOST"

@@ -193,7 +193,10 @@ def test_stale(checkout, name, text, changed):
 def test_stale_by_image_or_without_a_head(checkout):
     checkout.write("containers/cpu/requirements.in", "torch==2.0\n")
     image = checkout.image(torch=CPU)
-    for text, found in ((None, "no such file"), ("torch==2.0\n", "it does not say when and from what")):
+    for text, found in (
+        (None, "no such file"),
+        ("torch==2.0\n", "its first lines, with the date and the origins, are missing"),
+    ):
         if text:
             checkout.lock().write_text(text)
         with pytest.raises(ConfigError) as raised:
@@ -232,7 +235,7 @@ def test_lines_changed_by_hand(checkout, edit):
     with pytest.raises(ConfigError) as raised:
         lock.require_fresh(checkout.root, image)
     assert str(raised.value) == (
-        "the lock's lines are not those that `dray image lock` wrote\n"
+        "the lock was changed after `dray image lock` wrote it\n"
         f"  where:  {checkout.lock()}\n  fix:    dray image lock cpu"
     )
     assert lock.update(checkout.root, image) == changes
@@ -259,7 +262,7 @@ def test_what_cannot_be_locked_leaves_the_old_lock(checkout, monkeypatch):
     assert raised.value.details["where"] == "containers/cpu/requirements.in"
 
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
-    with pytest.raises(DrayError, match="uv cannot ask the package index") as failed:
+    with pytest.raises(DrayError, match="uv cannot reach the package index") as failed:
         lock.update(checkout.root, checkout.image())
     assert failed.value.exit_code == 1
     assert checkout.lock().read_bytes() == before
@@ -317,14 +320,14 @@ class TestTargets:
         wheel.rename(wheel.with_name(f"fast-1.0-{tag}.whl"))
         locked.list(wheel.parent)
         said = self.refused(locked)
-        assert said[0] == f"the lock does not serve {unserved}"
+        assert said[0] == f"the lock lacks wheels for {unserved}"
         assert said[1] == f"  where:  {locked.lock('cuda/requirements.lock')}"
         assert said[-1] == "  fix:    dray image lock cuda; or change the requirement that has no such wheel"
 
     def test_a_package_that_one_machine_needs_more(self, locked):
         locked.publish("fast", "2.0", 'tokens; platform_machine == "aarch64"')
         locked.write("containers/cuda/requirements.in", "fast\n")
-        assert self.refused(locked)[0] == "the lock does not serve aarch64 with Python 3.11"
+        assert self.refused(locked)[0] == "the lock lacks wheels for aarch64 with Python 3.11"
 
     def test_a_file_that_the_index_has_changed(self, locked):
         self.asked(locked)
@@ -332,7 +335,7 @@ class TestTargets:
             wheel.write(b"another")
         with pytest.raises(ConfigError) as refused:
             targets.of_image(locked.root, locked.image("cuda"))
-        assert str(refused.value).splitlines()[0] == "the lock does not serve x86_64 with Python 3.11"
+        assert str(refused.value).splitlines()[0] == "the lock lacks wheels for x86_64 with Python 3.11"
 
     def test_what_comes_from_a_vendor_is_left_out(self, locked):
         assert self.asked(locked, torch=ROCM)[0] == "every wheel for x86_64, Python 3.11"
@@ -348,5 +351,5 @@ class TestTargets:
             f"every wheel for {machine}, Python {python}" for machine in ("x86_64", "aarch64") for python in pythons
         ]
         locked.write("containers/venv.lock", "".join(lines).replace("sha256:", "sha256:0"))
-        with pytest.raises(ConfigError, match=r"the lock does not serve x86_64 with Python 3\.11"):
+        with pytest.raises(ConfigError, match=r"the lock lacks wheels for x86_64 with Python 3\.11"):
             targets.of_hosts(locked.root)

@@ -38,7 +38,7 @@ def test_the_full_disk_is_named(error, out, free, full, tmp_path, monkeypatch):
     log_file = tmp_path / "build" / "logs" / "cpu.log"
     with pytest.raises(UnfitError) as raised, build_log(log_file, out=out):
         raise error
-    more = f"; {tmp_path}/build may be removed whole: it holds what was fetched and built" if full == "build" else ""
+    more = f"; {tmp_path}/build can be removed: it holds fetched files and built images" if full == "build" else ""
     assert str(raised.value) == (
         f"the disk is full\n  where:  {folders[full]}\n"
         f"  found:  {free[full] / 1e9:.1f} GB free; dray doctor --build shows what a build needs\n"

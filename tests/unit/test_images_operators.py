@@ -79,7 +79,7 @@ def _link(kept: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_damaged, "has another checksum than its own"),
+        (_damaged, "does not match its checksum"),
         (_incomplete, "is incomplete"),
         (_writable, "is a file that others may write, mode 0664"),
         (_open_folder, "is a folder that others may write, mode 0777"),

@@ -40,8 +40,8 @@ class Clock:
         (6000, [(60, 500)], ["60 500 of 6000 MB, about 11 min left"]),
         (100, [(10, 101)], ["10 101 MB"]),  # the sum was no more than an estimate
         (600, [(6, 60), (12, 60), (40, 60), (41, 60), (71, 60), (73, 70)],
-         ["6 60 of 600 MB, less than a minute left", "40 60 of 600 MB, and nothing for 34 s",
-          "71 60 of 600 MB, and nothing for 65 s", "*73 70"]),
+         ["6 60 of 600 MB, less than a minute left", "40 60 of 600 MB, no data for 34 s",
+          "71 60 of 600 MB, no data for 65 s", "*73 70"]),
         (600, [(31, 0), (90, 0)], []),  # nothing has come: the step's own line says what is waited for
     ],
 )  # fmt: skip

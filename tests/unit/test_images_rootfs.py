@@ -190,9 +190,9 @@ def test_what_is_no_base(made, problem, fix, tmp_path):
 @pytest.mark.parametrize(
     ("head", "problem", "found"),
     [
-        (b"\x7fELF" + bytes(14) + b"\x16\x00", "the base is no root filesystem", "no /usr/bin/env in it"),
-        (b"\x7fELF" + bytes(14) + b"\xb7\x00", "the base is of another architecture", "one for arm64"),
-        (b"#!/bin/sh", "the base is no root filesystem", "no /usr/bin/env in it"),
+        (b"\x7fELF" + bytes(14) + b"\x16\x00", "the base is not a root filesystem", "no /usr/bin/env in it"),
+        (b"\x7fELF" + bytes(14) + b"\xb7\x00", "the base is for another architecture", "a base for arm64"),
+        (b"#!/bin/sh", "the base is not a root filesystem", "no /usr/bin/env in it"),
     ],
 )
 def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_base_of_another_machine(head, problem, found, tmp_path, monkeypatch):
     assert str(raised.value) == (
         f"{problem}\n"
         f"  where:  {base}\n"
-        "  wanted: one for amd64, which this machine runs\n"
+        "  wanted: a base for amd64, this machine's architecture\n"
         f"  found:  {found}\n"
         "  fix:    containers/base/make-base.sh bookworm build/base/bookworm.tar makes one"
     )
@@ -331,9 +331,9 @@ class TestMksquashfs:
         with pytest.raises(UnfitError) as raised:
             squash.require()
         assert str(raised.value) == (
-            "mksquashfs cannot make the same bytes every time\n"
+            "this mksquashfs cannot write the same bytes every time\n"
             "  wanted: squashfs-tools 4.4 or newer, with zstd\n"
-            "  found:  one without -root-mode -all-time -mkfs-time zstd\n"
+            "  found:  a version without -root-mode -all-time -mkfs-time zstd\n"
             "  fix:    load or install a newer one (module load squashfs-tools; conda install squashfs-tools)\n"
             "          or build with a Docker Engine"
         )
@@ -367,10 +367,10 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "nothing here can build an image\n"
+            "this machine has no program that can build an image\n"
             "  wanted: Apptainer, or a Docker Engine to run it in\n"
             "  found:  no apptainer on PATH; no Docker Engine runs on this machine\n"
-            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)\n"
+            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)\n"
             "          or install Docker Engine and start it, or set DOCKER_HOST"
         )
 
@@ -381,8 +381,8 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value).splitlines()[-3:] == [
-            "  found:  no apptainer on PATH; the Docker Engine does not let this user in",
-            "  fix:    install apptainer (Debian: from sid; elsewhere: from its project's releases)",
+            "  found:  no apptainer on PATH; the Docker Engine refuses this user",
+            "  fix:    install apptainer (Debian: from sid; others: from its project's releases)",
             "          or add yourself to the docker group (sudo usermod -aG docker $USER) and log in again",
         ]
 
@@ -392,7 +392,7 @@ class TestWays:
         with pytest.raises(UnfitError) as raised, build.builder.engine():
             pass
         assert str(raised.value) == (
-            "root's own Apptainer builds need more rights than containers and shared machines grant\n"
+            "Apptainer as root needs more rights than containers and shared machines grant\n"
             "  wanted: apptainer as an ordinary user, or a Docker Engine\n"
             "  found:  apptainer as root; no Docker Engine runs on this machine\n"
             "  fix:    run the same command as an ordinary user"
@@ -404,7 +404,7 @@ def test_ca_bundle_that_is_not_there(monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as raised:
         build.builder.certificates()
     assert str(raised.value) == (
-        "the CA bundle is not there\n"
+        "the CA bundle does not exist\n"
         "  where:  SSL_CERT_FILE\n"
         f"  found:  {tmp_path}/ca.crt\n"
         "  fix:    correct it, or unset SSL_CERT_FILE"

@@ -75,7 +75,7 @@ def test_another_architecture(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(ConfigError) as raised:
         made(tmp_path / "risc")
-    assert str(raised.value) == "images are made on x86_64 or aarch64\n  found:  riscv64"
+    assert str(raised.value) == "dray makes images only on x86_64 and aarch64\n  found:  riscv64"
 
 
 def test_metadata(tmp_path):
@@ -130,8 +130,8 @@ FAULTS = {
     "text": (_text, SIF, "a file that begins with b'#!/bin/bash\\necho'"),
     "cut": (
         _cut,
-        "a whole SIF; this one was cut short, or its table is damaged",
-        "the partition at 32768 has 12292 bytes, the file 40000",
+        "a complete SIF; this one was cut short, or its table is damaged",
+        "the partition at 32768 has 12292 bytes, and the file has 40000",
     ),
     "cut in the table": (
         _cut_in_the_table,
@@ -162,12 +162,12 @@ FAULTS = {
     "unknown architecture": (
         lambda sif: (changed(sif, 45, b"06"), changed(sif, TABLE + 2 * ROW + 201 + 8, b"06")),
         "a SIF of one architecture: amd64 (b'02') or arm64 (b'04')",
-        "b'06' in its header, b'06' at its root filesystem",
+        "b'06' in its header, b'06' in its root filesystem",
     ),
     "two architectures": (
         lambda sif: changed(sif, 45, b"04"),
         "a SIF of one architecture: amd64 (b'02') or arm64 (b'04')",
-        "b'04' in its header, b'02' at its root filesystem",
+        "b'04' in its header, b'02' in its root filesystem",
     ),
     "endless table": (
         lambda sif: changed(sif, 88, struct.pack("<q", 1 << 40)),
@@ -198,7 +198,7 @@ def test_paths_without_an_image(tmp_path, sif):
         f"the image does not exist\n  wanted: {tmp_path}/none.sif\n"
         "  fix:    make image-cpu builds build/dray-cpu.sif; or name the file of another image",
         f"not a usable image\n  where:  {tmp_path}\n  wanted: {SIF}\n  found:  a folder",
-        f"not a usable image\n  where:  {tmp_path}/pipe\n  wanted: {SIF}\n  found:  no regular file",
+        f"not a usable image\n  where:  {tmp_path}/pipe\n  wanted: {SIF}\n  found:  not a regular file",
         f"the image cannot be read\n  where:  {sif}/below\n  found:  Not a directory",
         f"the image cannot be read\n  where:  {tmp_path}/round\n  found:  Too many levels of symbolic links",
     ]

@@ -122,8 +122,8 @@ def test_no_room_for_a_copy(sif, tool, monkeypatch):
     with pytest.raises(UnfitError) as raised:
         sign.sign(sif_format.read(sif))
     assert str(raised.value) == (
-        "the image cannot be copied, to sign the copy\n"
-        f"  where:  {sif.parent}\n  wanted: room for 0 MB, and the right to write there\n"
+        "the image cannot be copied for signing\n"
+        f"  where:  {sif.parent}\n  wanted: 0 MB of free space, and the right to write there\n"
         "  found:  No space left on device"
     )
     assert sorted(path.name for path in sif.parent.iterdir()) == NAMES

@@ -107,7 +107,7 @@ def test_nobody_says_which_digest(sif):
     assert refusal(verify.expected, sif) == (
         f"no digest to verify the image against\n  where:  {sif}\n"
         f"  wanted: --digest, image_digest in the recipe (--recipe), or the record {sif}.json\n"
-        "  fix:    copy the record along with the image, or ask who built it for the digest"
+        "  fix:    copy the record with the image, or ask the person who built it for the digest"
     )
 
 
@@ -131,7 +131,7 @@ def test_the_digest_decides(sif, capsys):
             assert refusal(image_look.verify, str(sif), digest=digest, signature=signature) == (
                 f"the image has another digest\n  where:  {sif}\n  wanted: {digest} (--digest)\n"
                 f"  found:  {found}\n"
-                "  fix:    copy or build it again: this is another image, or it was changed or damaged"
+                "  fix:    copy or build it again: the file is another image, or was changed or damaged"
             )
 
 
@@ -187,7 +187,7 @@ def test_only_a_byte_that_means_nothing_differs(sif):
     other = made(sif.with_name("other.sif"))
     whole = other.read_bytes()
     other.write_bytes(whole[:32_300] + b"\1" + whole[32_301:])
-    assert diff.sifs(sif, other) == ["the table of parts, or bytes between them"]
+    assert diff.sifs(sif, other) == ["SIF: the table of parts, or bytes between the parts"]
 
 
 def test_what_belongs_to_a_package():

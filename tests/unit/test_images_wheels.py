@@ -158,9 +158,9 @@ def test_wrong_hash_names_the_package(index, fetch, tmp_path):
     found = raised.value.finding.found.splitlines()
     assert found[0].startswith("    tiny==1.0 from file://")
     assert found[1:] == [f"        Expected sha256 {'0' * 64}", f"             Got        {got}"]
-    assert raised.value.problem == "a fetched file is not the one that is locked"
+    assert raised.value.problem == "a fetched file does not match its locked hash"
     assert raised.value.finding.fix == (
-        "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
+        "pip cache purge; if a mirror has another file under this name, lock again: dray image lock VARIANT"
     )
     assert list((tmp_path / "wheels").iterdir()) == []
 
@@ -175,7 +175,7 @@ def test_package_that_pip_does_not_find(index, fetch):
         "wanted": f"a wheel for Python 3.11 on {platform.machine()}",
         "found": "ERROR: Could not find a version that satisfies the requirement gone==2.0 (from versions: ..., 1.19)\n"
         f"{NOWHERE} gone==2.0",
-        "fix": "pip config list shows where pip looks; a proxy or a mirror may be missing there",
+        "fix": "pip config list shows where pip looks: a proxy or a mirror may be missing",
     }
 
 
@@ -190,9 +190,9 @@ def test_vendors_wheel_that_is_missing_ends_it_at_once(index, fetch, tmp_path):
         "wanted": f"torch-2.8.0+rocm6.4-cp311-cp311-*_{platform.machine()}.whl",
         "found": "ERROR: Could not find a version that satisfies the requirement torch==2.8.0+rocm6.4 "
         f"(from versions: 2.8.0)\n{NOWHERE} torch==2.8.0+rocm6.4",
-        "fix": f'where only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'
-        "or bring the files in a folder: make image-rocm WHEELS=FOLDER\n"
-        "or, where there is no network, from a machine that has them: dray image bundle rocm",
+        "fix": f'if only a mirror can be reached: "{INDEX}" = "https://..." below [mirrors] in {mirrors.path()}\n'
+        "or put the files into a folder: make image-rocm WHEELS=FOLDER\n"
+        "or, without a network, make a bundle on a machine with one: dray image bundle rocm",
     }
     assert list((tmp_path / "wheels").iterdir()) == []
 
@@ -248,7 +248,7 @@ def test_a_users_own_index_wins_over_the_vendors(served, fetch):
 
 def test_a_vendors_index_with_another_file_is_refused(served, fetch):
     torch = served.add("vendor", "torch", "2.8.0+rocm6.4")
-    with pytest.raises(DrayError, match="a fetched file is not the one that is locked") as raised:
+    with pytest.raises(DrayError, match="a fetched file does not match its locked hash") as raised:
         fetch(pin("torch", "0" * 64, "2.8.0"), vendors=(vendor("2.8.0+rocm6.4", "0" * 64),))
     assert torch in raised.value.details["found"]
 
@@ -272,13 +272,13 @@ def test_users_own_folder(index, fetch, tmp_path):
     ]
 
     got = wheel(own, "torch", "2.8.0+rocm6.4", body="tampered")
-    with pytest.raises(ConfigError, match="not the one that is locked") as raised:
+    with pytest.raises(ConfigError, match="a wheel does not match its locked hash") as raised:
         fetch(lock, vendors=vendors, own=own)
     assert raised.value.details == {
         "where": str(own / "torch-2.8.0+rocm6.4-py3-none-any.whl"),
         "wanted": f"sha256 {'1' * 64}\nsha256 {digest}",
         "found": f"sha256 {got}",
-        "fix": "bring the file again from its publisher, or take it out of the folder",
+        "fix": "fetch the file again from its publisher, or remove it from the folder",
     }
 
 

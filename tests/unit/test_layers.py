@@ -66,14 +66,14 @@ class TestLock:
         path = tmp_path / "dray-cpu-mine.lock"
         text = locked(tmp_path, "barge")
         path.write_text(text.replace("barge==1.0", "barge==1.1"))
-        with pytest.raises(ConfigError, match="not those that `dray image lock` wrote"):
+        with pytest.raises(ConfigError, match="the lock was changed after `dray image lock` wrote it"):
             locked(tmp_path, "barge")
 
     def test_a_package_that_wants_another_image(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             locked(tmp_path, "barge", needs=("transformers<5",))
-        assert refused.value.problem == "these packages do not go with the image's"
-        assert refused.value.details["wanted"] == "packages that take transformers 5.23.0"
+        assert refused.value.problem == "these packages conflict with the image's"
+        assert refused.value.details["wanted"] == "packages that work with transformers 5.23.0"
         assert "transformers<5" in str(refused.value.details["found"])
         assert not list(tmp_path.glob("*.lock"))
 
@@ -90,7 +90,7 @@ class TestLock:
     def test_what_is_other_in_an_image(self) -> None:
         wanted = {"torch": "2.8.0+rocm6.4", "numpy": "2.4.6", "peft": "1.0"}
         found = lock.unfit(wanted, {"torch": "2.8.0", "numpy": "2.5.0"})
-        assert found == ["numpy 2.5.0 in place of 2.4.6", "peft none in place of 1.0"]
+        assert found == ["numpy 2.5.0 instead of 2.4.6", "peft none instead of 1.0"]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ class TestLock:
         (["--pip", "trl\nwandb"], "takes packages by name"),
         (["--requirements", "gone.txt"], "the requirements cannot be read"),
         (["--pip", "trl", "--wheels", "gone"], "the folder of wheels does not exist"),
-        (["--pip", "trl", "--name", "My Layer"], "this is no name for a layer"),
-        (["--pip", "trl", "--name", "../x"], "this is no name for a layer"),
+        (["--pip", "trl", "--name", "My Layer"], "a layer cannot have this name"),
+        (["--pip", "trl", "--name", "../x"], "a layer cannot have this name"),
     ],
 )
 def test_what_is_no_layer(
@@ -175,9 +175,9 @@ class TestPlan:
     def test_another_image_other_packages_another_digest(self) -> None:
         other = FOUND.model_copy(update={"variant": "rocm"})
         assert refused(made(layer=other)) == [("the layer is for another image", "one for cpu", "one for rocm")]
-        changed = FOUND.model_copy(update={"changed": ("numpy 2 in place of 1",)})
+        changed = FOUND.model_copy(update={"changed": ("numpy 2 instead of 1",)})
         (problem, _, found) = refused(made(layer=changed))[0]
-        assert (problem, found) == ("the layer was made for other packages than the image has", "numpy 2 in place of 1")
+        assert (problem, found) == ("the layer was made for other packages than the image has", "numpy 2 instead of 1")
         pinned = f"sha256:{'b' * 64}"
         (problem, wanted, found) = refused(made(f"layer_digest={pinned}"))[0]
         assert (problem, wanted) == ("the layer has another digest", f"{pinned} (layer_digest of the recipe)")
@@ -235,7 +235,7 @@ class TestLook:
         record.write(file, known.model_copy(update={"needs": {"transformers": "4.0", "torch": "2.13.0"}}))
         found = self.look(file)
         assert found
-        assert found.changed == ("transformers 5.23.0 in place of 4.0",)
+        assert found.changed == ("transformers 5.23.0 instead of 4.0",)
 
     def test_no_layer_no_record_an_image_another_file(self, file: Path) -> None:
         with pytest.raises(ConfigError, match="the layer does not exist"):

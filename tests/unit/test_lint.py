@@ -101,12 +101,12 @@ def test_what_hangs_on_rocm_is_an_error_there_alone(root: Path) -> None:
 def test_an_overridden_value_is_a_note(root: Path) -> None:
     site = Site(name="s", about="", env=(SiteVariable(name="OMP_NUM_THREADS", value="7", why="w"),))
     found = lint.check(made(root, site=site), {"OMP_NUM_THREADS": "28"}, {})
-    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "overrides 7 (site s), that of your shell")]
+    assert about(found, "OMP_NUM_THREADS") == [("note", "recipe", "overrides 7 (site s), the value in your shell")]
 
 
 def test_a_variable_that_stays_outside_is_a_note_with_its_fix(root: Path) -> None:
     (one,) = [one for one in lint.check(made(root), {"NCCL_DEBUG": "INFO", "PS1": "$"}, {}) if "DEBUG" in one.problem]
-    assert (one.level, one.found) == ("note", "stays outside: apptainer passes only the plan's variables")
+    assert (one.level, one.found) == ("note", "not passed: apptainer passes only the plan's variables")
     assert one.fix == 'env.NCCL_DEBUG=... or pass_env=["NCCL_DEBUG"]'
 
 
@@ -154,7 +154,7 @@ class TestCommand:
 
     def test_a_secret_is_not_shown(self, root: Path) -> None:
         ended = self.run(root, HF_TOKEN="hf_very_secret")
-        assert "HF_TOKEN=(set): stays outside" in ended.stdout
+        assert "HF_TOKEN=(set): not passed" in ended.stdout
         assert "very_secret" not in ended.stdout
         assert "very_secret" not in self.run(root, "--json", HF_TOKEN="hf_very_secret").stdout
 

@@ -95,7 +95,9 @@ def test_what_hangs_is_killed_with_all_that_it_started(tool, image, tmp_path):
 )
 def test_a_list_of_no_answer(tool, image, answer, found):
     tool(answer)
-    with pytest.raises(DrayError, match="apptainer gave no answer that can be read, to list the instances"):
+    with pytest.raises(
+        DrayError, match="dray cannot read the answer of apptainer, which it asked to list the instances"
+    ):
         singularity.instances()
 
 
@@ -110,7 +112,7 @@ def test_a_list_of_what_the_program_refuses(tool, image):
 
 def test_a_missing_bind_does_not_exit(tool, image, tmp_path):
     calls = tool("pass")
-    with pytest.raises(ConfigError, match="what the image should see does not exist"):
+    with pytest.raises(ConfigError, match="a path that the image must see does not exist"):
         singularity.execute(image, ["true"], binds={tmp_path / "none": False})
     assert calls.read_text() == ""
 
@@ -118,7 +120,7 @@ def test_a_missing_bind_does_not_exit(tool, image, tmp_path):
 @pytest.mark.parametrize("source", ["", "ubuntu", "docker://", "ftp://x/y", "--help", "docker:x", "oci:"])
 def test_a_source_that_none_is_does_not_exit(tool, tmp_path, source):
     calls = tool("pass")
-    with pytest.raises(ConfigError, match="not a source of an image"):
+    with pytest.raises(ConfigError, match="not the address of an image"):
         pull(source, tmp_path / "out.sif")
     assert calls.read_text() == ""
 
@@ -134,13 +136,13 @@ def test_an_archive_that_is_not_there(tool, tmp_path):
     [
         (
             "FATAL:   unauthorized: access denied",
-            ": the registry wants a login, or refuses so many pulls",
+            ": the registry requires a login, or limits the number of pulls",
             "docker login",
         ),
         (
             "FATAL: x509: certificate signed by unknown authority",
             ": the registry's certificate is not trusted",
-            "SSL_CERT",
+            "set SSL_CERT",
         ),
         (
             "FATAL: dial tcp: lookup r on 10.0.0.1:53: no such host",
@@ -152,7 +154,7 @@ def test_an_archive_that_is_not_there(tool, tmp_path):
             ": the registry cannot be reached",
             "set http_proxy",
         ),
-        ("FATAL: reading manifest: manifest unknown", ": the registry does not have it", "correct the name"),
+        ("FATAL: reading manifest: manifest unknown", ": the registry does not have this image", "correct the name"),
         ("FATAL: open /home/me/x: permission denied", "", "or copy the file"),
         ("FATAL: something else", "", "or copy the file"),
         ("FATAL: write x: no space left on device", ": the disk is full", "make room"),

@@ -326,7 +326,7 @@ class TestCommands:
         words = ("site", "show", "lumi", "--image", sys.executable)
         ended = dray(root, *words, PATH=str(Path(sys.executable).parent), DOCKER_HOST="unix:///none")
         assert (ended.returncode, ended.stderr.splitlines()[0]) == (
-            69, "dray: apptainer is not on this machine, nor a Docker Engine to run it in",
+            69, "dray: this machine has no apptainer, and no Docker Engine to run it in",
         )  # fmt: skip
 
 
@@ -395,7 +395,7 @@ def test_doctor_names_the_image_for_this_driver(
 ) -> None:
     monkeypatch.setattr(node, "driver", lambda accelerator: found)
     told = f"{found}, and the {variant} image needs {wanted} or newer"
-    unless = f"unless the compute nodes have a newer one: {fix}"
+    unless = f"if the compute nodes have no newer one: {fix}"
     assert list(doctor._driver(variant, wanted)) == (
         [Finding("driver", found=told, fix=unless, kind="note")] if fix else []
     )
@@ -411,7 +411,7 @@ def test_doctor_says_which_image_a_site_s_driver_is_for(tmp_path: Path, monkeypa
     (found,) = doctor._other_variants(lumi)
     assert found == Finding(
         "image",
-        found=f"rocm, and lumi is for image=rocm6: {' '.join(lumi.why['image'].split())}",
+        found=f"rocm, but lumi needs image=rocm6: {' '.join(lumi.why['image'].split())}",
         fix="make image-rocm6, or dray image adopt FILE for the site's own",
         kind="note",
     )

@@ -140,7 +140,7 @@ def test_make_says_which_images_there_are(target: str) -> None:
     ended = subprocess.run(["make", target], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(
-        "dray: there is no image foo\n  fix:    make image-cpu; there are cpu cuda cuda12 rocm rocm6\n"
+        "dray: there is no image foo\n  fix:    make image-cpu; the images are cpu, cuda, cuda12, rocm, rocm6\n"
     )
 
 

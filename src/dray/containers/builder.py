@@ -51,10 +51,10 @@ def run(
     network: bool = False,
     saved: Path | None = None,
 ) -> None:
-    """Run a program that needs Apptainer, or is one. `binds` are the paths in argv, and whether it writes there.
+    """Run a program that needs Apptainer. `binds` has the paths in argv, and whether the program writes there.
 
-    `saved` is where a bundle has the builder's image. Without `network` a container has none; this machine's own
-    Apptainer cannot take it away, but gets no proxy.
+    `saved` is the builder's image in a bundle. Without `network` the container has none; this machine's own Apptainer
+    still has it, but gets no proxy.
     """
     errors: list[Finding] = []
 
@@ -80,7 +80,7 @@ def run(
 
 @contextmanager
 def engine() -> Iterator[DockerClient | None]:
-    """None: Apptainer works right here."""
+    """The Docker Engine that runs Apptainer; None if this machine's own Apptainer works."""
     tool = apptainer.program()
     if tool and os.geteuid() != 0:
         yield None
@@ -90,16 +90,16 @@ def engine() -> Iterator[DockerClient | None]:
     except UnfitError as error:
         if tool:
             raise UnfitError(
-                "root's own Apptainer builds need more rights than containers and shared machines grant",
+                "Apptainer as root needs more rights than containers and shared machines grant",
                 wanted=f"{tool} as an ordinary user, or a Docker Engine",
                 found=f"{tool} as root; {error.problem}",
                 fix="run the same command as an ordinary user",
             ) from error
         raise UnfitError(
-            "nothing here can build an image",
+            "this machine has no program that can build an image",
             wanted="Apptainer, or a Docker Engine to run it in",
             found=f"no apptainer on PATH; {error.problem}",
-            fix=f"install apptainer (Debian: from sid; elsewhere: from its project's releases)\nor {error.finding.fix}",
+            fix=f"install apptainer (Debian: from sid; others: from its project's releases)\nor {error.finding.fix}",
         ) from error
     with closing(client):
         yield client
@@ -114,9 +114,9 @@ def tool(
     network: bool = False,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> Done:
-    """Run a program that looks into images. `binds` are the paths in argv, and whether it writes.
+    """Run a program that reads images. `binds` has the paths in argv, and whether the program writes there.
 
-    `on_line` takes the lines of the builder's own build, where it is not there yet.
+    `on_line` takes the lines of the builder's own build, if it must be built first.
 
     Without `network` a container has none.
     """
@@ -126,13 +126,13 @@ def tool(
         client = docker.client()
     except UnfitError as error:
         raise UnfitError(
-            f"{argv[0]} is not on this machine, nor a Docker Engine to run it in",
+            f"this machine has no {argv[0]}, and no Docker Engine to run it in",
             found=error.problem,
             fix=f"install apptainer and squashfs-tools\nor {error.finding.fix}",
         ) from error
     with closing(client), docker.attempt(f"run {argv[0]} in a container"), ExitStack() as stack:
         tools = image(client, checkouts.root(), on_line)
-        # Apptainer finds no mount whose path has a space.
+        # Apptainer cannot use a mount whose path has a space.
         inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds) if " " in str(path)}
         build = checkouts.root() / "build"
         build.mkdir(exist_ok=True)
@@ -178,7 +178,7 @@ def _in_container(
     on_line: Callable[[str], None],
     network: bool,
 ) -> int:
-    """Under other names, since Apptainer finds no mount whose path has a space."""
+    """Mount the paths under other names: Apptainer cannot use a mount whose path has a space."""
     inside = {path: f"/dray/{number}{path.suffix}" for number, path in enumerate(binds)}
     environment = {"PYTHONPATH": "/dray/src", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     certificate = _certificate(environment) if network else []
@@ -217,7 +217,7 @@ def _plain(inside: Mapping[Path, str], binds: Mapping[Path, bool]) -> Iterator[M
 
 
 def _mounts(inside: Mapping[Path, str], binds: Mapping[Path, bool], lent: Path) -> Iterator[Mount]:
-    """What is only read, the ordinary user can read."""
+    """The mounts; the ordinary user can read all of them."""
     for path, target in inside.items():
         writes = binds.get(path, False)
         if writes:
@@ -245,12 +245,12 @@ def shell(rootfs: Path, *, binds: Mapping[Path, str]) -> list[str]:
 
 
 def image(client: DockerClient, checkout: Path, on_line: Callable[[str], None]) -> str:
-    """The image with Apptainer, built where it is not yet. One that is there needs no base any more."""
+    """The id of the image with Apptainer, which is built if it is missing. Only the build needs a base."""
     read = "".join(path.read_text() for path in _read(checkout))
     key = hashlib.sha256(read.encode()).hexdigest()
     known = checkout / "build" / f"builder-{key[:16]}"
     with docker.attempt(f"look for {TAG}"), suppress(OSError, ImageNotFound):
-        # By what this checkout has built: a label or a tag can be on anybody's image.
+        # By the id that this checkout has built: anybody's image can have the label or the tag.
         return str(client.images.get(known.read_text().strip()).id)
     on_line("dray: builder")
     base = docker.base_image(client, trixie(checkout), say=on_line)
@@ -295,13 +295,13 @@ def _loaded(client: DockerClient, saved: Path) -> str:
 
 
 def made_base(checkout: Path, suite: str) -> Path | None:
-    """The base that containers/base/make-base.sh has made on this machine, where its usage says to put it."""
+    """The base that containers/base/make-base.sh has made in build/base, if any."""
     tar = checkout / "build" / "base" / f"{suite}.tar"
     return tar if tar.is_file() else None
 
 
 def trixie(checkout: Path) -> str:
-    """The Debian under the builder and `dray cluster`: DRAY_CLUSTER_BASE, one that was made, or the pinned one."""
+    """The base of the builder and of `dray cluster`: DRAY_CLUSTER_BASE, the one that was made, or the pinned one."""
     pinned = re.findall(r"^ARG BASE=(\S+)$", (checkout / _CONTEXT / "Containerfile").read_text(), re.MULTILINE)
     return os.environ.get("DRAY_CLUSTER_BASE") or str(made_base(checkout, "trixie") or pinned[0])
 
@@ -317,7 +317,7 @@ def certificates() -> Path | None:
     named = os.environ.get("SSL_CERT_FILE")
     if named and not Path(named).is_file():
         raise ConfigError(
-            "the CA bundle is not there", where="SSL_CERT_FILE", found=named, fix="correct it, or unset SSL_CERT_FILE"
+            "the CA bundle does not exist", where="SSL_CERT_FILE", found=named, fix="correct it, or unset SSL_CERT_FILE"
         )
     found = ssl.get_default_verify_paths().cafile
     return Path(found) if found else None

@@ -26,7 +26,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def host() -> str:
-    """Where the engine listens."""
+    """The address at which the engine listens."""
     return endpoint.find(os.environ, checkout.home()).url
 
 
@@ -45,7 +45,7 @@ def attempt(what: str, *, fix: str | None = None) -> Iterator[None]:
     """Turn whatever the SDK raises while `what` is done into an error that a user can act on."""
     try:
         yield
-    except BrokenPipeError:  # who reads our output has gone; that is none of Docker's
+    except BrokenPipeError:  # the reader of dray's own output has ended, not Docker
         raise
     except (DockerException, OSError) as error:
         reason = getattr(error, "explanation", None) or error
@@ -58,7 +58,7 @@ def base_image(client: docker.DockerClient, base: str, *, say: Callable[[str], N
     if path.is_file():
         return _imported(client, path)
     if base.startswith(("/", ".", "~")) or ".tar" in path.suffixes:
-        raise ConfigError("the base image's root filesystem does not exist", found=base, fix=_how_to_make(base))
+        raise ConfigError("the tar of the base does not exist", found=base, fix=_how_to_make(base))
     for name in (base, mirrors.image(base)):
         with attempt(f"look for the image {name}"), suppress(ImageNotFound):
             client.images.get(name)

@@ -1,6 +1,6 @@
 """Where Docker's clients find their engine: DOCKER_HOST, or the context; and why it does not answer.
 
-Standard library only: `make` asks before anything is installed.
+Standard library only: `make` runs it before anything is installed.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Endpoint:
 
 
 def find(environment: Mapping[str, str], home: Path) -> Endpoint:
-    """The endpoint that Docker's own client would take; refused where it is no socket of this machine."""
+    """The endpoint that Docker's own client would take. Refuses one that is not a socket of this machine."""
     found = _named(environment, home)
     if not found.url.startswith("unix://"):
         raise ConfigError(
-            "dray needs an engine that listens on a socket of this machine, whose folders it binds",
+            "dray needs a Docker Engine on this machine, whose folders it binds",
             where=found.source,
             wanted=f"a socket, such as unix://{_DEFAULT}",
             found=found.url,
@@ -89,7 +89,7 @@ def _named(environment: Mapping[str, str], home: Path) -> Endpoint:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Docker's own client goes on too where it cannot read its configuration."""
+    """The file's content; empty if it cannot be read, as Docker's own client takes it."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,23 +98,23 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def knock(endpoint: Endpoint) -> None:
-    """Connect once, and say why that fails: Docker's SDK hides it in a text, and leaves its socket open."""
+    """Connect once, and raise the reason if that fails: Docker's SDK hides it in a text, and leaves its socket open."""
     with socket.socket(socket.AF_UNIX) as door:
         door.settimeout(_ANSWER_S)
         door.connect(endpoint.socket)
 
 
 def unreachable(endpoint: Endpoint, error: Exception, environment: Mapping[str, str]) -> UnfitError:
-    """The refusal of an engine that does not answer, by who should listen there."""
+    """The error of an engine that does not answer, by the service that should listen there."""
     service, start = next(
         ((service, start) for path, service, start in _SERVICES if re.search(path, endpoint.socket)), ("", "")
     )
     match error:
         case PermissionError():
-            problem = f"{service or 'the Docker Engine'} does not let this user in"
+            problem = f"{service or 'the Docker Engine'} refuses this user"
             fix = _entry(endpoint, service)
         case _ if service:
-            problem, fix = f"{service} is not started", start
+            problem, fix = f"{service} is not running", start
         case FileNotFoundError():
             problem = "no Docker Engine runs on this machine"
             fix = "install Docker Engine and start it, or set DOCKER_HOST"
@@ -129,15 +129,15 @@ def unreachable(endpoint: Endpoint, error: Exception, environment: Mapping[str, 
 
 
 def _entry(endpoint: Endpoint, service: str) -> str:
-    """What lets a user use the socket."""
+    """The command that gives a user access to the socket."""
     if service:
-        return f"take one of your own: docker context use default; ls -l {endpoint.socket} shows whose it is"
+        return f"use an engine of your own: docker context use default; ls -l {endpoint.socket} shows its owner"
     try:
         waiting = _joined() and "docker" not in _groups()
     except (ImportError, KeyError, OSError):
         waiting = False
     if waiting:
-        return "log in again: you are in the docker group, but not yet in this login (or: newgrp docker)"
+        return "log in again (or: newgrp docker): this login is older than your place in the docker group"
     return "add yourself to the docker group (sudo usermod -aG docker $USER) and log in again"
 
 
@@ -172,7 +172,7 @@ class _Local(HTTPConnection):
 
 
 def info(endpoint: Endpoint) -> dict[str, Any]:
-    """What the engine says of itself; nothing where it says that late, or otherwise."""
+    """The engine's description of itself; empty if it is late or cannot be read."""
     connection = _Local(endpoint.socket)
     try:
         connection.request("GET", "/info")

@@ -30,7 +30,7 @@ def engines(formats: Sequence[str]) -> list[str]:
 
 
 def find(engine: str, tag: str) -> ImageInfo | None:
-    """What an engine has by this name."""
+    """The engine's image with this tag, if any."""
     if engine == "podman":
         _require_podman()
         done = process.run(["podman", "image", "inspect", f"localhost/{tag}"], check=False)
@@ -46,7 +46,7 @@ def find(engine: str, tag: str) -> ImageInfo | None:
 
 
 def load(engine: str, archive: Path, tag: str) -> None:
-    """Hand an archive to an engine. The image that had this name goes, unless something still holds it."""
+    """Load an archive into an engine. The image that had this tag is removed, unless something still uses it."""
     before = find(engine, tag)
     if engine == "podman":
         process.run(["podman", "load", "--quiet", "--input", archive])
@@ -58,11 +58,11 @@ def load(engine: str, archive: Path, tag: str) -> None:
         with archive.open("rb") as file:
             client.images.load(file)
         if before and before.id != client.images.get(tag).id:
-            # Over a gigabyte that nobody can name any more, unless a container or another tag still holds it.
+            # More than a gigabyte without a tag, unless a container or another tag still uses it.
             with suppress(DockerException):
                 client.images.remove(before.id)
 
 
 def _require_podman() -> None:
     if not process.which("podman"):
-        raise UnfitError("podman is not on this machine", fix="install it, or take another engine or format")
+        raise UnfitError("podman is not on this machine", fix="install podman, or choose another engine or format")

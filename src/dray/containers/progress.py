@@ -1,4 +1,4 @@
-"""How far a fetch has come: a line every few seconds, the same in a terminal and in a log."""
+"""The progress of a fetch: a line every few seconds, the same in a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _WIDTH = 100
 
 
 class Progress:
-    """The lines on one fetch. The first comes after five seconds: what is fast is not worth one."""
+    """The lines of one fetch. The first comes after five seconds: a fast fetch needs none."""
 
     def __init__(self, what: str, *, total: int = 0, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = total
-        """Bytes in all, where they are known."""
+        """Bytes in all; 0 if they are not known."""
         self._what, self._say, self._clock = what, say, clock
         self._began = self._told = self._moved = clock()
         self._done = 0
 
     def at(self, done: int) -> None:
-        """So many bytes have come in all."""
+        """Report how many bytes have arrived in all."""
         now = self._clock()
         if done != self._done:
             self._done, self._moved = done, now
@@ -43,10 +43,10 @@ class Progress:
             self._say(f"dray: {self._what}: {self._line(now)}")
 
     def _line(self, now: float) -> str:
-        known = self.total >= self._done  # an estimate that was passed is none any more
+        known = self.total >= self._done  # an estimate that was too low is dropped
         text = f"{self._done / 1e6:.0f}{f' of {self.total / 1e6:.0f}' if known else ''} MB"
         if now - self._moved >= _STALLED_S:
-            return f"{text}, and nothing for {now - self._moved:.0f} s"
+            return f"{text}, no data for {now - self._moved:.0f} s"
         if not known or self._done < _ENOUGH:
             return text
         minutes = (self.total - self._done) / self._done * (now - self._began) / 60
@@ -55,7 +55,7 @@ class Progress:
 
 @contextmanager
 def watch(folder: Path, what: str, *, total: int = 0, say: Say) -> Iterator[None]:
-    """While the body runs, tell how many bytes the folder has gained."""
+    """While the body runs, report how many bytes the folder has gained."""
     before, ended = size(folder), Event()
     progress = Progress(what, total=total, say=say)
 
@@ -76,7 +76,7 @@ def watch(folder: Path, what: str, *, total: int = 0, say: Say) -> Iterator[None
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files below it; what vanishes meanwhile counts nothing."""
+    """The bytes of all files below the folder; files that vanish meanwhile do not count."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -90,7 +90,7 @@ def size(folder: Path) -> int:
 def pulled(
     answers: Iterable[Mapping[str, Any]], what: str, *, say: Say, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """Tell of a pull by Docker, from the stream of its API; return the error that it ended with, or nothing."""
+    """Report the progress of Docker's pull from its API's stream. Returns the error that ended it, or nothing."""
     progress = Progress(what, say=say, clock=clock)
     layers: dict[str, tuple[int, int]] = {}
     problem = ""
@@ -107,7 +107,7 @@ def pulled(
 
 
 class Silence:
-    """A line when nothing was shown for a while: which step runs, and for how long. Later ones come more rarely."""
+    """A line after some silence: which step runs, and for how long. The longer the silence, the fewer the lines."""
 
     _FIRST_S, _MOST_S = 15.0, 60.0
 
@@ -117,7 +117,7 @@ class Silence:
         self._told, self._wait = self._began, self._FIRST_S
 
     def shown(self, line: str) -> None:
-        """The user has seen this line."""
+        """Note that the user has seen this line."""
         self._told, self._wait = self._clock(), self._FIRST_S
         own = line.startswith("dray: ")
         step = line.removeprefix("dray: ").partition(": ")[0] if own else line[:_WIDTH]
@@ -126,7 +126,7 @@ class Silence:
             self._step, self._began = step, self._told
 
     def line(self) -> str:
-        """What to show now, if anything."""
+        """The line to show now, or nothing."""
         now = self._clock()
         if now - self._told < self._wait:
             return ""

@@ -1,4 +1,4 @@
-"""Why an image was not pulled from a registry: whose fault it was, and what helps."""
+"""Why a pull from a registry failed, and what helps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 def refused(what: str, reference: str, text: str, *, instead: str) -> UnfitError:
-    """The error of a pull, from what the program said; `instead` is what does without the registry."""
+    """The error of a pull, from the program's output; `instead` is a way without the registry."""
     lines = [line for line in text.splitlines() if line.strip()]
     failures = [line for line in lines if "FATAL" in line or "rror" in line]
     shown = "\n".join(failures[-_SHOWN:] or lines[-_SHOWN:])
@@ -30,16 +30,16 @@ def refused(what: str, reference: str, text: str, *, instead: str) -> UnfitError
         return UnfitError(f"{what} cannot be pulled: the disk is full", wanted=reference, found=shown, fix="make room")
     if _CERTIFICATE.search(shown):
         reason = "the registry's certificate is not trusted"
-        fix = "SSL_CERT_FILE=BUNDLE, with the certificate of the site's proxy; Docker wants it in /etc/docker/certs.d"
+        fix = "set SSL_CERT_FILE to a file with the site proxy's certificate; Docker needs it in /etc/docker/certs.d"
     elif _LOGIN.search(shown):
-        reason = "the registry wants a login, or refuses so many pulls"
+        reason = "the registry requires a login, or limits the number of pulls"
         fix = f"docker login, or apptainer registry login; {mirror}"
     elif _NETWORK.search(shown):
         reason = "the registry cannot be reached"
-        fix = f"set http_proxy and https_proxy where the site has a proxy; {mirror}"
+        fix = f"set http_proxy and https_proxy if the site has a proxy; {mirror}"
     elif _UNKNOWN.search(shown):
-        reason = "the registry does not have it"
-        fix = "correct the name; or the mirror lacks it" if mirrors.table() else "correct the name"
+        reason = "the registry does not have this image"
+        fix = "correct the name; or remove the mirror, which may lack it" if mirrors.table() else "correct the name"
     else:
         reason, fix = "", ""
     problem = f"{what} cannot be pulled{f': {reason}' if reason else ''}"

@@ -1,4 +1,4 @@
-"""The container in which an ordinary user's Apptainer works: who is in it, what it sees, what it says."""
+"""The builder's container, in which Apptainer runs as an ordinary user: its user, its mounts and its output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def started(
     user: tuple[int, int] | None = None,
     fuse: bool = False,
 ) -> Iterator[Container]:
-    """Run a command in it. It is gone afterwards, whatever happens. Without /dev/fuse, Apptainer unpacks an image."""
+    """Run a command in the container, and remove it at the end. Without /dev/fuse, Apptainer unpacks an image."""
     podman = _rootless_podman(client)
     host = client.api.create_host_config(
         mounts=mounts,
@@ -72,7 +72,7 @@ def _rootless_podman(client: docker.DockerClient) -> bool:
 def fetching() -> str:
     """The network of a container that fetches: Docker's own, in which a base's programs reach nothing of this machine.
 
-    This machine's own where that one would not do: for a proxy on its loopback, or names that only its /etc/hosts has.
+    This machine's own network if Docker's cannot work: for a proxy on loopback, or names that only /etc/hosts has.
     """
     proxies = [value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy")]
     if any(_is_local(urlsplit(value if "://" in value else f"http://{value}").hostname or "") for value in proxies):
@@ -89,34 +89,34 @@ def _is_local(host: str) -> bool:
 
 
 def looker() -> tuple[int, int]:
-    """Who looks into images inside: as who builds, but where only root may mount one by /dev/fuse."""
+    """The user and group that read images inside: the builder's, or root if only root may open /dev/fuse."""
     fuse = Path(_FUSE)
     own = os.getuid() == 0 and fuse.exists() and fuse.stat().st_mode & 0o006 != 0o006
     return (0, 0) if own else caller()
 
 
 def give(path: Path) -> None:
-    """Make a folder of root's the ordinary user's to write, who works inside."""
+    """Give root's folder to the ordinary user who works inside."""
     if os.getuid() == 0:
         os.chown(path, *caller())
 
 
 def take(folder: Path) -> None:
-    """Make all of it root's again, where root has given it: before anything of it is looked at or kept."""
+    """Give the folder back to root, before anything in it is read or kept."""
     if os.getuid() == 0:
         for path in (folder, *folder.rglob("*")):
             os.chown(path, 0, 0, follow_symlinks=False)
 
 
 def bind(path: Path, *, read_only: bool = True) -> Mount:
-    """The same path inside."""
+    """A mount of this path at the same path inside."""
     return Mount(target=str(path), source=str(path), type="bind", read_only=read_only)
 
 
 def readable(path: Path, scratch: Path) -> Path:
-    """The path, where who builds inside can read all of it; else a copy in `scratch`, on the same disk, that all can.
+    """The path, if the user inside can read all of it; else a readable copy in `scratch`, on the same disk.
 
-    Root's umask may be 077, and root does not build itself.
+    Root's umask may be 077, and root itself does not build.
     """
     if os.getuid() != 0 or all(_can_read(one) for one in (path, *path.rglob("*"))):
         return path
@@ -140,7 +140,7 @@ def _can_read(path: Path) -> bool:
 
 
 def _lend(source: str | Path, target: str | Path) -> None:
-    """Gigabytes that can be read already need no second copy."""
+    """Hard-link a file that all can read; copy others."""
     if _can_read(Path(source)):
         try:
             os.link(source, target)
@@ -152,7 +152,7 @@ def _lend(source: str | Path, target: str | Path) -> None:
 
 
 def caller() -> tuple[int, int]:
-    """Who builds inside, user and group: the caller, or Debian's first ordinary user when that is root."""
+    """The user and group that build inside: the caller, or Debian's first ordinary user if the caller is root."""
     return (os.getuid(), os.getgid()) if os.getuid() else (1000, 1000)
 
 
@@ -174,14 +174,14 @@ def renamed(word: str, inside: Mapping[Path, str]) -> str:
 
 
 def named(line: str, inside: Mapping[Path, str]) -> str:
-    """Paths as the user knows them."""
+    """A line with this machine's paths in place of the container's."""
     for path, target in inside.items():
         line = line.replace(target, str(path))
     return line
 
 
 def lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Docker cuts the stream anywhere."""
+    """The whole lines of a stream that Docker cuts anywhere."""
     rest = b""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")

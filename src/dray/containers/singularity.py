@@ -1,6 +1,6 @@
 """Apptainer or SingularityCE on this machine by spython's client, which writes arguments and reads replies.
 
-Every program starts by our own door, with a deadline: spython's would hang, exit or start `sudo` (docs/adr/0004).
+dray starts every program itself, with a deadline: spython would hang, exit or start `sudo` (docs/adr/0004).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.process import Done
 
 ANSWER_S = 60.0
-"""What only looks at an image answers in seconds; a cold network disk takes longer."""
+"""A command that only reads an image answers in seconds; a cold network disk takes longer."""
 FETCH_S = 4 * 3600.0
 """An image of a registry may have tens of gigabytes."""
 _SILENT = -5
@@ -34,7 +34,7 @@ _ARCHIVES = re.compile(r"(oci|oci-archive|docker-archive|docker-daemon):.+")
 
 @dataclass
 class _Call:
-    """What the door knows of the call that spython is asked to make."""
+    """What `_door` needs to know of one call of spython, and the programs that it ran."""
 
     binds: Mapping[Path, bool]
     env: Mapping[str, str]
@@ -48,7 +48,7 @@ _CALL: ContextVar[_Call] = ContextVar("call")
 
 
 def _door(cmd: Sequence[str], **_: object) -> dict[str, Any]:
-    """In the place of `spython.utils.run_command`; its message is standard output alone, never the other stream."""
+    """Replaces `spython.utils.run_command`. The message is standard output alone, without stderr."""
     call = _CALL.get()
     done = builder.tool(
         cmd, binds=call.binds, env=call.env, seconds=call.seconds, network=call.network, on_line=call.say
@@ -59,7 +59,7 @@ def _door(cmd: Sequence[str], **_: object) -> dict[str, Any]:
 
 @cache
 def _spython() -> Any:  # noqa: ANN401  it has no types
-    """Its client, whose modules take these two functions when they are loaded, and start programs by no other."""
+    """spython's client. Its modules take these two functions when they are loaded, and start programs only by them."""
     spython.utils.run_command = _door
     spython.utils.check_install = lambda *_args, **_options: True  # it starts `singularity --version`, and ignores it
     from spython.main import get_client  # noqa: PLC0415  only now
@@ -100,12 +100,12 @@ def _answered(what: str) -> Iterator[None]:
 
 
 def name() -> str:
-    """This machine's, or that of the container."""
+    """Apptainer's name on this machine, or in the builder's container."""
     return apptainer.program() or builder.APPTAINER
 
 
 def here() -> str:
-    """This machine's own, for what stays at the user's terminal."""
+    """This machine's own Apptainer, for commands at the user's terminal."""
     found = apptainer.program()
     if not found:
         raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
@@ -123,7 +123,7 @@ def run(
     env: Mapping[str, str] | None = None,
     seconds: float = ANSWER_S,
 ) -> Done:
-    """A verb that spython has not, such as verify. `binds` are the paths in argv, and whether it writes."""
+    """Run a command that spython lacks, such as verify. `binds` has the paths in argv, and whether it writes them."""
     return builder.tool(_command([*argv]), binds=binds or {}, env=env, seconds=seconds)
 
 
@@ -135,10 +135,10 @@ def execute(
     binds: Mapping[Path, bool] | None = None,
     seconds: float = ANSWER_S,
 ) -> Done:
-    """A command in the image, which sees nothing else of this machine; `options` mount `binds`. Any exit code."""
+    """Run a command in the image, with any exit code. It sees only `binds` of this machine, which `options` mount."""
     for path in binds or {}:
         if not path.exists():  # spython would end the process
-            raise ConfigError("what the image should see does not exist", found=path)
+            raise ConfigError("a path that the image must see does not exist", found=path)
     with _call(binds={image: False, **(binds or {})}, seconds=seconds, what=f"start {image}") as call:
         plain = ["--cleanenv", "--no-eval", "--no-mount=home,cwd", *options]
         _spython().execute(str(image), [*command], options=plain, singularity_options=["--quiet"], return_result=True)
@@ -154,9 +154,9 @@ def instances() -> list[dict[str, Any]]:
 
 
 def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str], None]) -> None:
-    """Make a SIF of what a registry, an OCI folder or an archive has. It is there whole, or not at all.
+    """Make a SIF from a registry, an OCI folder or an archive. A failure leaves nothing.
 
-    All that is written on the way is beside it: /tmp is small on many machines.
+    Temporary files are written beside it: /tmp is small on many machines.
     """
     archive = _archive(source)
     with TemporaryDirectory(prefix=".pull-", dir=out.parent) as made:
@@ -183,12 +183,12 @@ def pull(source: str, out: Path, *, what: str, instead: str, say: Callable[[str]
 
 
 def _archive(source: str) -> dict[Path, bool]:
-    """The file or folder that the source names, if it does."""
+    """The file or folder that the source names, if any."""
     if _REGISTRIES.fullmatch(source):
         return {}
     if not _ARCHIVES.fullmatch(source):
         raise ConfigError(
-            "not a source of an image",
+            "not the address of an image",
             wanted="docker://, oras://, library://, https://, oci:FOLDER, oci-archive:FILE or docker-archive:FILE",
             found=source,
         )
@@ -211,7 +211,7 @@ def _call(
     network: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[_Call]:
-    """One call of spython's, whose way to end is ours: no exit of the process, and none of its exceptions."""
+    """One call of spython. Its exceptions, and its exit of the process, become dray's errors."""
     uncached = {"APPTAINER_DISABLE_CACHE": "1", "SINGULARITY_DISABLE_CACHE": "1"} if network else {}
     call = _Call(binds=binds, env={**uncached, **(env or {})}, seconds=seconds, network=network, say=say)
     before = _CALL.set(call)
@@ -220,7 +220,9 @@ def _call(
     except (SystemExit, LookupError, TypeError, ValueError, AttributeError) as wrong:
         last = call.done[-1] if call.done else None
         found = (last.err or last.out).strip() if last else ""
-        raise DrayError(f"{name()} gave no answer that can be read, to {what}", found=found or repr(wrong)) from wrong
+        raise DrayError(
+            f"dray cannot read the answer of {name()}, which it asked to {what}", found=found or repr(wrong)
+        ) from wrong
     finally:
         _CALL.reset(before)
 

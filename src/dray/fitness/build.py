@@ -1,12 +1,11 @@
-"""What a build of an image needs of this machine, looked at before the first byte is fetched or written.
+"""Check what a build of an image needs from this machine, before anything is fetched or written.
 
-`python3 -m dray.fitness.build VARIANT` needs Python's own library alone: `make` asks it first of all.
+`python3 -m dray.fitness.build VARIANT` needs only Python's standard library: `make` runs it first.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import platform
 import shutil
 import sys
@@ -18,19 +17,19 @@ from typing import Any
 from dray.config import checkout as checkouts
 from dray.containers import apptainer, endpoint
 from dray.contract import exit_codes
-from dray.contract.findings import DrayError, Finding
+from dray.contract.findings import DrayError, Finding, listed, nearest
 from dray.fitness import namespaces, room
 from dray.fitness.machine import Build, Machine
 from dray.images.rootfs import squash
 
 _BUILDER_MB = 400  # the builder's image with its own base
 _PYTHON = (3, 11)
-# What `make` prints though nothing is wrong.
+# What `make` prints even if nothing is wrong.
 _SHOWN = ("image", "builder")
 
 
 def check(build: Build, machine: Machine | None = None) -> list[Finding]:
-    """Everything; nothing is written."""
+    """All findings of this build; nothing is written."""
     machine = machine or Machine()
     first = [*_sudo(build, machine), *_variant(build)]
     if first:
@@ -47,7 +46,7 @@ def check(build: Build, machine: Machine | None = None) -> list[Finding]:
 
 
 def show(findings: Sequence[Finding], say: Callable[[str], None]) -> int:
-    """Say what will be fetched, what is unwise and what is wrong; the exit code."""
+    """Print what will be fetched, what is unwise and what is wrong. Returns the exit code."""
     for finding in findings:
         if finding.code:
             say(f"dray: {finding}")
@@ -60,7 +59,7 @@ def show(findings: Sequence[Finding], say: Callable[[str], None]) -> int:
 
 
 def variants(checkout: Path) -> list[str]:
-    """Those that the checkout describes."""
+    """The variants that the checkout describes."""
     return sorted(path.parent.name for path in (checkout / "containers").glob("*/image.toml"))
 
 
@@ -69,17 +68,17 @@ def _unfit(problem: str, *, where: object = "", wanted: str, found: str = "", fi
 
 
 def _sudo(build: Build, machine: Machine) -> Iterator[Finding]:
-    """Root in a checkout of its own, as in CI, is no sudo."""
+    """Refuse sudo in a user's checkout. Root may build in its own checkout, as in CI."""
     owner = build.checkout.stat().st_uid
     if machine.uid == 0 and machine.environment.get("SUDO_UID") and owner != 0:
         user = machine.environment.get("SUDO_USER", "$USER")
         yield Finding(
             "dray builds without root, and sudo would leave root's files in your checkout",
             where=str(build.checkout),
-            wanted=f"the user whose checkout it is, number {owner}",
+            wanted=f"the owner of the checkout, user id {owner}",
             found="sudo",
             fix=f"make image-{build.variant}\n"
-            f"where Docker refuses you, first sudo usermod -aG docker {user}\n"
+            f"if Docker refuses you, first sudo usermod -aG docker {user}\n"
             "and log in again",
             code=exit_codes.CONFIG,
         )
@@ -88,17 +87,17 @@ def _sudo(build: Build, machine: Machine) -> Iterator[Finding]:
 def _variant(build: Build) -> Iterator[Finding]:
     known = variants(build.checkout)
     if build.variant not in known:
-        near = difflib.get_close_matches(build.variant, known, 1) or known or ["VARIANT"]
-        fix = f"make image-{near[0]}; there are {' '.join(known)}"
+        near = nearest(build.variant, known) or "cpu"
+        fix = f"make image-{near}; the images are {listed(known)}"
         yield Finding(f"there is no image {build.variant}", fix=fix, code=exit_codes.CONFIG)
 
 
 def _processor(build: Build, about: Mapping[str, Any], machine: Machine) -> Iterator[Finding]:
-    adopt = "dray image adopt SIF there takes the site's own image"
+    adopt = "use the site's own image: dray image adopt FILE"
     machines = about.get("machines", ["x86_64"])
     if machine.system != "Linux":
         yield _unfit(
-            "images are built on Linux",
+            "dray builds images only on Linux",
             wanted=f"Linux on {' or '.join(machines)}",
             found=f"{machine.system} on {machine.processor}",
             fix=f"build on a Linux machine with the nodes' processor, such as a login node; or {adopt}",
@@ -113,12 +112,12 @@ def _processor(build: Build, about: Mapping[str, Any], machine: Machine) -> Iter
         others = [name for name, one in described.items() if machine.processor in one.get("machines", ["x86_64"])]
         names = " or ".join(f"make image-{name}" for name in others)
         yield _unfit(
-            f"torch's wheels of {build.variant} are not made for {machine.processor}",
+            f"torch has no wheels of {build.variant} for {machine.processor}",
             wanted=" or ".join(machines),
             found=machine.processor,
-            fix=f"{names}, which {'are' if others[1:] else 'is'} for {machine.processor}; or {adopt}"
+            fix=f"{names}, for {machine.processor}; or {adopt}"
             if others
-            else f"build on {' or '.join(machines)}; or {adopt}",
+            else f"build on a machine with {' or '.join(machines)}; or {adopt}",
         )
 
 
@@ -130,13 +129,13 @@ def _python(build: Build, machine: Machine) -> Iterator[Finding]:
             where=sys.executable,
             wanted="Python 3.11 or newer",
             found=version,
-            fix="make PYTHON=python3.11 ...; a module of the site, or uv python install 3.11, has one",
+            fix="make PYTHON=python3.11 ...; load a module of the site, or uv python install 3.11, to get it",
         )
     elif not (build.checkout / ".venv" / "host").exists() and not all(map(machine.has_module, ("venv", "ensurepip"))):
         yield _unfit(
-            "this Python makes no virtual environments",
+            "this Python cannot make virtual environments",
             where=sys.executable,
-            wanted="its modules venv and ensurepip",
+            wanted="the modules venv and ensurepip",
             fix="sudo apt-get install python3-venv",
         )
     else:
@@ -153,15 +152,15 @@ def _builder(build: Build, size: Mapping[str, Any], machine: Machine) -> Iterato
         yield Finding("builder", found=f"{tool} on this machine", kind="ok")
         if " " in f"{build.checkout}{build.sif}":
             yield Finding(
-                f"{tool} finds no folder whose path has a space",
+                f"{tool} cannot use a folder whose path has a space",
                 where=str(build.checkout),
-                fix="mv the checkout to a path without one; a build by Docker takes any",
+                fix="move the checkout to a path without a space, or build with Docker",
                 code=exit_codes.CONFIG,
             )
         if "sif" in build.formats:
             yield from _squash()
         if namespaces.setuid(tool):
-            yield Finding("user namespaces", found=f"{tool} has setuid, and needs none", kind="ok")
+            yield Finding("user namespaces", found=f"{tool} is installed with setuid, and needs none", kind="ok")
         else:
             yield namespaces.check(machine.root, trial=machine.namespaces(), container=False)
     if not own or "docker" in build.formats:
@@ -176,11 +175,11 @@ def _squash() -> Iterator[Finding]:
         fix = error.finding.fix or "install squashfs-tools 4.4 or newer"
         yield error.finding._replace(where=error.finding.where[:200], fix=fix)
     else:
-        yield Finding("mksquashfs", found="makes the same bytes every time", kind="ok")
+        yield Finding("mksquashfs", found="writes the same bytes every time", kind="ok")
 
 
 def _docker(machine: Machine, *, alone: bool, tool: str | None, mb: int) -> Iterator[Finding]:
-    """`alone` where nothing but the SIF is asked of it; else it also loads an image of so many `mb`."""
+    """`alone`: Docker only builds the SIF. Else it also loads an image of so many `mb`."""
     try:
         found = endpoint.find(machine.environment, machine.home)
         try:
@@ -189,7 +188,7 @@ def _docker(machine: Machine, *, alone: bool, tool: str | None, mb: int) -> Iter
             raise endpoint.unreachable(found, error, machine.environment) from error
     except DrayError as error:
         other = (
-            f"run it as an ordinary user: {tool} is there"
+            f"run the command as an ordinary user, with this machine's {tool}"
             if tool
             else "load or install Apptainer (module load apptainer), which builds without Docker"
         )
@@ -206,16 +205,16 @@ def _docker(machine: Machine, *, alone: bool, tool: str | None, mb: int) -> Iter
     needed = _BUILDER_MB * lends + mb
     if own_kernel and folder.is_dir() and machine.free(folder) < needed * 1e6:
         yield _unfit(
-            "Docker has no room for the images",
+            "Docker's disk has no room for the images",
             where=folder,
             wanted=f"{needed / 1000:.1f} GB",
             found=f"{machine.free(folder) / 1e9:.1f} GB free",
-            fix="docker system df shows what takes it, docker system prune removes what nothing uses",
+            fix="docker system df shows what uses the space; docker system prune removes what is not in use",
         )
 
 
 def main() -> int:
-    """Print what `make` should say before it installs anything; the exit code."""
+    """Print what `make` shows before it installs anything. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="dray.fitness.build")
     parser.add_argument("variant")
     parser.add_argument("--format", action="append", choices=("sif", "docker", "podman"))

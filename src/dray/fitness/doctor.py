@@ -22,14 +22,14 @@ from dray.images import store
 
 _ENGINES = ("apptainer", "singularity", "docker", "podman", "enroot", "podman-hpc", "shifter", "ch-run")
 _BY_VERB = {"enroot", "podman-hpc"}  # they have no --version
-_SILENT = {"shifter"}  # nothing of it tells its version
+_SILENT = {"shifter"}  # it does not print its version
 _ANSWER_S = 30.0  # a program on a network disk that does not answer is a finding, not a wait
 # Slurm's plugins that start containers, by the option that each adds to srun.
 _PLUGINS = {"--environment": "edf, CSCS's Container Engine", "--container-image": "Pyxis"}
 
 
 def check(chosen: sites.Choice) -> list[Finding]:
-    """Everything; with a site file, also what it expects of its nodes."""
+    """All findings on this machine; with a site file, also what the site expects of its nodes."""
     of_machine = [*_machine(), *_engines(), *_slurm(), *_gpus(), *_network(), *_room(), *_hf_home(), *_images()]
     return [*of_machine, *mirror_table(), *_site(chosen)]
 
@@ -78,7 +78,7 @@ def _engines() -> Iterator[Finding]:
     for option in plugins:
         yield _ok("engine", f"{_PLUGINS[option]} (srun has {option})")
     if not installed and not plugins:
-        fix = "load the site's module (apptainer, singularity); on a machine of your own install Docker or Podman"
+        fix = "load the site's module (apptainer, singularity); on your own machine install Docker or Podman"
         yield _unfit("engine", f"none of {', '.join(_ENGINES)} is on PATH", fix)
     if {"apptainer", "singularity", "ch-run"} & set(installed):
         yield from _unprivileged()
@@ -87,7 +87,7 @@ def _engines() -> Iterator[Finding]:
 
 
 def _instances() -> Iterator[Finding]:
-    """Each holds its image's mount, and a process, until it is stopped."""
+    """Notes on running instances: each holds a mount and a process until it is stopped."""
     from dray.containers import singularity  # noqa: PLC0415  the Docker SDK and spython, which no other check needs
 
     try:
@@ -101,7 +101,7 @@ def _instances() -> Iterator[Finding]:
 
 
 def _docker() -> DrayError | None:
-    """Why this user cannot use it: the program answers --version to everybody."""
+    """Why this user cannot use Docker; `docker --version` alone works for everybody."""
     from dray.containers import docker  # noqa: PLC0415  the SDK, which only a machine with Docker need load
 
     try:
@@ -143,17 +143,17 @@ def _slurm() -> Iterator[Finding]:
 
 
 def _preemption(config: Mapping[str, str], names: Sequence[str]) -> Iterator[Finding]:
-    """What a job that is preempted is left with."""
+    """What Slurm grants a job that it preempts."""
     for name in names:
         left = scheduler.preemption(config, [name])
         if left.get("preempt_mode", "OFF") in ("", "OFF"):
             continue
         found = f"{name}: PreemptMode {left['preempt_mode']}, GraceTime {left.get('preempt_grace_s', 0)} s"
         if left["preempt_signal"]:
-            yield _ok("preemption", f"{found}; a job hears its own --signal (send_user_signal)")
+            yield _ok("preemption", f"{found}; Slurm sends the job its own --signal (send_user_signal)")
         else:
             fix = "save often (checkpoint.every); administrators can set PreemptParameters=send_user_signal"
-            yield _note("preemption", f"{found}; no job hears its --signal, and SIGTERM goes to all processes", fix)
+            yield _note("preemption", f"{found}; Slurm sends no --signal, and SIGTERM to all processes", fix)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -161,12 +161,12 @@ def _gpus() -> Iterator[Finding]:
     amd = [path for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id") if _is_gpu(path)]
     if driver:
         count = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        yield _ok("GPU", f"{count} of NVIDIA, driver {driver}")
+        yield _ok("GPU", f"{count} from NVIDIA, driver {driver}")
     if amd and os.access("/dev/kfd", os.R_OK | os.W_OK):
-        yield _ok("GPU", f"{len(amd)} of AMD, driver {node.amdgpu_driver() or 'of the kernel'}")
+        yield _ok("GPU", f"{len(amd)} from AMD, driver {node.amdgpu_driver() or 'of the kernel'}")
     elif amd:
         fix = "join the group of /dev/kfd (render or video)"
-        yield _unfit("GPU", f"{len(amd)} of AMD, and this user may not open /dev/kfd", fix)
+        yield _unfit("GPU", f"{len(amd)} from AMD, and this user may not open /dev/kfd", fix)
     if not amd and not driver:
         yield _note("GPU", "none (a login node has none either)")
 
@@ -196,9 +196,11 @@ def _hf_home() -> Iterator[Finding]:
     folder = os.environ.get("HF_HOME")
     if not folder:
         fix = "export HF_HOME=FOLDER, a folder on a disk that all nodes share, before you submit"
-        yield _note("HF_HOME", "is not set: ~/.cache/huggingface if it is there, else .cache-UID beside the runs", fix)
+        yield _note(
+            "HF_HOME", "is not set: dray takes ~/.cache/huggingface if it exists, else .cache-UID beside the runs", fix
+        )
     elif not os.access(folder, os.W_OK):
-        yield _unfit("HF_HOME", f"{folder} cannot be written", "set it to a writable folder that all nodes share")
+        yield _unfit("HF_HOME", f"this user cannot write {folder}", "set it to a writable folder that all nodes share")
     else:
         yield _ok("HF_HOME", folder)
 
@@ -226,7 +228,7 @@ def _images() -> Iterator[Finding]:
 
 
 def mirror_table() -> Iterator[Finding]:
-    """What is contacted in the place of what, when an image is built or adopted."""
+    """The mirrors that dray contacts instead of registries and indexes, when it builds or adopts an image."""
     try:
         table = mirrors.table()
     except DrayError as error:
@@ -237,12 +239,12 @@ def mirror_table() -> Iterator[Finding]:
 
 
 def _driver(variant: str, wanted: str | None) -> Iterator[Finding]:
-    """Of this machine; those of compute nodes may be newer."""
+    """A note if this machine's driver is too old for the image; compute nodes may have a newer one."""
     found = node.driver(ACCELERATORS[variant])
     if found and wanted and node.older(found, than=wanted):
         other = node.image_for(ACCELERATORS[variant], found)
         runs = f"image={other}, which runs with it, or " if other else ""
-        fix = f"unless the compute nodes have a newer one: {runs}the site's own image (dray image adopt FILE)"
+        fix = f"if the compute nodes have no newer one: {runs}the site's own image (dray image adopt FILE)"
         yield _note("driver", f"{found}, and the {variant} image needs {wanted} or newer", fix)
 
 
@@ -257,18 +259,18 @@ def _site(chosen: sites.Choice) -> Iterator[Finding]:
         if "$" in path or not Path(path).exists():
             yield (_unfit if bind.required else _note)("bind", f"{bind.path} does not exist ({bind.why})")
     if site.interfaces and not any(Path("/sys/class/net", name).exists() for name in site.interfaces):
-        fix = "run dray doctor on a compute node; if it stays, correct interfaces in the site file"
+        fix = "run dray doctor on a compute node; if it says the same there, correct interfaces in the site file"
         yield _unfit("interface", f"this machine has none of {', '.join(site.interfaces)}", fix)
     yield from _libraries(site)
     yield from _other_variants(site)
     cpus = os.cpu_count() or 0
     if site.cpus_per_node and cpus != site.cpus_per_node:
-        found = f"{cpus}, and a node of the site has {site.cpus_per_node}"
-        yield _note("CPUs", found, "is this a compute node of that partition?")
+        found = f"{cpus} on this machine, {site.cpus_per_node} on a node of the site"
+        yield _note("CPUs", found, "run dray doctor on a compute node of that partition")
 
 
 def _other_variants(site: Site) -> Iterator[Finding]:
-    """Images for the site's GPUs that ask for another driver than its nodes have."""
+    """Images for the site's GPUs that need another driver than its nodes have."""
     try:
         root = checkout.root()
     except DrayError:  # _images() has said so
@@ -277,7 +279,7 @@ def _other_variants(site: Site) -> Iterator[Finding]:
         other = site.image and variant != site.image and accelerator == ACCELERATORS[site.image]
         if other and store.sif(root, variant).exists():
             why = " ".join(site.why.get("image", "its site file says so").split())
-            found = f"{variant}, and {site.name} is for image={site.image}: {why}"
+            found = f"{variant}, but {site.name} needs image={site.image}: {why}"
             yield _note("image", found, f"make image-{site.image}, or dray image adopt FILE for the site's own")
 
 

@@ -1,4 +1,4 @@
-"""What this machine shows of its network and of the site that it belongs to."""
+"""This machine's network devices, and the site that it belongs to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Network:
     slingshot: tuple[str, ...]
     infiniband: tuple[str, ...]
     interfaces: tuple[str, ...]
-    """Those with a device of their own: no bridges, and no containers' ends of links."""
+    """Interfaces with a device of their own: no bridges, and no links of containers."""
 
 
 def site(name: str = "") -> sites.Choice:
@@ -28,7 +28,7 @@ def site(name: str = "") -> sites.Choice:
 
 
 def network(root: Path = Path("/")) -> Network:
-    """Read from /sys and /dev."""
+    """The devices and interfaces in /sys and /dev."""
     return Network(
         slingshot=_names(root, "dev/cxi[0-9]*"),
         infiniband=_names(root, "sys/class/infiniband/*"),

@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
 
 
 def compare(site: Site, image: str) -> Comparison:
-    """Start the image with the libraries bound, and compare their ELF headers, and its plugin's, with its libraries."""
+    """Bind the libraries into the image, and compare their ELF headers, and its plugin's, with its own libraries."""
     file = _image(image)
     missing, mounts, names, sources = [], [], [], []
     for pattern in site.fabric.files:

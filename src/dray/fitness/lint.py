@@ -56,12 +56,12 @@ class Setting(NamedTuple):
     source: str
 
 
-# How an adopted image finds dray: a folder of packages for that image's own Python.
+# How an adopted image finds dray: by a folder of packages for the image's own Python.
 _ADOPTED = ("PYTHONPATH", "dray")
 
 
 def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> list[Finding]:
-    """Errors, warnings and notes on the environment of this plan's ranks, and on the shell's variables outside it."""
+    """Findings on the environment of this plan's ranks, and on the shell's variables that stay outside."""
     settings = [Setting(name, value, "image") for name, value in image.items()]
     settings += [Setting(variable.name, variable.value, variable.source) for variable in plan.env]
     settings += [Setting(name, shell[name], f"{_SHELL}, by pass_env") for name in plan.pass_env if name in shell]
@@ -82,25 +82,25 @@ def check(plan: Plan, shell: Mapping[str, str], image: Mapping[str, str]) -> lis
         if shares_environment:
             found += _by_rules(plan, {*inside, *shell}, setting)
         elif name in rules().names:
-            problem = f"stays outside: {plan.engine} passes only the plan's variables"
+            problem = f"not passed: {plan.engine} passes only the plan's variables"
             found.append(_finding(setting, "note", problem, fix=f'env.{name}=... or pass_env=["{name}"]'))
     return sorted(found, key=lambda one: (_LEVELS.index(one.level), one.problem))
 
 
 def warnings(plan: Plan, shell: Mapping[str, str]) -> list[Finding]:
-    """Errors and warnings for a user who starts a run; none of them stops it."""
+    """Errors and warnings, shown when a run starts; none of them stops it."""
     return [one._replace(code=exit_codes.DONE) for one in check(plan, shell, {}) if one.level != "note"]
 
 
 def _finding(setting: Setting, level: Level, found: str, *, fix: str = "", source: str = "") -> Finding:
-    # A value of the shell's may be a secret whatever its name is, and what is printed ends up in tickets.
+    # Any value of the shell's may be a secret, and users paste what is printed into tickets.
     value = "(set)" if setting.source.startswith(_SHELL) else setting.value
     about = Finding(f"{setting.name}={value}", where=setting.source, found=found, fix=fix, source=source)
     return about._replace(code=exit_codes.CONFIG) if level == "error" else about._replace(kind=level)
 
 
 def _by_rules(plan: Plan, names: Collection[str], setting: Setting) -> Iterator[Finding]:
-    """The rules that hold beside these other names, on this plan's GPUs and nodes, with its sbatch options."""
+    """The rules that apply to this setting, with these other names and the plan's GPUs, nodes and sbatch options."""
     accelerator, nodes = ACCELERATORS[plan.variant], "several" if len(plan.world.nodes) > 1 else "one"
     for rule in rules().rules.get(setting.name, ()):
         if not re.fullmatch(rule.get("value", ".*"), setting.value, re.IGNORECASE | re.DOTALL):
@@ -142,7 +142,7 @@ def _typo(setting: Setting, level: Level) -> Iterator[Finding]:
 def _overridden(variable: Variable, shell: Mapping[str, str]) -> Iterator[Finding]:
     others = list(variable.beats)
     if variable.name in shell and shell[variable.name] != variable.value:
-        others.append(f"that of {_SHELL}")
+        others.append(f"the value in {_SHELL}")
     if others:
         setting = Setting(variable.name, variable.value, variable.source)
         yield _finding(setting, "note", f"overrides {', '.join(others)}")

@@ -1,4 +1,4 @@
-"""What is to be built, and what the checks before a build read of this machine. Standard library only."""
+"""The build that is checked, and what its checks read from this machine. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dray.fitness import namespaces
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the checks read of this machine; a test gives another."""
+    """What the checks read from this machine; a test gives another."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What is to be built."""
+    """The build that is checked."""
 
     checkout: Path
     variant: str
@@ -49,5 +49,5 @@ class Build:
 
     @property
     def locks(self) -> list[Path]:
-        """Those of the variant."""
+        """The locks of the variant."""
         return list((self.checkout / "containers" / self.variant).glob("*.lock"))

@@ -13,17 +13,17 @@ from dray.contract.findings import DrayError, Finding
 
 _USERNS = Path(__file__).with_name("userns.py")
 _SECONDS = 5.0
-# The kernel's switches, the value that forbids, and what allows; Debian's and Ubuntu's own are in no other kernel.
+# The kernel's switches, the value that forbids, and the command that allows. Some kernels lack the second switch.
 _SWITCHES = (
     ("user/max_user_namespaces", "0", "sudo sysctl -w user.max_user_namespaces=15000"),
     ("kernel/unprivileged_userns_clone", "0", "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
 )
 _APPARMOR = "kernel/apparmor_restrict_unprivileged_userns"
-_KEPT = "\nand a line in /etc/sysctl.d, which keeps it after the next boot"
+_KEPT = "\nand the same setting in a file of /etc/sysctl.d, to keep it after a reboot"
 
 
 def tried() -> str:
-    """Why none can be made; empty where one can."""
+    """Why this user cannot make a user namespace; empty if he can."""
     try:
         done = process.run([sys.executable, "-I", "-B", _USERNS], check=False, seconds=_SECONDS)
     except DrayError as error:
@@ -32,7 +32,7 @@ def tried() -> str:
 
 
 def setuid(program: str) -> bool:
-    """Whether this Apptainer was installed with setuid, and then needs none."""
+    """Whether this Apptainer is installed with setuid, and so needs no user namespace."""
     done = process.run([program, "buildcfg"], check=False, seconds=_SECONDS)
     found = re.search(r"^LIBEXECDIR=(.+)$", done.out, re.MULTILINE)
     if not found:
@@ -42,20 +42,20 @@ def setuid(program: str) -> bool:
 
 
 def check(root: Path, *, trial: str, container: bool) -> Finding:
-    """Of this machine, whose /proc and /etc are below `root`; `trial` is what `tried` says.
+    """Check this machine, whose /proc and /etc are below `root`; `trial` is the answer of `tried`.
 
-    In the builder `container`, whose rights Docker gives, the trial of this process counts for AppArmor alone: both are
-    unconfined for it.
+    The builder's `container` gets its rights from Docker. There the trial counts only for AppArmor, which confines
+    neither this process nor the container.
     """
     for name, forbids, fix in _SWITCHES:
         if _value(root, name) == forbids:
             return _unfit(f"{name.replace('/', '.')} is {forbids}", fix + _KEPT)
     if not trial:
-        return Finding("user namespaces", found="an ordinary user may make them", kind="ok")
+        return Finding("user namespaces", found="ordinary users may make them", kind="ok")
     if _value(root, _APPARMOR) == "1":
         profiles = [*(root / "etc/apparmor.d").glob("*apptainer*"), *(root / "etc/apparmor.d").glob("*singularity*")]
         if profiles:
-            return Finding("user namespaces", found=f"AppArmor allows them by {profiles[0]}", kind="ok")
+            return Finding("user namespaces", found=f"AppArmor allows them: {profiles[0]}", kind="ok")
         return _unfit(
             f"AppArmor forbids them ({_APPARMOR.replace('/', '.')} is 1): {trial}",
             f"sudo sysctl -w {_APPARMOR.replace('/', '.')}=0{_KEPT}\n"
@@ -67,7 +67,7 @@ def check(root: Path, *, trial: str, container: bool) -> Finding:
 
 
 def _unfit(found: str, fix: str) -> Finding:
-    problem = "no user namespaces for ordinary users, and Apptainer builds in one"
+    problem = "ordinary users cannot make user namespaces, and Apptainer builds in one"
     return Finding(problem, found=found, fix=fix, code=exit_codes.UNFIT)
 
 

@@ -1,4 +1,4 @@
-"""Room on the disks that a build of an image writes, and what kind of disk that is. Standard library only."""
+"""The free space on the disks that an image build writes, and the kind of disk. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.fitness.machine import Build, Machine
 # The base and Debian's packages, which all variants share.
 _DEBIAN_MB = 115
 _SMALL_MB = 50
-# What is in the tree until the step that prunes: measured, for cpu and for cuda.
+# What the tree holds until 70-prune.sh removes it: measured for cpu and cuda.
 _PRUNED_MB = 1000
 _NETWORK = {
     "lustre", "nfs", "nfs4", "gpfs", "beegfs", "beegfs_nodev", "ceph", "fuse.ceph", "wekafs", "panfs", "afs", "cifs",
@@ -23,16 +23,16 @@ _NETWORK = {
 
 
 def check(build: Build, size: Mapping[str, Any] | None, machine: Machine) -> Iterator[Finding]:
-    """On the disk of build/, and on the one of the SIF where that is another."""
+    """Check the disk of build/, and the disk of the SIF if it is another one."""
     subject = f"image {build.variant}"
     if size is None:
         fix = f"dray image lock {build.variant} writes it"
         yield Finding(
-            subject, found="its image.toml has no [size], so nobody knows what room it takes", fix=fix, kind="note"
+            subject, found="its image.toml has no [size], so dray cannot check the free space", fix=fix, kind="note"
         )
         return
     fetch = 0 if build.bundled else max(0, size["wheels_mb"] + _DEBIAN_MB - _present_mb(build))
-    # The tree, as long as nothing is pruned, or with the packed image beside it; the wheels are linked, not copied.
+    # The unpacked files before they are pruned, or with the packed image beside them; wheels are linked, not copied.
     packed = 2 * size["sif_mb"] if "sif" in build.formats else 0
     engines = {"docker", "podman"} & {*build.formats}
     packed += size["unpacked_mb"] if engines else 0
@@ -48,24 +48,24 @@ def check(build: Build, size: Mapping[str, Any] | None, machine: Machine) -> Ite
         needed.append(f"needs {mb / 1000:.1f} GB in {named} ({free / 1e9:.0f} GB free)")
         if free < mb * 1e6:
             yield Finding(
-                f"there is no room to build the image {build.variant}",
+                f"there is not enough disk space to build the image {build.variant}",
                 where=str(folder),
-                wanted=f"{mb / 1000:.1f} GB: {fetch / 1000:.1f} to be fetched, {work / 1000:.1f} for its files",
+                wanted=f"{mb / 1000:.1f} GB: {fetch / 1000:.1f} to fetch, {work / 1000:.1f} for its files",
                 found=f"{free / 1e9:.1f} GB free",
                 fix="make room"
                 if engines
-                else f"make room; or, after make install, on another disk:\n"
+                else f"make room; or build on another disk, after make install:\n"
                 f".venv/bin/dray image build {build.variant} --out FOLDER/{build.sif.name}",
-                # What was built from the same inputs is not built again.
+                # An image that exists from the same inputs is not built again.
                 code=exit_codes.DONE if build.sif.exists() and fetch < _SMALL_MB and not engines else exit_codes.UNFIT,
                 kind="note",
             )
-    fetched = f"fetch {fetch / 1000:.1f} GB" if fetch >= _SMALL_MB else "next to nothing to fetch"
+    fetched = f"fetch {fetch / 1000:.1f} GB" if fetch >= _SMALL_MB else "almost nothing to fetch"
     yield Finding(subject, found=f"{fetched}, {', '.join(needed)}", kind="ok")
 
 
 def _present_mb(build: Build) -> int:
-    """What of it is there already."""
+    """The MB of it that were fetched before."""
     pins = re.findall(r"^([\w.-]+)==([\w.!]+)", "\n".join(file.read_text() for file in build.locks), re.MULTILINE)
     locked = {(re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in pins}
     fetched, base, debs = (build.checkout / "build" / name for name in ("wheels", "base", "debs"))
@@ -83,16 +83,16 @@ def _pin(file: str) -> tuple[str, str]:
 
 
 def disk(build: Build, machine: Machine) -> Iterator[Finding]:
-    """A build writes tens of thousands of small files beside the SIF."""
+    """Note a network disk: a build writes tens of thousands of small files beside the SIF."""
     folder = _that_is(build.sif.parent)
     kind = _filesystem(folder, machine.root)
     if kind in _NETWORK:
         yield Finding(
             "scratch",
             where=str(folder),
-            found=f"a network disk ({kind}), where a build takes many times as long",
+            found=f"a network disk ({kind}), on which a build takes many times as long",
             fix=f".venv/bin/dray image build {build.variant} --out /tmp/{build.sif.name}\n"
-            "and move it and its .json here; or clone dray on a disk of this machine",
+            "then move it and its .json here; or clone dray to a local disk of this machine",
             kind="note",
         )
 

@@ -1,4 +1,4 @@
-"""What Slurm's commands tell of it: its configuration, its partitions and this user's accounts."""
+"""Slurm's configuration, its partitions and this user's accounts, as its commands tell them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition of Slurm's, and what a node of it has."""
+    """A Slurm partition, and what each of its nodes has."""
 
     name: str
     nodes: int
@@ -36,12 +36,12 @@ def cluster_name(config: Mapping[str, str] | None = None) -> str:
 
 
 def conf() -> dict[str, str]:
-    """What scontrol tells of slurm.conf; nothing without Slurm, or where its controller does not answer in time."""
+    """slurm.conf, from scontrol; empty without Slurm, or if its controller does not answer in time."""
     return dict(re.findall(r"^(\w+) *= (.*?) *$", _shown("config"), re.MULTILINE))
 
 
 def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, object]:
-    """Facts: what a job in these partitions, or in the default one, is left with. Of several the shortest."""
+    """Facts on preemption in these partitions, or in the default one; of several grace times the shortest."""
     found: dict[str, object] = {}
     if kill := re.match("[0-9]{1,9}", config.get("KillWait", "")):
         found["kill_wait_s"] = int(kill[0])
@@ -59,7 +59,7 @@ def preemption(config: Mapping[str, str], names: Sequence[str] = ()) -> dict[str
 
 
 def _shown(*what: str) -> str:
-    """A job that is not there yet need not wait for a controller that is busy."""
+    """The output of scontrol show; empty if the controller is busy, for which a new job must not wait."""
     if not process.which("scontrol"):
         return ""
     try:
@@ -81,17 +81,17 @@ def partitions() -> list[Partition]:
 
 
 def limits() -> dict[str, str]:
-    """How long a job may run at most, by partition."""
+    """The longest time of a job, by partition."""
     return dict(line.split("|") for line in _listed("%R|%l") if line.count("|") == 1)
 
 
 def features() -> list[str]:
-    """What --constraint may name."""
+    """The features that --constraint may name."""
     return sorted({name for line in _listed("%f") for name in line.split(",") if name != "(null)"})
 
 
 def _listed(format_: str) -> list[str]:
-    """Of sinfo; none where it does not answer in time."""
+    """Lines of sinfo; none if it does not answer in time."""
     if not process.which("sinfo"):
         return []
     with suppress(DrayError, OSError):
@@ -101,12 +101,12 @@ def _listed(format_: str) -> list[str]:
 
 
 def accounts() -> list[str]:
-    """Which accounts of Slurm this user's jobs may name; none where it keeps none, or does not answer in time."""
+    """The Slurm accounts that this user's jobs may name; none if Slurm has none, or does not answer in time."""
     return _associated("account")
 
 
 def qualities() -> list[str]:
-    """The same of what --qos may name."""
+    """The names that --qos may give, likewise."""
     return _associated("qos")
 
 

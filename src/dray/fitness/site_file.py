@@ -1,4 +1,4 @@
-"""A site file from what this machine shows, without questions."""
+"""Write a site file from what this machine shows, without questions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.contract import files
 from dray.contract.findings import DrayError, counted
 from dray.fitness import host, scheduler
 
-# Where clusters tell their users that they may write; never the home.
+# Variables in which clusters name folders that users may write; never the home.
 _SCRATCH = (
     "SCRATCH",
     "PSCRATCH",
@@ -27,12 +27,12 @@ _SCRATCH = (
     "PROJWORK",
     "WORKDIR",
 )
-# What no machine shows, as a reader fills it in; `dray site keys` has all of them.
+# Keys that dray cannot find out; `dray site keys` lists all.
 _COMMENTED = (
     '# image = "cuda"           # the variant for its GPUs: cuda, rocm; for older drivers cuda12, rocm6',
-    "# gpu_memory_gb = 40       # of one GPU: what does not fit is refused before the queue",
-    '# account = "project_1"    # an example, where the cluster requires --account',
-    '# gpu_option = "gres"      # where sbatch wants --gres=gpu:N in place of --gpus-per-node=N',
+    "# gpu_memory_gb = 40       # of one GPU: dray refuses a run that does not fit before it is queued",
+    '# account = "project_1"    # an example; needed if the cluster requires --account',
+    '# gpu_option = "gres"      # if sbatch wants --gres=gpu:N instead of --gpus-per-node=N',
 )
 _FAST = re.compile(r"^(hsn|ib)\d+$")
 
@@ -43,7 +43,7 @@ class Probed:
 
     cluster: str
     machine: str = ""
-    """Of a login node, without the number at its end."""
+    """The name of a login node, with * for the number at its end."""
     partition: scheduler.Partition | None = None
     interfaces: tuple[str, ...] = ()
     fabric: str = "unknown"
@@ -53,7 +53,7 @@ class Probed:
 def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
     """Ask Slurm, this machine's network and the user's variables."""
     partitions: list[scheduler.Partition] = []
-    with suppress(DrayError):  # a Slurm that does not answer: the file says what is missing
+    with suppress(DrayError):  # if Slurm does not answer, the file says what is missing
         partitions = scheduler.partitions()
     network = host.network(root)
     interfaces = tuple(path.name for path in sorted((root / "sys/class/net").glob("*")) if _FAST.match(path.name))
@@ -71,13 +71,13 @@ def probe(environ: Mapping[str, str], root: Path = Path("/")) -> Probed:
 
 
 def render(name: str, probed: Probed) -> str:
-    """The file, with the reason of each line, and as comments what the probe did not find."""
+    """The text of the file: each line with its reason, and comments for what the probe did not find."""
     lines = [f"name = {_toml(name)}", f"about = {_toml(f'{probed.cluster or name}, as one of its machines shows it')}"]
     why = {}
     if probed.cluster:
         lines.append(f"clusters = {_toml([probed.cluster])}")
         why["clusters"] = "ClusterName of scontrol show config"
-    elif probed.machine:  # by one of the two dray knows the machine again
+    elif probed.machine:  # dray recognises the machine by one of the two
         lines.append(f"hosts = {_toml([probed.machine])}")
         why["hosts"] = "the name of this machine"
     partition = probed.partition
@@ -95,7 +95,7 @@ def render(name: str, probed: Probed) -> str:
         lines.append(f"interfaces = {_toml(list(probed.interfaces))}")
         why["interfaces"] = "this machine's fast interfaces; a compute node's may have other names"
     else:
-        lines.append('# interfaces = ["ib0"]  # of the fast network, which `ip link` shows on a compute node')
+        lines.append('# interfaces = ["ib0"]  # of the fast network; `ip link` shows them on a compute node')
     lines += _COMMENTED
     for variable, path in probed.scratch.items():
         lines += ["", "[[binds]]", f"path = {_toml('$' + variable)}", f"why = {_toml(f'your data; {path} for you')}"]
@@ -107,7 +107,7 @@ def render(name: str, probed: Probed) -> str:
 
 
 def _pattern(name: str) -> str:
-    """Of the machine and its neighbours: login3.cluster is login*, and box stays box."""
+    """A pattern for the machine and its neighbours: login* for login3.cluster, box for box."""
     short = name.partition(".")[0]
     return re.sub(r"\d+$", "*", short) if re.match(r"[A-Za-z0-9_-]*[A-Za-z]", short) else ""
 
@@ -132,7 +132,7 @@ def _toml(value: object) -> str:
 
 
 def write(folder: Path, name: str, content: str) -> Path:
-    """Write it, and never over an existing file."""
+    """Write the file; never replace an existing one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.toml"
     files.write_new(path, content)

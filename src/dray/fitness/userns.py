@@ -23,7 +23,7 @@ def _call(libc: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def enter() -> None:
-    """Root gives up its rights first."""
+    """Enter the namespaces; root gives up its rights first."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
     if user == 0:
@@ -34,7 +34,7 @@ def enter() -> None:
         _call(libc, "prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # /proc/self would stay root's
     _call(libc, "unshare", _NEWUSER | _NEWNS)
     for name, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-        Path("/proc/self", name).write_bytes(line.encode())  # a codec of its own could be in root's folder
+        Path("/proc/self", name).write_bytes(line.encode())  # text needs a codec, which could be in root's folder
     _call(libc, "mount", None, b"/", None, _PRIVATE, None)
 
 

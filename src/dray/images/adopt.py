@@ -1,4 +1,4 @@
-"""An image that somebody else made: what it has, found by running it; a folder with a link to it, and a record."""
+"""Adopt an image that dray did not build: start it once, and write a folder with a link to it and a record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dray.images.sif import format as sif_format
 from dray.images.sif.format import MACHINES
 from dray.images.sources import inputs
 
-# dray's trainer is written for these; others are said.
+# The oldest versions that dray's own trainer supports; `dray image adopt` notes older ones.
 _TRAINER = {"torch": (2, 8), "transformers": (5,)}
 _START_S = 600.0  # a first start may unpack gigabytes, and import torch from a network disk
 _BLOCK = 1 << 22
@@ -36,22 +36,22 @@ _PROBE = Path(dray.__file__).parent / "checks" / "adopted.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """What was made."""
+    """An adopted image, as `dray image adopt` prints it."""
 
     file: Path
     variant: str
     digest: str
     versions: dict[str, str]
     brought: tuple[str, ...]
-    """Packages that the image lacks, with their versions."""
+    """Packages that dray added beside the image, with their versions."""
     lacks: tuple[str, ...]
-    """What dray's own trainer wants and the image has not; programs of the user's own may not need it."""
+    """What dray's own trainer needs and the image lacks; the user's own script may not need it."""
 
 
 def adopt(
     checkout: Path, source: str, *, name: str = "", force: bool = False, say: Callable[[str], None] = print
 ) -> Adopted:
-    """Make build/dray-NAME, as slurm/adopt.sh does on a node; or leave nothing."""
+    """Make the folder build/dray-NAME, as slurm/adopt.sh does on a node. A failure leaves nothing."""
     name = name or _named(source)
     _require_name(name)
     build = checkout / "build"
@@ -60,7 +60,7 @@ def adopt(
         raise ConfigError(
             "there is an image of this name",
             where=folder,
-            fix=f"give another one: --name {name}-2; or replace it: --force",
+            fix=f"choose another name (--name {name}-2), or replace the image (--force)",
         )
     build.mkdir(exist_ok=True)
     # A refusal keeps what took hours to fetch.
@@ -83,24 +83,24 @@ def adopt(
                 where=source,
                 wanted=MACHINES.get(platform.machine(), platform.machine()),
                 found=sif.architecture,
-                fix="take the image of this machine's architecture, or adopt it on a machine of the image's own",
+                fix="take the image for this machine's architecture, or adopt this one on a machine that it fits",
             )
         digest = _digest(sif.path, say)
-        say("dray: start it, to see what it has")
+        say("dray: start the image to see what it has")
         try:
             found = probe(image, source)
             beside.require(found, source)
-        except UnfitError:  # it may be damaged
+        except UnfitError:  # the fetched file may be damaged
             kept.unlink(missing_ok=True)
             raise
-        say("dray: put beside it what it lacks")
+        say("dray: add the packages that the image lacks")
         origin = beside.Origin(name=name, source=where, file=file, sha256=digest, size=image.stat().st_size)
         brought = beside.fill(new, found, origin, checkout=checkout)
         path = beside.python_path(new, checkout / "src", found["pythonpath"])
         started = inside(image, [new, checkout / "src"], path, beside.start_argv("python3"))
         beside.starts(started.code, _last(started), source)
         if store.stat(subject) != file:
-            raise UnfitError("the image was changed while it was looked at", where=source, fix="try again")
+            raise UnfitError("the image changed while dray read it", where=source, fix="try again")
         old = Path(scratch) / "old"
         if folder.exists():
             folder.rename(old)
@@ -122,8 +122,8 @@ def adopt(
 
 
 def probe(image: Path, source: str) -> dict[str, Any]:
-    """What its own Python says of it; refused where dray cannot run on that."""
-    # --contain: nobody knows yet what it does; it gets a /tmp of its own.
+    """What the image's own Python reports. An image without Python, or one that does not start, is refused."""
+    # --contain: the image is unknown, so it gets a /tmp of its own.
     code = _PROBE.read_text(encoding="utf-8")
     done = singularity.execute(image.resolve(), ["python3", "-c", code], options=["--contain"], seconds=_START_S)
     last = _last(done)
@@ -133,7 +133,7 @@ def probe(image: Path, source: str) -> dict[str, Any]:
             where=source,
             wanted="python3 on the image's PATH",
             found=last,
-            fix="an image with Python 3.11 or newer and torch; or one that sets PATH to its Python",
+            fix="take an image with Python 3.11 or newer and torch, with that Python on its PATH",
         )
     try:
         found: dict[str, Any] = json.loads(done.out.splitlines()[-1])
@@ -141,13 +141,13 @@ def probe(image: Path, source: str) -> dict[str, Any]:
     except (LookupError, ValueError, TypeError, AttributeError):
         raise UnfitError(
             "the image does not start", where=source, found=last or f"exit code {done.code}",
-            fix="copy or pull it again: a damaged image looks like this; apptainer exec IMAGE true shows more",
+            fix="copy or pull the image again: it may be damaged; apptainer exec IMAGE true shows more",
         ) from None  # fmt: skip
     return found
 
 
 def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str], None]) -> str:
-    """The image where it is, copied where others may write it, or fetched; its whole path or its address."""
+    """Link the image, copy it if others may write it, or fetch it. Returns its absolute path or its address."""
     path = Path(source).expanduser()
     if path.exists():
         kind = archive(path)
@@ -161,7 +161,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
             wanted="a SIF, docker://NAME, oras://NAME, oci:FOLDER, oci-archive:FILE or docker-archive:FILE",
         )  # fmt: skip
     if kept.exists():
-        say(f"dray: take what was fetched before ({kept}; remove it to fetch again)")
+        say(f"dray: use the image that was fetched before ({kept}; remove it to fetch again)")
     else:
         say(f"dray: fetch {source}, which takes minutes")
         kept.parent.mkdir(exist_ok=True)
@@ -174,7 +174,7 @@ def _put(source: str, address: str, image: Path, kept: Path, say: Callable[[str]
 
 
 def _use(path: Path, image: Path, say: Callable[[str], None]) -> None:
-    """Never a second name of the file itself, which is another user's to change."""
+    """Link or copy the image. No hard link: the file's owner may still change it."""
     sif_format.read(path)
     image.with_name(beside.SOURCE).symlink_to(path)
     others = _others(path)
@@ -187,7 +187,7 @@ def _use(path: Path, image: Path, say: Callable[[str], None]) -> None:
 
 
 def _others(path: Path) -> str:
-    """Why others than the owner may write the file's bytes, or put another file in its place."""
+    """Why users other than the owner may change or replace the file; empty if they may not."""
     mode, folder = stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.resolve().parent.stat().st_mode)
     if mode & 0o022:
         return f"its mode is {mode:o}"
@@ -195,7 +195,7 @@ def _others(path: Path) -> str:
 
 
 def archive(path: Path) -> str:
-    """What Apptainer calls it, where it is no SIF: an OCI folder, or a tar of `docker save` or of OCI's."""
+    """Apptainer's name for the format: oci (a folder), docker-archive or oci-archive (tars); empty for a SIF."""
     if path.is_dir():
         return "oci" if (path / "oci-layout").is_file() else ""
     if path.is_file() and tarfile.is_tarfile(path):
@@ -229,7 +229,7 @@ def _require_name(name: str) -> None:
     if not re.fullmatch(ADOPTED, name) or name in ACCELERATORS:
         raise ConfigError(
             "not a name for an adopted image",
-            wanted=f"small letters, digits, _ and -, and none of {', '.join(ACCELERATORS)}",
+            wanted=f"lower-case letters, digits, _ and -, but not {', '.join(ACCELERATORS)}",
             found=name or "no name",
             fix="--name mine",
         )
@@ -239,18 +239,18 @@ def _lacking(packages: Mapping[str, str]) -> Iterator[str]:
     for name, oldest in _TRAINER.items():
         wanted = ".".join(map(str, oldest))
         if name not in packages:
-            yield f"{name} {wanted} or newer: it has none"
+            yield f"{name} {wanted} or newer: the image has none"
         elif beside.numbers(packages[name]) < oldest:
-            yield f"{name} {wanted} or newer: it has {packages[name]}"
+            yield f"{name} {wanted} or newer: the image has {packages[name]}"
     for name in ("safetensors", "tokenizers", "numpy", "pyarrow"):
         if name not in packages:
-            yield f"{name}: it has none"
+            yield f"{name}: the image has none"
 
 
 def inside(
     image: Path, folders: Sequence[Path], path: str, command: list[str], seconds: float = _START_S
 ) -> process.Done:
-    """Run a command in an adopted image, which sees what is beside it."""
+    """Run a command in an adopted image that sees `folders`, the packages beside it among them."""
     mounts = []
     for folder in folders:
         quoted = str(folder).replace('"', '""')
@@ -261,6 +261,6 @@ def inside(
 
 
 def _last(done: process.Done) -> str:
-    """Without what the engine says of folders that the image has not."""
+    """The last lines of stderr, without the engine's warnings about folders that the image lacks."""
     lines = [line for line in done.err.splitlines() if line.strip() and not line.startswith(("WARNING:", "INFO:"))]
     return "\n".join(lines[-3:])

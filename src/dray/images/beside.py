@@ -1,7 +1,7 @@
-"""The folder of an adopted image: what the image has, how its file is known again, and packages that the image lacks.
+"""The folder of an adopted image: a link to it, its description and record, and the packages that it lacks.
 
-Two ways lead here. `dray image adopt` comes with the user's own Python. slurm/adopt.sh starts this file in the image,
-where neither pydantic nor any other package may be there yet. So it uses Python's own library alone.
+`dray image adopt` imports this file with the user's own Python. slurm/adopt.sh starts it in the image, where pydantic
+and all other packages may be missing. So it uses Python's standard library alone.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from dray.contract.findings import ConfigError, DrayError, UnfitError
 from dray.images.sources.platforms import PLATFORMS
 
 IMAGE, SOURCE, DESCRIBED = "image.sif", "source", "image.json"
-"""In the folder: the SIF, or a link to it; a link to the file that it was made from; what is known of both."""
-# dray runs on it; its trainer is written for these, and others are said.
+"""Files in the folder: the SIF, or a link to it; a link to the file that the user named; the description of both."""
+# The oldest Python and glibc that dray runs on.
 _PYTHON, _LIBC = (3, 11), (2, 28)
-# Of dray's own requirements, those that only hosts need.
+# dray's requirements that only hosts need.
 _HOSTS = {"docker", "spython"}
 _START = "import dray.cli, dray.cli.plan, dray.runner.__main__, dray.tcp_store.handler"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the image came from, and how its file is known again."""
+    """Where the image came from, and how dray sees that its file is unchanged."""
 
     name: str
     source: str
-    """The path of a SIF, or what was fetched: docker://..."""
+    """The path of a SIF, or the address that dray fetched: docker://..."""
     file: str
-    """What `stat` tells of that file: owner, inode, size and time."""
+    """That file's owner, inode, size and time, from `stat`."""
     sha256: str
     size: int
 
@@ -55,20 +55,20 @@ def require(found: Mapping[str, Any], source: str) -> None:
     for holds, problem, wanted, has in (
         (numbers(found["python"]) >= _PYTHON, "the image's Python is too old for dray", "Python 3.11 or newer",
          found["python"]),
-        (kind == "glibc", "the image has no glibc, for which torch's wheels are made", "glibc 2.28 or newer",
+        (kind == "glibc", "the image has no glibc, which torch's wheels need", "glibc 2.28 or newer",
          found["libc"] or "another C library, such as musl"),
-        (numbers(version) >= _LIBC, "the image's glibc is too old", "glibc 2.28 or newer, as torch's wheels want it",
+        (numbers(version) >= _LIBC, "the image's glibc is too old", "glibc 2.28 or newer, which torch's wheels need",
          found["libc"]),
-        ("error" not in found["torch"], "the image has no torch that can be imported", "torch, which starts the ranks",
+        ("error" not in found["torch"], "the image's Python cannot import torch", "torch, which starts the ranks",
          found["torch"].get("error")),
     ):  # fmt: skip
         if not holds:
-            fix = "take a newer image, or dray image build"
+            fix = "take a newer image, or build dray's own (dray image build)"
             raise ConfigError(problem, where=source, wanted=wanted, found=has, fix=fix)
 
 
 def fill(folder: Path, found: Mapping[str, Any], origin: Origin, *, checkout: Path) -> tuple[str, ...]:
-    """Put all of it there but the image; the packages that were brought, with their versions."""
+    """Write all files of the folder but the image. Returns the packages that were added, with their versions."""
     brought = _packages(folder, found, checkout, origin.source)
     _register(folder, checkout)
     described = {
@@ -96,33 +96,33 @@ def fill(folder: Path, found: Mapping[str, Any], origin: Origin, *, checkout: Pa
 
 
 def python_path(folder: Path, source: Path, theirs: str) -> str:
-    """PYTHONPATH in an adopted image: what it lacks, dray, and what it has there itself."""
+    """PYTHONPATH in an adopted image: the packages beside it, dray's source, then the image's own value."""
     return ":".join(filter(None, [str(folder), str(source), theirs]))
 
 
 def starts(code: int, last_lines: str, source: str) -> None:
-    """Refuse an image in which dray's planner and its runner have not started."""
+    """Refuse an image in which dray's planner and runner did not start."""
     if code:
         raise UnfitError(
             "dray does not start in the image", where=source, found=last_lines,
-            fix="the last line says what is missing or does not fit; take another image",
+            fix="take another image: the last line says what is missing or does not fit",
         )  # fmt: skip
 
 
 def start_argv(python: str) -> list[str]:
-    """A command that starts them."""
+    """The command that imports dray's planner and runner."""
     return [python, "-B", "-c", _START]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The first three, to compare; without what a vendor adds, such as +cu130."""
+    """The first three numbers of a version, to compare; a vendor's ending such as +cu130 is left out."""
     with suppress(ValueError):
         return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
     return ()
 
 
 def variant(torch: Mapping[str, str]) -> str:
-    """The variant of ours that the image takes the place of."""
+    """The variant of dray's own images that this image replaces."""
     if torch["hip"]:
         return "rocm" if numbers(torch["hip"]) >= (7,) else "rocm6"
     if torch["cuda"]:
@@ -131,7 +131,7 @@ def variant(torch: Mapping[str, str]) -> str:
 
 
 def versions(found: Mapping[str, Any]) -> dict[str, str]:
-    """For people: the record's and what is printed."""
+    """The versions that the record holds and `dray image adopt` prints."""
     torch, packages = found["torch"], found["packages"]
     named = {
         "python": f"{found['python']}, {found['executable']}",
@@ -146,7 +146,7 @@ def versions(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(folder: Path) -> str:
-    """Of all that is brought."""
+    """One digest of everything in the folder but the image."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in (IMAGE, SOURCE):
@@ -167,7 +167,7 @@ def _register(folder: Path, checkout: Path) -> None:
 
 
 def _packages(folder: Path, found: Mapping[str, Any], checkout: Path, source: str) -> dict[str, str]:
-    """By the hashes of venv.lock, for the image's own Python. What a package needs its wheel says, once it is here."""
+    """Add what the image lacks, by the hashes of venv.lock. Each added wheel names the packages that it needs."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = _pins(checkout / "containers" / "venv.lock")
     python = ".".join(found["python"].split(".")[:2])
@@ -208,7 +208,7 @@ def _pins(lock: Path) -> dict[str, _Pin]:
 
 
 def _missing(asked: Iterable[str], has: Mapping[str, str], pins: Mapping[str, _Pin]) -> Iterator[str]:
-    """What of these requirements the image has not, or not in that version."""
+    """The required packages that the image lacks, or has in a version that does not fit."""
     for requirement in asked:
         wanted, _, marker = requirement.partition(";")
         matched = re.match(r"[A-Za-z0-9._-]+", wanted)
@@ -220,7 +220,7 @@ def _missing(asked: Iterable[str], has: Mapping[str, str], pins: Mapping[str, _P
 
 
 def _fits(wanted: str, version: str | None) -> bool:
-    """Whether a version is new enough, or the very one; an upper bound is for new resolutions."""
+    """Whether a version satisfies == or >=. Upper bounds count only when a lock is resolved."""
     if version is None:
         return False
     exact, oldest = re.search(r"==([\w.]+)", wanted), re.search(r">=([\w.]+)", wanted)
@@ -230,7 +230,7 @@ def _fits(wanted: str, version: str | None) -> bool:
 
 
 def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, source: str) -> list[Path]:
-    """Their wheels, in a folder that keeps them for the next image with such a Python."""
+    """The pinned wheels. `files` keeps them for the next image with this Python."""
     ours = checkout / "build" / "wheels"
     places = (files, ours / files.name, ours)
     absent = [pin for pin in pins if not _kept(pin, python, places)]
@@ -244,18 +244,18 @@ def _fetched(pins: Sequence[_Pin], python: str, files: Path, checkout: Path, sou
                 where=source,
                 wanted=f"wheels for Python {python}: {', '.join(f'{pin.name} {pin.version}' for pin in absent)}",
                 found=error.finding.found,
-                fix=f"where there is a network, such as a login node: slurm/dray image adopt {shlex.quote(source)}\n"
+                fix=f"on a machine with a network, such as a login node: slurm/dray image adopt {shlex.quote(source)}\n"
                 f"or, if the image has no pip: make install && .venv/bin/dray image adopt {shlex.quote(source)}\n"
-                "or take an image that has pydantic, rich, typer and PyYAML",
+                "or take an image with pydantic, rich, typer and PyYAML",
             ) from error
     wheels = {pin.name: _kept(pin, python, places) for pin in pins}
     if lacking := [name for name, wheel in wheels.items() if wheel is None]:
-        raise UnfitError("pip has brought no wheel that fits the image", where=source, found=", ".join(lacking))
+        raise UnfitError("pip fetched no wheel that fits the image", where=source, found=", ".join(lacking))
     return [wheel for wheel in wheels.values() if wheel]
 
 
 def _fetch(pins: Sequence[_Pin], python: str, files: Path) -> None:
-    """Into a folder of its own first: another job may be fetching the same."""
+    """Fetch into a folder of its own first: another job may fetch the same wheels."""
     with TemporaryDirectory(dir=files, prefix=".fetch-") as own:
         requirements = Path(own, "requirements.txt")
         requirements.write_text("".join(f"{pin.text}\n" for pin in pins), encoding="utf-8")
@@ -265,7 +265,7 @@ def _fetch(pins: Sequence[_Pin], python: str, files: Path) -> None:
 
 
 def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> Path | None:
-    """In the first of these folders; the last has what dray's own images were built from."""
+    """The wheel, from the first of these folders that has it. The last folder is the one of dray's own images."""
     tags = (f"-cp{python.replace('.', '')}-", "py3-none-any.")
     for path in (path for place in places for path in place.glob(f"*-{pin.version}-*.whl")):
         if any(tag in path.name for tag in tags) and hashlib.sha256(path.read_bytes()).hexdigest() in pin.hashes:
@@ -274,7 +274,7 @@ def _kept(pin: _Pin, python: str, places: Iterable[Path]) -> Path | None:
 
 
 def _download(requirements: Path, python: str, files: Path) -> list[str]:
-    """The image's own pip, or the user's, which looks where it is told to; both run nothing of it."""
+    """The command of the image's or the user's own pip, with its own configuration. It runs no package's code."""
     return [
         *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--quiet"),
         *("--progress-bar", "off", "--require-hashes", "--only-binary", ":all:", "--retries", "1", "--timeout", "10"),
@@ -285,7 +285,7 @@ def _download(requirements: Path, python: str, files: Path) -> list[str]:
 
 
 def main() -> None:
-    """In the image: CHECKOUT FOLDER NAME SOURCE FILE SHA256 SIZE, and on standard input what checks/adopted.py says."""
+    """Run in the image with CHECKOUT FOLDER NAME SOURCE FILE SHA256 SIZE; stdin is the output of checks/adopted.py."""
     checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
     name, source, file, sha256, size = sys.argv[3:]
     try:
@@ -300,4 +300,4 @@ def main() -> None:
         print(f"dray: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     about = ", ".join(f"{name} {version}" for name, version in versions(found).items())
-    print(f"  {about}" + (f"\n  brought beside it: {', '.join(brought)}" if brought else ""), file=sys.stderr)
+    print(f"  {about}" + (f"\n  added beside it: {', '.join(brought)}" if brought else ""), file=sys.stderr)

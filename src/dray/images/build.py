@@ -1,4 +1,4 @@
-"""Build a variant's image: once, or twice to show that the same bytes come out."""
+"""Build a variant's image: once, or twice to prove that the bytes are the same."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(
     from_nothing: bool = False,
     force: bool = False,
 ) -> list[str]:
-    """Make the image, and put it where a run looks for it: a line a format. A failure leaves the images of before."""
+    """Build the image where a run looks for it. Returns a line per format. A failure keeps the previous images."""
     started = time.monotonic()
     sif = (out or store.sif(checkout, variant)).absolute()
     sif.parent.mkdir(parents=True, exist_ok=True)
@@ -54,13 +54,13 @@ def build(
         found = {} if again else _found(source, sif, formats)
         asked = [name for name in formats if name not in found]
         if not asked:
-            say("dray: found, built from the same inputs (--force builds it again)")
+            say("dray: the image exists, built from the same inputs (--force builds it again)")
             return [found[name] for name in formats]
         unpacked = sif if "sif" in found else None
         make = partial(_made, checkout, source, near=sif, formats=asked, unpacked=unpacked, say=say)
         with make(from_nothing=from_nothing) as scratch:
             if twice:
-                say("dray: build it once more")
+                say("dray: build the image a second time")
                 with make(from_nothing=from_nothing) as second:
                     _need_same(store.failed(checkout, variant), scratch, second)
             shutil.rmtree(store.failed(checkout, variant), ignore_errors=True)
@@ -75,7 +75,7 @@ def build(
 
 
 def _found(source: Source, sif: Path, formats: Sequence[str]) -> dict[str, str]:
-    """The images that were made from the same inputs, a line for each: the SIF, and those that the engines have."""
+    """The images that exist from the same inputs, a line for each format: the SIF, Docker's and Podman's."""
     found = {}
     recorded = _record(sif)
     if recorded and recorded.inputs == source.digest and f"sha256:{recorded.sif.sha256}" == digest(sif):
@@ -101,7 +101,7 @@ def _made(
 ) -> Iterator[Path]:
     """A folder with the image in each format, on the disk of its destination: the last move is then a rename.
 
-    With `unpacked`, the files are those of this SIF, and nothing is built.
+    With `unpacked`, the files come from this SIF, and nothing is built.
     """
     with TemporaryDirectory(prefix=f".{near.name}-", dir=near.parent, ignore_cleanup_errors=True) as made:
         scratch = Path(made)
@@ -130,7 +130,7 @@ def _made(
 
 
 def _keep_failed(failed: Path, source: Source, scratch: Path, error: DrayError) -> None:
-    """The sandbox of a build that failed stays, so that somebody can look around in it."""
+    """Keep the sandbox of a failed build, for `dray image enter`."""
     for sandbox in (*scratch.glob(f"build-temp-*/{ROOTFS}"), *scratch.glob(ROOTFS)):
         shutil.rmtree(failed, ignore_errors=True)
         failed.mkdir(parents=True)
@@ -142,7 +142,7 @@ def _keep_failed(failed: Path, source: Source, scratch: Path, error: DrayError) 
 
 
 def _record(sif: Path) -> record.Record | None:
-    """The record, where it and its image are there. A damaged one is no reason not to build."""
+    """The record, if it and its image exist. A damaged record does not stop a build."""
     try:
         return record.read(sif) if sif.is_file() else None
     except ConfigError:
@@ -150,7 +150,7 @@ def _record(sif: Path) -> record.Record | None:
 
 
 def _need_same(failed: Path, first: Path, second: Path) -> None:
-    """Refuse two builds that differ; both stay, to be looked at."""
+    """Refuse two builds that differ, and keep both for a comparison."""
     for name in (SIF, LAYER):
         if not (first / name).exists() or digest(first / name) == digest(second / name):
             continue

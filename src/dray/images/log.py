@@ -1,4 +1,4 @@
-"""A build's output: all of it in a file, the steps' lines for the user, the last lines for an error."""
+"""A build's output: all of it in a log file, each step's line on the terminal, the last lines in an error."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FULL = "no space left on device"  # programs write No, Docker no
 
 @contextmanager
 def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str], None]]:
-    """What takes a build's lines. An error that says nothing of its cause gets the last, and the place of all of them.
+    """Yield the function that logs a line. If a program of the build fails, the error gets its last lines and the log.
 
-    `out` is the folder that is written besides the build's own.
+    `out` is the folder of the image, which the build writes besides its own folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     build = path.parent.parent
     last: deque[str] = deque(maxlen=15)
     with path.open("a", encoding="utf-8") as file:
         try:
-            # Two builds of one image would pull the folder of inputs from under each other.
+            # Two builds of one image would overwrite each other's folder of inputs.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DrayError(
@@ -71,7 +71,7 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
             text = "\n".join(last)
             if _FULL in f"{text}\n{error.details.get('found')}".lower():
                 raise _disk_full(build, [build, out or build]) from error
-            # What dray itself says needs no log; what a program said is in it.
+            # dray's own errors need no log; a program's reason is in the log.
             if text and isinstance(error, BuildError):
                 error.amend(where=path, found=text)
             raise
@@ -86,7 +86,7 @@ def build_log(path: Path, *, out: Path | None = None) -> Iterator[Callable[[str]
 
 
 def _disk_full(build: Path, written: list[Path]) -> UnfitError:
-    """Programs do not say which of the disks that they write is full: it is the one with the least room."""
+    """The error of a full disk. Programs do not name the disk: dray takes the one with the least free space."""
     folders = [_that_is_left(path) for path in written]
     full = min(folders, key=lambda folder: shutil.disk_usage(folder).free)
     ours = build.stat().st_dev == full.stat().st_dev
@@ -94,10 +94,10 @@ def _disk_full(build: Path, written: list[Path]) -> UnfitError:
         "the disk is full",
         where=full,
         found=f"{shutil.disk_usage(full).free / 1e9:.1f} GB free; dray doctor --build shows what a build needs",
-        fix=f"make room; {build} may be removed whole: it holds what was fetched and built" if ours else "make room",
+        fix=f"make room; {build} can be removed: it holds fetched files and built images" if ours else "make room",
     )
 
 
 def _that_is_left(path: Path) -> Path:
-    """The folder of a file: a build that has failed has removed some of its own."""
+    """The nearest folder that exists: a failed build removes some of its own."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 from dray import engines
 from dray.config.checkout import root
 from dray.config.image import ACCELERATORS, ADOPTED
-from dray.contract.findings import ConfigError, UnfitError
+from dray.contract.findings import ConfigError, UnfitError, listed, nearest
 from dray.images import beside
 from dray.images.sif import record, verify
 from dray.images.sif.format import MAGIC
@@ -34,7 +33,7 @@ def docker_tag(variant: str) -> str:
 
 
 def in_engine(engine: str, variant: str) -> str:
-    """The image of Docker or Podman, which must be there: they would look on a registry, where it never was."""
+    """The image's name in Docker or Podman. It must exist: they would ask a registry, which never had it."""
     from dray.containers import images  # noqa: PLC0415  the Docker SDK, which a job's plan need not load
 
     tag = engines.get(engine).store_prefix + docker_tag(variant)
@@ -48,7 +47,7 @@ def in_engine(engine: str, variant: str) -> str:
 
 
 def bare_python() -> str:
-    """This very Python, which must have the training stack."""
+    """The Python that runs dray. It must have torch, and dray's handler for torchrun."""
     if find_spec("torch") is None:
         raise UnfitError(
             "this Python cannot train",
@@ -58,9 +57,9 @@ def bare_python() -> str:
         )
     if not distribution("dray").entry_points.select(group="torchrun.handlers"):
         raise UnfitError(
-            "this Python has an older installation of dray than its source",
+            "dray's installation in this Python is older than its source",
             where=sys.executable,
-            wanted="torchrun's rendezvous `dray`, which the installation registers",
+            wanted="an installation that registers the rendezvous `dray` for torchrun",
             fix=shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", "--editable", str(root())]),
         )
     return sys.executable
@@ -72,7 +71,7 @@ def sif(checkout: Path, variant: str) -> Path:
 
 
 def adopted(checkout: Path, name: str) -> Path:
-    """The adopted image of this name, or the one that was made of the file of this whole path."""
+    """The adopted image of this name, or the one that was adopted from this absolute path."""
     for home in _homes(checkout):
         for link in sorted(home.glob(f"dray-*/{beside.SOURCE}")):
             if os.readlink(link) == name:  # noqa: PTH115  the link's own text
@@ -83,25 +82,25 @@ def adopted(checkout: Path, name: str) -> Path:
 
 
 def adopted_names(checkout: Path) -> list[str]:
-    """Of all that are there."""
+    """The names of all adopted images."""
     found = (file for home in _homes(checkout) for file in home.glob(f"dray-*/{_DESCRIBED}"))
     return sorted(file.parent.name.removeprefix("dray-") for file in found)
 
 
 def _homes(checkout: Path) -> tuple[Path, ...]:
-    """Where adopted images are; a job puts them beside the runs where it may not write the checkout."""
+    """The folders of adopted images. A job that may not write the checkout puts them beside the runs."""
     return checkout / "build", Path(os.environ.get("DRAY_RUNS", "runs")).absolute() / ".adopted"
 
 
 def stat(file: Path) -> str:
-    """How a file is known again, as `stat --format` writes it in slurm/adopt.sh."""
+    """A file's owner, inode, size and time, as `stat --format` writes them in slurm/adopt.sh."""
     seen = file.stat()
     seconds, rest = divmod(seen.st_mtime_ns, 10**9)
     return f"owner {seen.st_uid}, inode {seen.st_ino}, {seen.st_size} bytes, changed {seconds}.{rest:09}"
 
 
 def require_unchanged(image: Path) -> None:
-    """An adopted image's file must be the one that was looked at."""
+    """Refuse an adopted image whose file has changed since it was adopted."""
     described = _described(image)
     if not described:
         return
@@ -113,7 +112,7 @@ def require_unchanged(image: Path) -> None:
         found = stat(file)
     except OSError as error:
         found = error.strerror or str(error)
-    if found.startswith(_NOBODY):  # in a container that was started without root's help other users have no number
+    if found.startswith(_NOBODY):  # in an unprivileged container other users have no id
         found, wanted = (text.partition(", ")[2] for text in (found, wanted))
     if found != wanted:
         raise ConfigError(
@@ -126,12 +125,12 @@ def require_unchanged(image: Path) -> None:
 
 
 def layer(checkout: Path, variant: str, name: str) -> Path:
-    """The file that `dray image layer` makes, by the layer's name; or the SIF that was named."""
+    """The file that `dray image layer` makes for a name; a name that ends in .sif is the file itself."""
     return Path(name) if name.endswith(".sif") else checkout / "build" / f"dray-{variant}-{name}.sif"
 
 
 def named(checkout: Path, image: str) -> Path:
-    """The file that a user names: by its path, as a variant, or as an adopted image."""
+    """The file of the image that a user names by its path, as a variant, or as an adopted image."""
     if image in ACCELERATORS:
         return sif(checkout, image)
     theirs = adopted(checkout, image) if re.fullmatch(ADOPTED, image) else Path(image)
@@ -144,7 +143,7 @@ def failed(checkout: Path, variant: str) -> Path:
 
 
 def job_file(checkout: Path, variant: str, engine: str = "apptainer") -> Path:
-    """What a job starts: DRAY_IMAGE, else the variant's own. Not all engines have it in a file, or as a SIF."""
+    """The image that a job starts: DRAY_IMAGE, else the variant's own, in the format of the engine."""
     named = os.environ.get("DRAY_IMAGE")
     file = sif(checkout, variant) if variant in ACCELERATORS else adopted(checkout, variant)
     if engines.get(engine).image == "store":
@@ -153,7 +152,7 @@ def job_file(checkout: Path, variant: str, engine: str = "apptainer") -> Path:
 
 
 def absent(image: Path, variant: str, engine: str) -> str:
-    """How to make the image, where it is not there; what an engine has in a store, the nodes say."""
+    """The command that makes a missing image; empty if it exists, or if only the nodes can tell."""
     if engines.get(engine).image == "store" or image.exists():
         return ""
     if variant not in ACCELERATORS:
@@ -164,22 +163,21 @@ def absent(image: Path, variant: str, engine: str) -> str:
 
 
 def require_adopted(checkout: Path, name: str, image: Path) -> None:
-    """Of an adopted image: it is there, and its file is unchanged."""
+    """Refuse an adopted image that is missing, or whose file has changed."""
     if name in ACCELERATORS or image.suffix != f".{_SIF}":
         return
     if image.exists() or image.is_symlink():
         require_unchanged(image)
         return
     names = adopted_names(checkout)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        fix = f"adopted={near[0]}"
+    if near := nearest(name, names):
+        fix = f"adopted={near}"
     else:
         fix = f"dray image adopt {shlex.quote(name)}" if "/" in name else f"dray image adopt SOURCE --name {name}"
     raise ConfigError(
         f"there is no adopted image {name}" if "/" not in name else "the image is not adopted yet",
         where=checkout / "build" if "/" not in name else name,
-        wanted=f"one of {', '.join(names)}" if names else "",
+        wanted=f"one of {listed(names)}" if names else "",
         fix=fix,
     )
 
@@ -194,7 +192,7 @@ def _formats(engine: str) -> tuple[str, ...]:
 
 
 def described(image: Path) -> dict[str, str]:
-    """What a plan must know of an adopted image: its folder, where it came from, and PYTHONPATH; nothing of others."""
+    """What a plan needs to know of an adopted image: its folder, origin and PYTHONPATH. Empty for other images."""
     found = _described(image)
     if not found:
         return {}
@@ -219,24 +217,24 @@ def _described(image: Path) -> dict[str, Any]:
 
 
 def within(image: Path) -> dict[str, str]:
-    """What a planner in an image knows of it: its variant; of an adopted one the rest."""
+    """What the planner knows of the image that it runs in: the variant, or all that `described` has."""
     return described(image) or {"image_variant": variant()}
 
 
 def variant(image: Path | None = None) -> str:
-    """Of the image that this program runs in, or of that file; empty where it is none, or has no record."""
+    """The variant of a file, or of the image that this program runs in; empty if there is no record of it."""
     if image is None:
         try:
             found = json.loads((Path(sys.prefix) / _DESCRIBED).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return ""  # what is damaged, the image's own checks say
+            return ""  # the image's own checks report damage
         return str(found.get("variant", ""))
     known = record.read(image)
     return known.variant if known else ""
 
 
 def required(checkout: Path, variant: str, digest: str | None = None, engine: str = "apptainer") -> Path:
-    """The same, and before anything is queued it must be there, and be the one that the recipe and the engine want."""
+    """`job_file`, checked before a job is queued: it exists, and it is what the recipe and the engine want."""
     file, formats = job_file(checkout, variant, engine), _formats(engine)
     require_adopted(checkout, variant, file)
     if fix := absent(file, variant, engine):
@@ -260,15 +258,15 @@ def required(checkout: Path, variant: str, digest: str | None = None, engine: st
             where=file,
             wanted=" or ".join(formats),
             found=kind,
-            fix="set DRAY_IMAGE to an image of this engine's format: docs/reference/engines.md",
+            fix="set DRAY_IMAGE to an image in this engine's format: docs/reference/engines.md",
         )
     if not kind:
         raise ConfigError(
-            "the image is no image",
+            "the file is not an image",
             where=file,
             wanted="a SIF, as make image-VARIANT builds it, or a squashfs",
             found="an empty file" if not head else ascii(head[:16].decode("latin-1")),
-            fix=f"make image-{variant}, or copy the file again: a copy that was cut off looks like this",
+            fix=f"make image-{variant}, or copy the file again: it may be incomplete",
         )
     if digest and kind == "folder":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A layer's lock: what the user asks for, resolved beside the packages that the image has, of which none changes."""
+"""A layer's lock: the user's requirements, resolved so that none of the image's packages changes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dray.contract.findings import ConfigError
 from dray.images.sources import lock
 from dray.images.sources.lock import Pin
 
-# uv resolves against wheels without content in the place of the image's packages: it asks no index for them, of which
-# some are on none, and can take no other version.
+# uv resolves against empty wheels instead of the image's packages: it asks no index for them (some are on none), and it
+# can choose no other version.
 _STAND_IN = "dray"
 _NEEDS = "# needs "
 
@@ -31,7 +31,7 @@ def update(
     wheels: Path | None = None,
     upgrade: bool = False,
 ) -> None:
-    """Write the lock, unless the one that is there was made of the same."""
+    """Write the lock, unless it was made from the same requirements and image already."""
     packages = list(packages)
     origins = {
         "requirements": lock.digest("\n".join(requirements)),
@@ -49,15 +49,15 @@ def update(
 
 
 def needs(path: Path) -> dict[str, str]:
-    """The image's packages that a layer's use, in the versions that it was locked for."""
+    """The image's packages that a layer depends on, in the versions that it was locked for."""
     found = (line.removeprefix(_NEEDS) for line in path.read_text(encoding="utf-8").splitlines() if _NEEDS in line)
     return {name: version for name, _, version in (one.partition("==") for one in found)}
 
 
 def unfit(wanted: Mapping[str, str], image: Mapping[str, str]) -> list[str]:
-    """How an image's packages are others than those that the layer was locked for."""
+    """The image's packages whose versions differ from those that the layer was locked for."""
     return [
-        f"{name} {image.get(name, 'none')} in place of {version}"
+        f"{name} {image.get(name, 'none')} instead of {version}"
         for name, version in wanted.items()
         if image.get(name, "none").partition("+")[0] != version.partition("+")[0]
     ]
@@ -91,16 +91,16 @@ def _refused(requirements: Sequence[str], packages: Iterable[Pin], text: str) ->
     if "Failed to fetch" in text or not held:
         return lock.unsolved(where, text)
     return ConfigError(
-        "these packages do not go with the image's",
+        "these packages conflict with the image's",
         where=where,
-        wanted="packages that take " + ", ".join(f"{pin.name} {pin.version}" for pin in held),
+        wanted="packages that work with " + ", ".join(f"{pin.name} {pin.version}" for pin in held),
         found=re.sub(r"\n\s*", "\n", text.strip()),
-        fix="change the requirement: a layer adds packages, and replaces none of the image's",
+        fix="change the requirement: a layer cannot replace the image's packages",
     )
 
 
 def _stand_in(folder: Path, pin: Pin) -> str:
-    """The version of a wheel without content, which satisfies what asks for the package's own."""
+    """Write an empty wheel. Its version, which is returned, satisfies what the package's own satisfies."""
     version = f"{pin.version}{'.' if '+' in pin.version else '+'}{_STAND_IN}"
     name = pin.name.replace("-", "_")
     about = f"{name}-{version}.dist-info"
@@ -116,7 +116,7 @@ def _stand_in(folder: Path, pin: Pin) -> str:
 
 
 def name_of(requirements: Sequence[str]) -> str:
-    """A layer's name where none is given: its only package, or a digest of what is asked for."""
+    """A layer's default name: its only package, or a digest of its requirements."""
     found = [re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in requirements]
     if len(found) == 1 and found[0]:
         return re.sub(r"[-_.]+", "-", found[0][0]).lower()

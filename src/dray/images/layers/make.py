@@ -24,7 +24,7 @@ from dray.images.sources import inputs, lock, pip, wheels
 Say = Callable[[str], None]
 _INSTALLED = "installed"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
-# What pip writes in front of a console script: this machine's own Python, by way of sh where its path has a space.
+# The first line of a console script of pip's: this machine's Python, started by sh if its path has a space.
 _SHEBANG = re.compile(rb"\A(#!/bin/sh\n'''exec' .*\n' '''\n|#!.*python.*\n)")
 _PYTHON = b"#!/opt/dray/bin/python3\n"
 
@@ -39,15 +39,15 @@ def make(
     own_wheels: Path | None = None,
     upgrade: bool = False,
 ) -> tuple[Path, record.Record]:
-    """build/dray-VARIANT-NAME.sif, its record and its lock. A failure leaves those of before."""
+    """Make build/dray-VARIANT-NAME.sif, its record and its lock. A failure keeps the previous ones."""
     image = inputs.image(checkout, variant)
     base = store.sif(checkout, variant)
     if not base.is_file():
-        raise ConfigError("the image that the layer is for does not exist", wanted=base, fix=f"make image-{variant}")
+        raise ConfigError("the image for this layer does not exist", wanted=base, fix=f"make image-{variant}")
     name = name or (locked.stem.removeprefix(f"dray-{variant}-") if locked else layer_lock.name_of(requirements))
     if not _NAME.fullmatch(name):
-        wanted = "small letters, digits, -, _ and ., 41 at most"
-        raise ConfigError("this is no name for a layer", wanted=wanted, found=name, fix="--name mine")
+        wanted = "at most 41 lower-case letters, digits, -, _ and ."
+        raise ConfigError("a layer cannot have this name", wanted=wanted, found=name, fix="--name mine")
     out = store.layer(checkout, variant, name)
     path = out.with_suffix(".lock")
     with build_log(checkout / "build" / "logs" / f"{variant}-{name}.log", out=out.parent) as say, builder.engine():
@@ -77,7 +77,7 @@ def make(
 
 
 def _install(checkout: Path, image: Image, path: Path, scratch: Path, *, own_wheels: Path | None, say: Say) -> None:
-    """The wheels' content in a folder, as an installation into the image would have it."""
+    """Install the wheels into a folder, as an installation into the image would."""
     tree = scratch / _INSTALLED
     files, modules = scratch / "wheels", tree / "lib"
     for folder in (files, modules):
@@ -97,7 +97,7 @@ def _install(checkout: Path, image: Image, path: Path, scratch: Path, *, own_whe
 
 
 def _start_with_the_images_python(modules: Path) -> None:
-    """Console scripts, and what the packages' records say of them, are else this machine's."""
+    """Give console scripts, and their lines in the packages' records, the image's Python; pip wrote this machine's."""
     for script in (modules / "bin").iterdir():
         script.write_bytes(_SHEBANG.sub(_PYTHON, script.read_bytes(), count=1))
     for listed in modules.glob("*.dist-info/RECORD"):

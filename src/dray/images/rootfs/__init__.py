@@ -1,4 +1,4 @@
-"""A root filesystem, made by Apptainer and packed as a SIF or a layer. It runs in the builder container too.
+"""Make a root filesystem with Apptainer, and pack it as a SIF or a Docker image. Runs in the builder container too.
 
 Standard library only: the builder has nothing else.
 """

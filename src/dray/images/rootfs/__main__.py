@@ -1,4 +1,4 @@
-"""Make a root filesystem in a folder, and pack it in the formats that are asked for."""
+"""Make a root filesystem in a folder, and pack it in the requested formats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("scratch", type=Path)
     parser.add_argument("--bind", action="append", default=[], nargs=2, metavar=("PATH", "TARGET"))
     parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--unpack", type=Path, metavar="SIF", help="take the files of this one, and build nothing")
+    parser.add_argument("--unpack", type=Path, metavar="SIF", help="take the files of this SIF, and build nothing")
     parser.add_argument("--sif", action="store_true")
     parser.add_argument("--docker", metavar="TAG")
     parser.add_argument("--label", action="append", default=[], nargs=2, metavar=("KEY", "VALUE"), help="for Docker")
@@ -59,12 +59,12 @@ def _labels(inputs: Path) -> dict[str, str]:
 
 
 def _label(rootfs: Path, inputs: Path) -> None:
-    """Apptainer adds to the labels when and by which Apptainer it was built, and from which path."""
+    """Replace Apptainer's labels, which hold the time, the path and the Apptainer of the build."""
     (rootfs / ".singularity.d" / "labels.json").write_text(json.dumps(_labels(inputs), indent=1, sort_keys=True))
 
 
 def _versions() -> dict[str, str]:
-    """What makes the image: with others of these, the same inputs may give other bytes."""
+    """Versions of the tools: with others, the same inputs may give other bytes."""
     asked = {"apptainer": [apptainer.program() or "apptainer", "--version"], "mksquashfs": ["mksquashfs", "-version"]}
     answers = {name: process.run(argv, check=False).out for name, argv in asked.items()}
     return {name: match[0] for name, out in answers.items() if (match := re.search(r"\d+\.\d+\S*", out))}

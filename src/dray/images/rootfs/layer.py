@@ -41,7 +41,7 @@ def pack(rootfs: Path, out: Path, *, epoch: int, inputs: Path, tag: str, labels:
 
 
 def write(rootfs: Path, out: BinaryIO, *, epoch: int) -> None:
-    """The layer: every file in order, all of them root's, all of the same time."""
+    """Write the layer's tar: the files are sorted, belong to root, and have one time."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for path in _walk(rootfs):
             entry = _sealed(tar.gettarinfo(path, path.relative_to(rootfs).as_posix()), epoch)

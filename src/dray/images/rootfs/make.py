@@ -17,7 +17,7 @@ _MACHINES = {b"\x3e\x00": "amd64", b"\xb7\x00": "arm64"}
 
 
 def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str, rootfs: Path) -> list[str]:
-    """Apptainer's command; the definition takes its base from the argument."""
+    """Apptainer's command; the definition takes its base from the build argument BASE."""
     require_bindable(*binds)
     return [
         *(tool, "build", "--sandbox", "--no-cleanup"),
@@ -28,7 +28,7 @@ def build_argv(*, tool: str, definition: Path, binds: dict[Path, str], base: str
 
 
 def require_bindable(*paths: Path) -> None:
-    """Refuse paths that its syntax has no way to write."""
+    """Refuse paths that Apptainer's --bind cannot take."""
     for path in paths:
         if set(",:") & set(str(path)):
             raise ConfigError(
@@ -37,7 +37,7 @@ def require_bindable(*paths: Path) -> None:
 
 
 def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path, epoch: int) -> Path:
-    """Build scratch/rootfs. Where it fails, what there is of it stays in scratch."""
+    """Build scratch/rootfs. A failed build leaves its files in scratch."""
     tool = apptainer.program()
     if tool is None:
         raise UnfitError("Apptainer is not on this machine", wanted="apptainer or singularity on PATH")
@@ -55,7 +55,7 @@ def build(*, definition: Path, binds: dict[Path, str], base: Path, scratch: Path
 
 
 def unpack(sif: Path, scratch: Path) -> Path:
-    """The files of a SIF in scratch/rootfs: with the same modes, links and content as when it was packed."""
+    """Unpack a SIF into scratch/rootfs, with the modes, links and content that were packed."""
     print("dray: unpack the SIF", flush=True)
     rootfs = scratch / ROOTFS
     offset = str(sif_format.read(sif).system.offset)
@@ -64,7 +64,7 @@ def unpack(sif: Path, scratch: Path) -> Path:
 
 
 def start_from(base: Path, scratch: Path) -> str:
-    """Apptainer's From for a base, by a name that no machine's path is in."""
+    """The base's name for Apptainer's From, without a path of this machine."""
     unpacked = scratch / f"base{'.sif' if base.suffix == '.sif' else ''}"
     if base.suffix == ".sif":
         unpacked.symlink_to(base)
@@ -86,17 +86,17 @@ def start_from(base: Path, scratch: Path) -> str:
     wanted = sif_format.MACHINES.get(platform.machine(), platform.machine())
     if found != wanted:
         raise ConfigError(
-            "the base is of another architecture" if found else "the base is no root filesystem",
+            "the base is for another architecture" if found else "the base is not a root filesystem",
             where=base,
-            wanted=f"one for {wanted}, which this machine runs",
-            found=f"one for {found}" if found else "no /usr/bin/env in it",
+            wanted=f"a base for {wanted}, this machine's architecture",
+            found=f"a base for {found}" if found else "no /usr/bin/env in it",
             fix="containers/base/make-base.sh bookworm build/base/bookworm.tar makes one",
         )
     return unpacked.name
 
 
 def _architecture(rootfs: Path) -> str:
-    """Whose programs a root filesystem holds, by the head of one that each has."""
+    """The architecture of a root filesystem's programs, from the head of /usr/bin/env; empty if unknown."""
     try:
         with (rootfs / "usr" / "bin" / "env").open("rb") as program:
             head = program.read(20)

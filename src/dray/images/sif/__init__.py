@@ -1,1 +1,1 @@
-"""A SIF: its format, its files, its record, its signature, and what makes two of them differ."""
+"""A SIF: its format, files, record and signature, and how two SIFs differ."""

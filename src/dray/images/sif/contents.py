@@ -1,4 +1,4 @@
-"""What a SIF holds, read out of its squashfs without root and without starting it."""
+"""The files of a SIF, read from its squashfs without root and without starting it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One file of an image, and all that makes it the same as another."""
+    """One entry of an image, with all that is compared with another image's."""
 
     kind: str
     content: str = ""
-    """Of a file its SHA-256; of a link, a hard link or a device where it leads."""
+    """A file's SHA-256; the target of a link or a hard link; a device's number."""
     mode: str = ""
     owner: str = ""
     time: str = ""
@@ -53,13 +53,13 @@ class Entry:
 
 
 def sizes(sif: Sif) -> dict[str, int]:
-    """Every file's bytes, unpacked."""
+    """The unpacked size of every file in bytes, by path."""
     done = _unsquashfs(sif, ["-lln"])
     return {path: int(size) for size, path in _FILE.findall(done.out)}
 
 
 def file(sif: Sif, path: str) -> bytes | None:
-    """One file of the image."""
+    """The content of one file; None if it is missing, or a link."""
     with TemporaryDirectory(prefix="dray-") as scratch:
         # Only newer versions write a file to standard output; login nodes keep old ones for long.
         _unsquashfs(sif, ["-no-xattrs", "-dest", f"{scratch}/out"], [path], writes=Path(scratch))
@@ -69,22 +69,22 @@ def file(sif: Sif, path: str) -> bytes | None:
 
 
 def entries(sif: Sif) -> dict[str, Entry]:
-    """Everything in it."""
+    """All entries of the image, by path."""
     return {name: entry for name, (entry, _) in _piped(sif, (), keep=False).items()}
 
 
 def texts(sif: Sif, paths: Sequence[str]) -> dict[str, bytes]:
-    """Some of its files; small ones."""
+    """The content of these small files, as far as the image has them."""
     found = _piped(sif, paths, keep=True)
     return {path: found[path][1] for path in paths if path in found}
 
 
 def _piped(sif: Sif, only: Sequence[str], *, keep: bool) -> dict[str, tuple[Entry, bytes]]:
-    """What is unpacked goes through a pipe and never to a disk."""
+    """Unpack through a pipe, without a disk."""
     with TemporaryDirectory(prefix="dray-") as scratch, ThreadPoolExecutor(1) as beside:
         pipe = Path(scratch) / "pipe"
         os.mkfifo(pipe)
-        # Both ends are open before anything starts, so that nobody waits for a program that never came to open its own.
+        # dray opens both ends itself: it must not wait for a program that fails before it opens its own.
         end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(end, True)
         hold = os.open(pipe, os.O_WRONLY)
@@ -120,17 +120,17 @@ def _unsquashfs(
 
 
 def _unfit(needs: tuple[int, int], lines: Sequence[str]) -> UnfitError | None:
-    """The reason that is not the image's: an old unsquashfs says no more than which options it has."""
+    """The error if unsquashfs is too old: it prints only its options. None if the image itself is at fault."""
     shown = re.search(r"version (\d+)\.(\d+)\S*", builder.tool(["unsquashfs", "-version"], binds={}).out)
     lacks = next((line for line in lines if _NO_ZSTD in line), None)
     if not lacks and not (shown and (int(shown[1]), int(shown[2])) < needs):
         return None
     return UnfitError(
-        "this machine's unsquashfs cannot look into the image",
+        "this machine's unsquashfs cannot read the image",
         where=process.which("unsquashfs"),
         wanted="squashfs-tools {}.{} or newer, with zstd".format(*needs),
         found=lacks or (shown and shown[0]),
-        fix="install a newer one; or take it off PATH where a Docker Engine is: dray then uses one in a container",
+        fix="install a newer one; or, with a Docker Engine, take it off PATH: dray then runs one in a container",
     )
 
 
@@ -144,7 +144,7 @@ def _received(end: int, keep: bool) -> dict[str, tuple[Entry, bytes]]:
 
 
 def _described(stream: IO[bytes]) -> Iterator[tuple[bytes, Entry]]:
-    """The names and what stands beside them, up to where the files' bytes begin."""
+    """Each name with its entry, up to the files' bytes."""
     line = b""
     for row in stream:
         if row.startswith(_DATA):
@@ -170,7 +170,7 @@ def _filled(entry: Entry, stream: IO[bytes], keep: bool) -> tuple[Entry, bytes]:
     digest, left, text = hashlib.sha256(), entry.size, b""
     while left:
         block = stream.read(min(left, _BLOCK))
-        if not block:  # unsquashfs has failed, and says why
+        if not block:  # unsquashfs has failed, and its error says why
             break
         digest.update(block)
         text += block if keep else b""

@@ -1,4 +1,4 @@
-"""What makes two images differ: each file by name, with the reason."""
+"""How two images differ: each file by name, with the reason."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _COMPRESSIONS = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 
 
 def sifs(first: Path, second: Path) -> list[str]:
-    """One line a difference; none where both files are the same."""
+    """A line for each difference; empty if both files have the same bytes."""
     a, b = sif_format.read(first), sif_format.read(second)
     if verify.digest(first) == verify.digest(second):
         return []
     found = [*_containers(a, b), *_filesystems(a, b)]
-    return found or ["the table of parts, or bytes between them"]
+    return found or ["SIF: the table of parts, or bytes between the parts"]
 
 
 def _containers(a: Sif, b: Sif) -> Iterator[str]:
@@ -43,7 +43,7 @@ def _containers(a: Sif, b: Sif) -> Iterator[str]:
         if kind != "signature":
             yield f"{kind}: {_line(its, others)}"
         elif a.signers() == b.signers():
-            yield "signature: another one with the same key"
+            yield "signature: another signature by the same key"
 
 
 def _filesystems(a: Sif, b: Sif) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _line(a: bytes, b: bytes) -> str:
     for number, (its, others) in enumerate(pairs, 1):
         if its != others:
             return f"line {number}: {_short(its)} | {_short(others)}"
-    return "the same lines, written in another way"
+    return "the same lines with other line ends"
 
 
 def _indented(text: bytes) -> bytes:

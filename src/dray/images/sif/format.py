@@ -1,4 +1,4 @@
-"""The SIF file format, read and written here: what Apptainer writes differs with its version and with each build."""
+"""Read and write the SIF file format: Apptainer's own bytes differ with its version and with each build."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NAME = re.compile(r"dray-(\w+)\.sif")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of the things that the file holds."""
+    """One part of the file, such as the partition or a signature."""
 
     id: int
     kind: str
@@ -66,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Sif:
-    """A SIF as its header and descriptors tell."""
+    """The header and the descriptors of a SIF."""
 
     path: Path
     id: str
@@ -78,11 +78,11 @@ class Sif:
     """The squashfs with the root filesystem."""
 
     def signers(self) -> list[str]:
-        """Fingerprints of the keys that its signatures name; whether they hold is for Apptainer to say."""
+        """Fingerprints of the keys that the signatures name. Only Apptainer checks whether the signatures are valid."""
         return [part.extra[4:24].hex().upper() for part in self.parts if part.kind == "signature"]
 
     def content(self, kind: str) -> bytes:
-        """All parts of one kind; for small ones."""
+        """The bytes of all parts of one kind, which must be small."""
         with self.path.open("rb") as file:
             return b"".join(_at(file, part.offset, part.size) for part in self.parts if part.kind == kind)
 
@@ -90,7 +90,7 @@ class Sif:
 def write(
     squashfs: Path, out: Path, *, epoch: int, definition: bytes, metadata: bytes = b"", role: int = _PRIMARY
 ) -> None:
-    """Make `out` of a squashfs, as `apptainer build` lays it out, with nothing of this machine or moment in it."""
+    """Write a squashfs as the SIF `out`, in the layout of `apptainer build`, without this machine's name or time."""
     parts = [("definition", "", definition), *([("metadata", _METADATA, metadata)] if metadata else [])]
     architecture = ARCHITECTURES[_architecture()]
     with out.open("wb") as file, squashfs.open("rb") as source:
@@ -117,7 +117,7 @@ def write(
 
 
 def metadata(rootfs: Path, definition: bytes) -> bytes:
-    """What `apptainer inspect` shows; without it, it would have to mount the image and start a shell in it."""
+    """The metadata that `apptainer inspect` shows. Without it, inspect mounts the image and starts a shell."""
     folder = rootfs / ".singularity.d"
     scripts = sorted({*folder.glob("env/10-docker*.sh"), *folder.glob("env/9*-environment.sh")})
     texts = {name: folder / name for name in ("runscript", "test", "startscript") if (folder / name).exists()}
@@ -132,10 +132,10 @@ def metadata(rootfs: Path, definition: bytes) -> bytes:
 
 
 def read(path: Path) -> Sif:
-    """The file's header and descriptors; what is no whole SIF with a root filesystem is refused."""
+    """Read the header and descriptors. Refuses a file that is not a complete SIF with one root filesystem."""
     try:
         if path.exists() and not path.is_file():  # a pipe would have no end
-            raise _refused(path, "a folder" if path.is_dir() else "no regular file")
+            raise _refused(path, "a folder" if path.is_dir() else "not a regular file")
         with path.open("rb") as file:
             return _read(path, file)
     except FileNotFoundError:
@@ -161,8 +161,8 @@ def _read(path: Path, file: IO[bytes]) -> Sif:
         if part.offset < 0 or not 0 <= part.size <= size - part.offset:
             raise _refused(
                 path,
-                f"the {part.kind} at {part.offset} has {part.size} bytes, the file {size}",
-                wanted="a whole SIF; this one was cut short, or its table is damaged",
+                f"the {part.kind} at {part.offset} has {part.size} bytes, and the file has {size}",
+                wanted="a complete SIF; this one was cut short, or its table is damaged",
             )
     system = _system(path, file, parts, architecture)
     named = {code: name for name, code in ARCHITECTURES.items()}
@@ -190,7 +190,7 @@ def _system(path: Path, file: IO[bytes], parts: tuple[Part, ...], architecture: 
     if filesystem != _SQUASHFS or _at(file, systems[0].offset, 4) != b"hsqs":
         raise _refused(path, "another filesystem, or an encrypted one", wanted="a SIF with a squashfs in it")
     if architecture not in ARCHITECTURES.values() or its != architecture:
-        found = f"{architecture[:2]!r} in its header, {its[:2]!r} at its root filesystem"
+        found = f"{architecture[:2]!r} in its header, {its[:2]!r} in its root filesystem"
         wanted = " or ".join(f"{name} ({code[:2]!r})" for name, code in ARCHITECTURES.items())
         raise _refused(path, found, wanted=f"a SIF of one architecture: {wanted}")
     return systems[0]
@@ -224,7 +224,7 @@ def _architecture() -> str:
     try:
         return MACHINES[platform.machine()]
     except KeyError as unknown:
-        raise ConfigError("images are made on x86_64 or aarch64", found=platform.machine()) from unknown
+        raise ConfigError("dray makes images only on x86_64 and aarch64", found=platform.machine()) from unknown
 
 
 def _at(file: IO[bytes], offset: int, size: int) -> bytes:

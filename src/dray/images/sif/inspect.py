@@ -1,4 +1,4 @@
-"""What an image is and holds, in a few lines."""
+"""What `dray image inspect` shows of an image."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGE = re.compile(r"opt/dray/lib/python[\d.]+/site-packages/([^/.-]+)")
 
 
 def report(sif: Sif) -> dict[str, Any]:
-    """An image for people who did not build it, read out of the file; nothing of it is started. Sizes are bytes."""
+    """Describe an image to a user who did not build it, from its file, without starting it. Sizes are bytes."""
     found = contents.file(sif, FACTS)
     if found is None:
         raise ConfigError("dray did not build this image", where=sif.path, wanted=f"/{FACTS} in it")
@@ -62,7 +62,7 @@ def report(sif: Sif) -> dict[str, Any]:
 
 
 def _by_package(sizes: dict[str, int]) -> dict[str, int]:
-    """The largest first, unpacked: how well each is compressed nobody can tell."""
+    """The unpacked size of each package, the largest first; a squashfs does not show compressed sizes."""
     total: Counter[str] = Counter()
     for path, size in sizes.items():
         total[_package(path)] += size
@@ -70,7 +70,7 @@ def _by_package(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _package(path: str) -> str:
-    """torch-2.13.0.dist-info and torch.libs are torch's too."""
+    """The package of a file; torch-2.13.0.dist-info and torch.libs belong to torch too."""
     if not path.startswith(_OWN):
         return DEBIAN
     found = _PACKAGE.match(path)

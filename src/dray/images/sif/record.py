@@ -14,47 +14,47 @@ from dray.contract.findings import ConfigError
 
 
 class File(Spec):
-    """The SIF."""
+    """The SIF file."""
 
     sha256: Digest
-    """Of the whole file; it changes when the file is signed."""
+    """Digest of the whole file; a signature changes it."""
     size: int
     """Bytes."""
 
 
 class Record(Spec):
-    """One build."""
+    """How an image or a layer was built."""
 
     variant: str
-    """Which image."""
+    """The image's variant."""
     dray: str
     """The version of dray in it."""
     base: str
-    """The image that it was built on, or the digest of the tar; of a layer the image that it is for."""
+    """The base image, or the digest of its tar; for a layer, the image that it was made for."""
     inputs: Digest
-    """Digest of all that it was built from."""
+    """Digest of all inputs of the build."""
     epoch: int
-    """The time that all of its files carry."""
+    """The time of all its files, in seconds since 1970."""
     tools: dict[str, str]
-    """Versions of what built it: apptainer, mksquashfs."""
+    """Versions of the tools that built it: apptainer, mksquashfs."""
     sif: File
     python: str = ""
-    """Of a layer: the Python that its modules are compiled for."""
+    """For a layer: the Python that its modules are compiled for."""
     needs: dict[str, str] = Field(default_factory=dict)
-    """Of a layer: the image's packages that its own use, in the versions that it was locked for."""
+    """For a layer: the image's packages that it depends on, in the versions that it was locked for."""
     packages: dict[str, str] = Field(default_factory=dict)
-    """Of a layer: what it adds."""
+    """For a layer: the packages that it adds."""
     signed: str | None = None
     """Fingerprint of the key that signed the SIF."""
 
 
 def path_for(sif: Path) -> Path:
-    """Where the record of this image is."""
+    """The path of an image's record."""
     return sif.with_name(f"{sif.name}.json")
 
 
 def read(sif: Path) -> Record | None:
-    """The record, if there is one."""
+    """The record; None if there is none."""
     path = path_for(sif)
     try:
         return Record.model_validate_json(read_file(path))
@@ -72,5 +72,5 @@ def read(sif: Path) -> Record | None:
 
 
 def write(sif: Path, record: Record) -> None:
-    """Put it beside the image, atomically."""
+    """Write the record beside the image, atomically."""
     write_atomic(path_for(sif), record.model_dump_json(indent=1) + "\n")

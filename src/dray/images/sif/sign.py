@@ -33,7 +33,7 @@ _FINGERPRINT = re.compile(r"^\s*(?:Fingerprint|F):\s+([0-9A-F]{40})\s*$", re.MUL
 
 
 def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
-    """Who signed it. Each signature must hold, its key be in the keyring, and one of them be of these keys, if any."""
+    """Who signed the image. Each signature must be valid, its key in the keyring; with `keys`, one must be by them."""
     asked = [_fingerprint(key) for key in keys]
     if not sif.signers():
         fix = f"{shlex.join(['dray', 'image', 'sign', str(sif.path)])}; or verify --no-signature"
@@ -43,10 +43,10 @@ def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
         if asked and len({part.group for part in sif.parts if part.kind != "signature"}) > 1:
             # What starts could be in a group of another signer.
             raise ConfigError(
-                "the image's parts are not in one group, and each group has signatures of its own",
+                "the image's parts are in several groups, and each group is signed by itself",
                 where=sif.path,
-                wanted="one group, as dray image build and apptainer build make it",
-                fix="ask who built it for an image of one group",
+                wanted="one group, as dray image build and apptainer build write it",
+                fix="ask the person who built it for an image with one group",
             )
         signers = [key["Signer"] for key in json.loads(done.out)["SignerKeys"]]
         found = sorted({f"{signer['Name']} {signer['Fingerprint'].upper()}" for signer in signers})
@@ -56,7 +56,7 @@ def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
                 where=sif.path,
                 wanted="\n".join(asked),
                 found="\n".join(found),
-                fix="ask who built it for an image that is signed with this key",
+                fix="ask the person who built it for an image that is signed with this key",
             )
         return found
     if "unknown entity" in done.err:
@@ -65,10 +65,10 @@ def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
             where=sif.path,
             wanted=f"a key of the keyring {keyring()}",
             found=", ".join(sif.signers()),
-            fix=f"ask its owner for the public key; if you trust them: {_command('key import FILE')}",
+            fix=f"ask the key's owner for the public key; if you trust this person: {_command('key import FILE')}",
         )
     raise ConfigError(
-        "the image's signature does not hold: it was changed after it was signed",
+        "the image's signature is not valid: the image was changed after it was signed",
         where=sif.path,
         found=_last(done),
         fix="copy or build it again",
@@ -76,7 +76,7 @@ def check(sif: Sif, keys: Sequence[str] = ()) -> list[str]:
 
 
 def _fingerprint(key: str) -> str:
-    """A whole one: two keys may have the same last digits."""
+    """The whole fingerprint: two keys may have the same last digits."""
     asked = key.upper().replace(" ", "").removeprefix("0X")
     if not re.fullmatch("[0-9A-F]{40}", asked):
         listed = _command("key list")
@@ -85,7 +85,7 @@ def _fingerprint(key: str) -> str:
 
 
 def sign(sif: Sif, key: str = "") -> tuple[str, str]:
-    """Sign with this key, or the only one, and update the image's record; the new digest and the key's fingerprint."""
+    """Sign with this key, or the only one, and update the record. Returns the new digest and the key's fingerprint."""
     if sif.signers():
         raise ConfigError("the image is signed already", where=sif.path, found=", ".join(sif.signers()))
     recorded = record.read(sif.path)
@@ -93,7 +93,7 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
         verify.require(sif.path, *verify.expected(sif.path))
     argv = ["sign", "--keyidx", str(_index(key))]
     with _copy(sif.path) as copy:
-        if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which is none of our business
+        if apptainer.program() and sys.stdin.isatty():  # it may ask for a passphrase, which dray must not see
             done = process.run([singularity.name(), *argv, copy], env=_environment(), show=True, check=False)
         else:
             done = _apptainer([*argv, str(copy)], sif=copy, writes=True)
@@ -103,7 +103,7 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
                 "the image could not be signed",
                 where=sif.path,
                 found=_last(done) or f"exit code {done.code}",
-                fix="a key with a passphrase needs Apptainer on this machine, and a terminal on which it can ask",
+                fix="if the key has a passphrase, sign at a terminal of a machine with Apptainer, which asks for it",
             )
         digest = verify.digest(copy)
         made = record.File(sha256=digest.removeprefix("sha256:"), size=copy.stat().st_size)
@@ -114,30 +114,30 @@ def sign(sif: Sif, key: str = "") -> tuple[str, str]:
 
 
 def keyring() -> Path:
-    """Where the keys are."""
+    """The folder of Apptainer's keyring."""
     named = (os.environ.get(variable) for variable, _ in _KEYS.values())
     return Path(next(filter(None, named), None) or checkout.home() / _KEYS[singularity.name()][1])
 
 
 @contextmanager
 def _copy(sif: Path) -> Iterator[Path]:
-    """The image once more, beside it: whatever ends a signing, what others start is whole."""
+    """A copy beside the image: if signing is interrupted, the image that others start is intact."""
     with interrupts.stoppable(), ExitStack() as until:
         try:
             made = until.enter_context(TemporaryDirectory(prefix=f".{sif.name}-", dir=sif.parent))
             copy = Path(shutil.copy2(sif, made))
         except OSError as error:
             raise UnfitError(
-                "the image cannot be copied, to sign the copy",
+                "the image cannot be copied for signing",
                 where=sif.parent,
-                wanted=f"room for {sif.stat().st_size / 1e6:.0f} MB, and the right to write there",
+                wanted=f"{sif.stat().st_size / 1e6:.0f} MB of free space, and the right to write there",
                 found=error.strerror,
             ) from error
         yield copy
 
 
 def _index(key: str) -> int:
-    """Apptainer counts its keys, and takes none by name."""
+    """The key's number in Apptainer's list: it takes no fingerprint."""
     listed = _apptainer(["key", "list", "--secret"])
     if listed.code != 0:
         raise ConfigError("Apptainer cannot read its keyring", where=keyring(), found=_last(listed))
@@ -159,7 +159,7 @@ def _index(key: str) -> int:
 def _apptainer(argv: list[str], *, sif: Path | None = None, writes: bool = False) -> Done:
     binds = {sif: writes} if sif else {}
     if keyring().is_dir():
-        binds[keyring()] = True  # Apptainer mends its mode where others may read it
+        binds[keyring()] = True  # Apptainer corrects its mode if others may read it
     return singularity.run(argv, binds=binds, env=_environment(), seconds=_HASHED_S)
 
 

@@ -1,4 +1,4 @@
-"""Whether an image is the one that it should be."""
+"""Check that an image has the digest that it must have."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def expected(path: Path, *, given: str | None = None, recipe: Path | None = None
         "no digest to verify the image against",
         where=path,
         wanted=f"--digest, image_digest in the recipe (--recipe), or the record {record.path_for(path)}",
-        fix="copy the record along with the image, or ask who built it for the digest",
+        fix="copy the record with the image, or ask the person who built it for the digest",
     )
 
 
 def require(path: Path, expected_digest: str, source: str) -> str:
-    """The image's digest, which must be this one."""
+    """Return the image's digest; refuse any other than the expected one."""
     found = digest(path)
     if found != expected_digest:
         raise ConfigError(
@@ -55,6 +55,6 @@ def require(path: Path, expected_digest: str, source: str) -> str:
             where=path,
             wanted=f"{expected_digest} ({source})",
             found=found,
-            fix="copy or build it again: this is another image, or it was changed or damaged",
+            fix="copy or build it again: the file is another image, or was changed or damaged",
         )
     return found

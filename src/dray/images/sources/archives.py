@@ -1,4 +1,4 @@
-"""Sources that a build compiles: each the tar of a release, fetched by the host or brought in a folder, and pinned."""
+"""Source archives that a build compiles: pinned tars of releases, which the host fetches or the user brings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGEST = 512 << 20  # bytes, packed or not: what is fetched is checked only on
 
 
 def fetch(image: Image, *, folder: Path, own: Path | None = None, say: Callable[[str], None]) -> list[Path]:
-    """The tar of each source, without compression: from the user's `own` folder, from `folder`, or from its URL."""
+    """The uncompressed tar of each source: from the user's `own` folder, from `folder`, or from its URL."""
     return [_fetched(source, image, folder, own, say) for source in image.source]
 
 
@@ -51,7 +51,7 @@ def _fetched(source: Source, image: Image, folder: Path, own: Path | None, say: 
 
 
 def _download(source: Source, image: Image, out: Path, say: Callable[[str], None]) -> None:
-    """By urllib, which knows the proxies' variables, and with the host's own certificates."""
+    """Use urllib, which reads the proxies' variables, with the host's certificates."""
     trusted = ssl.create_default_context(cafile=builder.certificates())
     address = mirrors.url(source.url)
     try:
@@ -60,29 +60,31 @@ def _download(source: Source, image: Image, out: Path, say: Callable[[str], None
             _copy(source, answer, file, where=address, at=fetch.at)
     except (OSError, HTTPException, ValueError) as error:  # refused, timed out, not found, or no sense in a header
         raise UnfitError(
-            "a source of the image cannot be fetched",
+            "a source archive of the image cannot be fetched",
             where=address,
             wanted=f"{source.file}.gz",
             found=str(error),
-            fix=f"where only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
-            f"or bring that file in a folder: make image-{image.variant} WHEELS=FOLDER\n"
-            f"or, where there is no network, from a machine that has it: dray image bundle {image.variant}",
+            fix=f"if only a mirror can be reached, name it below [mirrors] in {mirrors.path()}\n"
+            f"or put that file into a folder: make image-{image.variant} WHEELS=FOLDER\n"
+            f"or, without a network, make a bundle on a machine with one: dray image bundle {image.variant}",
         ) from error
 
 
 def _unpack(source: Source, file: Path, tar: Path, *, where: str) -> None:
-    """The tar, if it is the one that is pinned, and stays in its own folder."""
+    """Unpack the tar; refuse one that is not pinned, or that has files outside its own folder."""
     packed = file.suffix == ".gz"
     try:
         with gzip.open(file) if packed else file.open("rb") as read, tar.open("wb") as out:
             _copy(source, read, out, where=where)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError("a source is not whole", where=where, found=str(error), fix=_again(source)) from error
+        raise ConfigError(
+            "a source archive is not complete", where=where, found=str(error), fix=_again(source)
+        ) from error
     if (found := _digest(tar)) != source.sha256:
         raise ConfigError(
-            "a source is not the one that is pinned",
+            "a source archive is not the pinned one",
             where=where,
-            wanted=f"sha256 {source.sha256}, of the tar without compression",
+            wanted=f"sha256 {source.sha256}, of the uncompressed tar",
             found=f"sha256 {found}",
             fix=_again(source),
         )
@@ -102,28 +104,30 @@ def _copy(
         at(out.tell())
         if out.tell() > _LARGEST:
             found = f"more than {_LARGEST} bytes"
-            raise ConfigError("a source is larger than any release", where=where, found=found, fix=_again(source))
+            raise ConfigError(
+                "a source archive is larger than any release", where=where, found=found, fix=_again(source)
+            )
 
 
 def _again(source: Source) -> str:
-    return f"bring the file again from {source.url}, or take it out of the folder"
+    return f"fetch the file again from {source.url}, or remove it from the folder"
 
 
 def require_contained(tar: Path, source: Source) -> None:
-    """Refuse a tar that writes, or links, to anywhere but the folder NAME-VERSION."""
+    """Refuse a tar that writes or links outside the folder NAME-VERSION."""
     top = f"{source.name}-{source.version}"
     try:
         with tarfile.open(tar, "r:") as opened:
             strange = [member.name for member in opened if not _is_contained(member, top)]
     except tarfile.TarError as error:
         raise ConfigError(
-            "a source is no tar", where=source.url, found=str(error), fix="pin another release"
+            "a source archive is not a tar", where=source.url, found=str(error), fix="pin another release"
         ) from error
     if strange:
         raise ConfigError(
-            "a source has more in it than its own folder",
+            "a source archive has entries that dray does not unpack",
             where=source.url,
-            wanted=f"files, folders and links in {top}/",
+            wanted=f"only files, folders and links in {top}/",
             found="\n".join(strange[:10]),
             fix="pin another release",
         )

@@ -1,6 +1,6 @@
-"""Whether a bundle is whole, signed and of this checkout, before anything of it is installed or run.
+"""Check that a bundle is complete, signed and from this checkout, before anything in it is installed or run.
 
-`python3 -m dray.images.sources.arrival BUNDLE [SIGNERS]` needs Python's own library alone: `make` asks it first of all.
+`python3 -m dray.images.sources.arrival BUNDLE [SIGNERS]` needs only Python's standard library: `make` runs it first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _SHOWN = 10
 _ABOUT = re.compile(r"dray-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/[\w.]+)")
 _ENTRY = re.compile(r"|\[[\w.]+\]|\w+ = dray\.[\w.]+:\w+")
 SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
-_NAMESPACE = "dray-bundle"  # a signature of something else, such as a commit, is none of a bundle
+_NAMESPACE = "dray-bundle"  # so that the signature of something else, such as a commit, is not valid for a bundle
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """The digest of every file of an image's inputs, by its name there."""
+    """SHA-256 of every file below a folder, by its relative path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -33,25 +33,25 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def sign(folder: Path, key: Path) -> None:
-    """Sign the sums with a key of ssh's; it may ask for a passphrase."""
+    """Sign the checksums with an SSH key; ssh-keygen may ask for its passphrase."""
     argv: list[str | Path] = ["ssh-keygen", "-q", "-Y", "sign", "-n", _NAMESPACE, "-f", key, folder / SUMS]
     if process.run(argv, show=True, check=False).code != 0:
         fix = 'ssh-keygen -t ed25519 -f KEY makes one, or eval "$(ssh-agent)"; ssh-add KEY'
-        raise ConfigError("the bundle cannot be signed", where=key, wanted="a private key of ssh's", fix=fix)
+        raise ConfigError("the bundle cannot be signed", where=key, wanted="an SSH private key", fix=fix)
 
 
 def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
-    """Refuse a bundle that has not arrived whole, has what nothing here pins, or is signed by nobody of these."""
+    """Refuse a bundle that is not complete, has files that no lock pins, or is not signed by one of `signers`."""
     if not (folder / SUMS).is_file():
         fix = "dray image bundle VARIANT makes one"
         raise ConfigError("not a bundle", where=folder, wanted=f"a folder with {SUMS}", fix=fix)
     odd = [path for path in folder.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
     if odd:
         raise ConfigError(
-            "the bundle has what is neither a file nor a folder",
+            "the bundle has links or special files",
             where=folder,
             found="\n".join(f"{path.relative_to(folder)}: {_kind(path)}" for path in sorted(odd)),
-            fix="make it again: dray image bundle VARIANT makes plain files alone",
+            fix="make it again: dray image bundle VARIANT writes only plain files",
         )
     if signers:
         _require_signed(folder, signers)
@@ -63,7 +63,7 @@ def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
             "the bundle differs from its checksums",
             where=folder,
             found="\n".join(
-                f"{name}: {'missing' if name not in present else 'other bytes' if name in wanted else 'not its own'}"
+                f"{name}: {'missing' if name not in present else 'changed' if name in wanted else 'not in it'}"
                 for name in wrong
             ),
             fix="copy it again",
@@ -73,10 +73,10 @@ def require(folder: Path, locks: Path, signers: Path | None = None) -> None:
     pinned = ("wheels/", "sources/")
     if strange := [name for name in present if name.startswith(pinned) and present[name] not in locked]:
         raise ConfigError(
-            "the bundle has wheels or sources that this checkout does not lock",
+            "the bundle has wheels or sources that no lock of this checkout names",
             where=folder,
             found="\n".join(strange),
-            fix="use it with a checkout of the same dray; signed by somebody or not, it must hold what the locks name",
+            fix="use it with the same version of dray: even a signed bundle may have only files that the locks name",
         )
 
     _require_own(folder, locks.parent / "src")
@@ -89,7 +89,7 @@ def _kind(path: Path) -> str:
 
 
 def _require_own(folder: Path, source: Path) -> None:
-    """dray's own wheel, which no lock can name, holds this checkout's source."""
+    """Refuse a bundle whose own wheel of dray, which no lock can name, differs from this checkout's source."""
     found = [
         f"{wheel.name}: {entry}" for wheel in sorted((folder / "dray").glob("*")) for entry in _other(wheel, source)
     ]
@@ -97,9 +97,9 @@ def _require_own(folder: Path, source: Path) -> None:
         raise ConfigError(
             "the bundle's dray is not this checkout's",
             where=folder / "dray",
-            wanted=f"what {source} has",
+            wanted=f"the files of {source}",
             found="\n".join(found[:_SHOWN]),
-            fix="use it with a checkout of the same dray",
+            fix="use it with a checkout of the same version of dray",
         )
 
 
@@ -115,16 +115,16 @@ def _other(wheel: Path, source: Path) -> Iterator[str]:
                 if not name.startswith("dray/") or ".." in name or not file.is_file() or file.read_bytes() != content:
                     yield name
     except BadZipFile:
-        yield "no wheel"
+        yield "not a wheel"
 
 
 def _require_signed(folder: Path, signers: Path) -> None:
-    wanted = f"a signature by a key of {signers}: lines of a name, a blank, and a key as in its .pub"
-    ask = "ask who made it for the line of the key, or for the bundle as it was signed"
+    wanted = f"a signature by a key of {signers}, where each line is a name, a space and the key from its .pub"
+    ask = "ask the person who made it for the line of the key, or for the bundle as it was signed"
     if not signers.is_file():
-        raise ConfigError("the file of signers is not there", where=signers, wanted=wanted)
+        raise ConfigError("the file of signers does not exist", where=signers, wanted=wanted)
     if not (folder / SIGNATURE).is_file():
-        fix = "dray image bundle VARIANT --key ~/.ssh/id_ed25519 makes one that is"
+        fix = "dray image bundle VARIANT --key ~/.ssh/id_ed25519 makes a signed one"
         raise ConfigError("the bundle is not signed", where=folder, wanted=wanted, fix=fix)
     files: list[str | Path] = ["-f", signers, "-s", folder / SIGNATURE]
     named = process.run(["ssh-keygen", "-Y", "find-principals", *files], check=False)
@@ -136,7 +136,7 @@ def _require_signed(folder: Path, signers: Path) -> None:
     held = process.run(["sh", "-c", 'file=$1; shift; exec "$@" <"$file"', "-", folder / SUMS, *verify], check=False)
     if held.code != 0:
         raise ConfigError(
-            "the bundle's checksums are not those that were signed",
+            "the bundle's checksums were changed after they were signed",
             where=folder,
             wanted=wanted,
             found=(held.err or held.out).strip(),

@@ -1,4 +1,4 @@
-"""What an image is built on: always a file of this machine once it is fetched, the same however it is named."""
+"""The base of an image: once fetched a file of this machine, the same one however the user names it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAKE = "containers/base/make-base.sh bookworm build/base/bookworm.tar"
 
 
 def default(checkout: Path, pinned: str, *, say: Callable[[str], None]) -> str:
-    """The base where the user names none: one that make-base.sh has made in this checkout, else the pinned one."""
+    """The default base: the one that make-base.sh made in this checkout, else the pinned one."""
     made = builder.made_base(checkout, "bookworm")
     if made:
         say(f"dray: base {made}, made by make-base.sh (--base names another)")
@@ -23,7 +23,7 @@ def default(checkout: Path, pinned: str, *, say: Callable[[str], None]) -> str:
 
 
 def require(base: str) -> None:
-    """Refuse what names a file and is none."""
+    """Refuse a base that is written as a path and is not a file."""
     path = Path(base).expanduser().resolve()
     if path.is_file():
         return
@@ -37,7 +37,7 @@ def require(base: str) -> None:
 
 
 def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
-    """The file: the user's own tar or SIF, or what a reference names, pulled once."""
+    """The base's file: the user's own tar or SIF, or the image of a reference, which is pulled once."""
     require(base)
     path = Path(base).expanduser().resolve()
     if path.is_file():
@@ -52,7 +52,7 @@ def fetched(checkout: Path, base: str, *, say: Callable[[str], None]) -> Path:
 
 
 def identity(base: str, file: Path) -> str:
-    """What a base is, told without a path: the reference with its digest, or the digest of the file."""
+    """A base's identity, without a path: the reference with its digest, or the file's digest."""
     if not Path(base).expanduser().exists() and "@sha256:" in base:
         return base
     with file.open("rb") as opened:
@@ -60,9 +60,9 @@ def identity(base: str, file: Path) -> str:
 
 
 def reference(base: str) -> str:
-    """As Apptainer wants it, which refuses a tag beside a digest; the digest alone says which image is meant.
+    """The reference for Apptainer, without a tag if it has a digest: Apptainer refuses both together.
 
-    It names the user's mirror, where there is one.
+    It names the user's mirror, if there is one.
     """
     found = mirrors.image(re.sub(r":[^:/@]+(?=@)", "", base))
     return found if "://" in found else f"docker://{found}"

@@ -1,4 +1,4 @@
-"""A bundle: one folder with all that a build reads, for a machine that reaches nothing."""
+"""A bundle: one folder with all that a build reads, for a machine without a network."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dray.images.sources.inputs import BUILDER, README, Source
 _TAR, _SIF = "base.tar", "base.sif"
 _README = """# The {variant} image of dray, to be built without a network
 
-Made by `dray image bundle {variant}`. On a machine that reaches nothing, in a checkout of the same dray:
+Made by `dray image bundle {variant}`. On a machine without a network, in a checkout of the same version of dray:
 
-    make image-{variant} BUNDLE={out}            # SIGNERS=FILE where it is signed: docs/images.md
+    make image-{variant} BUNDLE={out}            # SIGNERS=FILE if it is signed: docs/images.md
 
 With Apptainer alone, in this folder:
 
     {unpack}apptainer build --bind "$PWD:/mnt" --build-arg BASE={base} ../dray-{variant}.sif dray.def
 {docker}
-`sha256sum --check SHA256SUMS` tells whether all of it has arrived.
+`sha256sum --check SHA256SUMS` checks that all files have arrived.
 """
 _UNPACK = """mkdir base && tar --extract --file base.tar --directory base --exclude='./dev/*'
     """
@@ -38,9 +38,9 @@ With Docker alone, in this folder:
 
 
 def make(checkout: Path, source: Source, out: Path, *, key: Path | None = None, say: Callable[[str], None]) -> Path:
-    """Lay out `out` from the inputs of a build, signed where there is a key. It is there whole, or not at all."""
+    """Write the bundle `out` from the inputs of a build, signed if there is a key. A failure leaves nothing."""
     if out.exists():
-        raise ConfigError("the bundle's folder exists already", where=out, fix="name another, or remove it")
+        raise ConfigError("the bundle's folder exists already", where=out, fix="name another with --out, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as made:
         folder = Path(made) / out.name
@@ -56,12 +56,12 @@ def make(checkout: Path, source: Source, out: Path, *, key: Path | None = None, 
 
 
 def opened(checkout: Path, folder: Path, variant: str, *, signers: Path | None = None) -> Source:
-    """What a bundle holds, if it is one, is of this variant, has arrived whole, and is signed by one of these."""
+    """The inputs in a bundle. Refuses one that is not complete, is for another image, or is not signed by `signers`."""
     folder = folder.expanduser().resolve()
     arrival.require(folder, checkout / "containers", signers)
     found = inputs.facts(folder)["DRAY_VARIANT"]
     if found != variant:
-        raise ConfigError("the bundle is of another image", where=folder, wanted=variant, found=found)
+        raise ConfigError("the bundle is for another image", where=folder, wanted=variant, found=found)
     base = next(folder / name for name in (_TAR, _SIF) if (folder / name).exists())
     return Source(image=inputs.image(checkout, variant), inputs=folder, base=base)
 
@@ -78,7 +78,7 @@ def _readme(folder: Path, variant: str, name: str) -> str:
 
 
 def _tools(checkout: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Where Docker lends the Apptainer, the air-gapped machine will want it too."""
+    """Add the builder's image if Apptainer runs in Docker here: the other machine will need it too."""
     with builder.engine() as client:
         if client is not None:
             image = builder.image(client, checkout, say)

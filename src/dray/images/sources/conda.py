@@ -33,7 +33,7 @@ _SOURCE_ONLY = """\
 
 
 def path(checkout: Path, variant: str) -> Path:
-    """Where the file of a variant is."""
+    """The path of a variant's environment.yml."""
     return checkout / "containers" / variant / "environment.yml"
 
 
@@ -54,7 +54,7 @@ def text(image: Image, pins: Iterable[Pin]) -> str:
 
 
 def update(checkout: Path, image: Image) -> list[str]:
-    """Write what the lock gives; what changed."""
+    """Write the file from the lock. Returns what changed."""
     file = path(checkout, image.variant)
     if _is_fresh(checkout, image):
         return []
@@ -63,10 +63,10 @@ def update(checkout: Path, image: Image) -> list[str]:
 
 
 def require_fresh(checkout: Path, image: Image) -> None:
-    """Refuse a file that is not what the lock gives."""
+    """Refuse a file that differs from the lock."""
     if not _is_fresh(checkout, image):
         raise ConfigError(
-            "the conda file is not what the lock gives",
+            "the conda file differs from the lock",
             where=path(checkout, image.variant),
             fix=f"dray image lock {image.variant}",
         )

@@ -1,4 +1,4 @@
-"""Debian's packages, fetched by apt in the very base that they are for; the build itself then needs no network."""
+"""Debian's packages, which apt fetches inside the base that they are for; the build itself needs no network."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dray.images.rootfs import PROGRAM
 
 INSTALLED = "installed"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-# Ends a lock's line of a package that the slim image has: another base may have it in another version, or not at all.
+# The last word of a lock's line, for packages of the slim image: another base may lack them or have other versions.
 _OF_BASE = "base"
 
 
 def lock_file(checkout: Path, architecture: str = "") -> Path:
-    """What is locked for machines of this architecture, in Debian's word for it; else for such as this one."""
+    """The lock for an architecture, by Debian's name for it (amd64, arm64); else for this machine's."""
     machine = platform.machine()
     return checkout / "containers" / f"debian-{architecture or _ARCHITECTURES.get(machine, machine)}.lock"
 
@@ -33,7 +33,7 @@ def lock_file(checkout: Path, architecture: str = "") -> Path:
 def fetch(
     checkout: Path, *, base: Path, identity: str, as_locked: bool = True, say: Callable[[str], None] = print
 ) -> Path:
-    """The folder with the packages for this base, fetched if it is not there yet; refused if they are not as locked."""
+    """The folder with the packages for this base, fetched if it is missing. Refuses packages that are not as locked."""
     containers = checkout / "containers"
     path = lock_file(checkout)
     locked = path.read_text() if path.exists() else ""
@@ -48,8 +48,9 @@ def fetch(
             "Debian's packages are not as locked",
             where=path,
             found="\n".join(moved),
-            fix="--debian current (make: DEBIAN=current) takes them as they are\n"
-            "or another base: containers/base/make-base.sh bookworm build/base/bookworm.tar; or dray image lock debian",
+            fix="--debian current (make: DEBIAN=current) takes today's packages\n"
+            "or make another base: containers/base/make-base.sh bookworm build/base/bookworm.tar\n"
+            "or lock again: dray image lock debian",
         )
     for difference in moved:
         say(f"dray: not as locked: {difference}")
@@ -57,7 +58,7 @@ def fetch(
 
 
 def lock(checkout: Path, *, base: Path, say: Callable[[str], None], check: bool = False) -> list[str]:
-    """What has changed in today's sources, for each architecture; its lock is written, unless this is a `check`."""
+    """Compare today's packages with each architecture's lock; returns the changes. Writes the locks, unless `check`."""
     changed = []
     now = datetime.now(UTC)
     for architecture in _ARCHITECTURES.values():
@@ -81,9 +82,9 @@ def lock(checkout: Path, *, base: Path, say: Callable[[str], None], check: bool 
 
 
 def differences(folder: Path, lock: Path) -> list[str]:
-    """What an image would have in another version than the lock's, or with other bytes.
+    """The packages that an image would have in another version than the lock's, or with other bytes.
 
-    What belongs to the base already may be newer there.
+    Packages that belong to the base may be newer there.
     """
     locked, found, installed = _locked(lock), _found(folder), _installed(folder)
     other = []
@@ -171,12 +172,14 @@ def _download(
 
 
 def _require_packages(folder: Path) -> None:
-    """Refuse a base that leaves anything else: a link could put a file of this machine into a bundle."""
+    """Refuse a base that leaves other files than packages: a link could put a file of this machine into a bundle."""
     for path in folder.iterdir():
         known = path.suffix == ".deb" or path.name in (INSTALLED, "base.sha256")
         if not known or path.is_symlink() or not path.is_file():
-            fix = "take another base, or ask who made this one"
-            raise ConfigError("the base leaves more than packages", found=ascii(path.name), fix=fix)
+            fix = "take another base, or ask the person who made this one"
+            raise ConfigError(
+                "a program of the base left a file that is not a package", found=ascii(path.name), fix=fix
+            )
 
 
 def _build(checkout: Path) -> Path:
@@ -186,9 +189,9 @@ def _build(checkout: Path) -> Path:
 
 
 def _host(folder: Path, environment: Mapping[str, str], *, current: bool, architecture: str) -> None:
-    """What apt needs of this machine: the proxies, the certificates, the mirrors. None of it is kept.
+    """Write what apt needs from this machine: proxies, certificates and mirrors. None of it is kept.
 
-    And what is asked for: today's packages, or those of an architecture.
+    It also says what to fetch: today's packages, or those of an architecture.
     """
     (folder / "env").touch(mode=0o600)  # a proxy's address may hold a password
     given = {**builder.proxies(environment), "ARCHITECTURE": architecture, "CURRENT": "1" if current else ""}

@@ -18,7 +18,7 @@ from pathlib import Path
 from dray.config import mirrors
 from dray.config.image import Image
 from dray.config.model import load
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.images.sources import archives, debs, lock, wheels
 from dray.images.sources import base as bases
 from dray.images.sources.arrival import SIGNATURE, SUMS, sums
@@ -33,7 +33,7 @@ _LATER = re.compile(r"steps/(56-.*|[6-9]\d-.*|(sbom|spdx)\.py)|dray/.*|sources(/
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """All that an image is made from."""
+    """The inputs of an image's build, and its base."""
 
     image: Image
     inputs: Path
@@ -46,21 +46,21 @@ class Source:
 
     @cached_property
     def operators(self) -> str:
-        """The digest of what DeepSpeed's operators are compiled from: all of it but what later steps install or write.
+        """The digest of what DeepSpeed's operators are compiled from: all inputs but those that only later steps read.
 
-        An input too many costs minutes of a compiler, an input too few would give another image.
+        One input too many costs minutes of a compiler; one too few gives a wrong image.
         """
         return _digest({name: digest for name, digest in self._sums.items() if not is_later(name)})
 
     @cached_property
     def _sums(self) -> dict[str, str]:
-        # The base is named in image.env; what else a bundle adds has no part in the image.
+        # image.env names the base; what a bundle adds otherwise is not part of the image.
         found = sums(self.inputs).items()
         return {name: digest for name, digest in found if name not in BUNDLE_ONLY and name[:5] != "base."}
 
 
 def is_later(name: str) -> bool:
-    """Whether only steps after the compiler's read this input."""
+    """Whether only steps after the one that compiles read this input."""
     return bool(_LATER.fullmatch(name))
 
 
@@ -68,7 +68,7 @@ def image(checkout: Path, variant: str) -> Image:
     """The description of a variant."""
     variants = sorted(path.parent.name for path in (checkout / "containers").glob("*/image.toml"))
     if variant not in variants:
-        raise ConfigError("no such image", where=checkout / "containers", wanted=", ".join(variants), found=variant)
+        raise ConfigError("no such image", where=checkout / "containers", wanted=listed(variants), found=variant)
     return load(Image, checkout / "containers" / variant / "image.toml")
 
 
@@ -81,10 +81,10 @@ def gather(
     as_locked: bool = True,
     say: Callable[[str], None],
 ) -> Source:
-    """Fetch what is not there yet, and make the folder anew from the checkout."""
+    """Fetch what is missing, and write the folder of inputs again from the checkout."""
     described = image(checkout, variant)
     chosen = base or bases.default(checkout, described.base, say=say)
-    # What is typed wrong is said before gigabytes are fetched.
+    # A typing error is reported before gigabytes are fetched.
     bases.require(chosen)
     mirrors.table()
     lock.require_fresh(checkout, described)
@@ -108,7 +108,7 @@ def gather(
 
 @contextmanager
 def alone(build: Path) -> Iterator[None]:
-    """What is fetched is shared by all images, and only one build at a time may change it."""
+    """Let one build at a time change the fetched files, which all images share."""
     build.mkdir(exist_ok=True)
     with (build / ".fetch").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -125,7 +125,7 @@ def lay_out(
     packages: Path,
     base: str,
 ) -> Path:
-    """build/inputs/<variant>, as the steps, the definition and the Containerfile expect it."""
+    """Write build/inputs/<variant>, as the steps, the definition and the Containerfile expect it."""
     containers = checkout / "containers"
     source = containers / image.variant
     folder = checkout / "build" / "inputs" / image.variant
@@ -162,7 +162,7 @@ def lay_out(
 
 
 def facts(folder: Path) -> dict[str, str]:
-    """What image.env says."""
+    """The values of image.env."""
     lines = shlex.split((folder / "image.env").read_text())
     return dict(line.split("=", 1) for line in lines)
 
@@ -179,7 +179,7 @@ def _locks(checkout: Path, image: Image) -> list[Path]:
 
 
 def environment_of(checkout: Path, image: Image) -> dict[str, str]:
-    """What processes in the image find in their environment."""
+    """The environment of processes in the image."""
     lines = (checkout / "containers" / "environment").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#")) | image.environment
 
@@ -189,7 +189,7 @@ def _assign(values: Mapping[str, str]) -> str:
 
 
 def _recipe(variant: Path, name: str, shared: Path) -> Path:
-    """A variant's own definition or Containerfile, where its folder has one; all of today's link to the shared ones."""
+    """A variant's own definition or Containerfile, if its folder has one; else the shared one."""
     return variant / name if (variant / name).exists() else shared
 
 
@@ -199,7 +199,7 @@ def _docker(word: str, values: Mapping[str, str]) -> str:
 
 
 def link(source: str | Path, target: str | Path) -> None:
-    """Gigabytes that are already on this disk need no second copy."""
+    """Hard-link a file; copy it only to another disk."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""Locks: every file that an image may hold, by its hash, resolved from what its requirements ask for."""
+"""Locks: the hash of every file that an image may hold, resolved from its requirements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HEAD = re.compile(r"# dray image lock \S+, (\d{4}-\d\d-\d\d)\n# from (.*)\n# li
 
 @dataclass(frozen=True)
 class Pin:
-    """A package in one version, and the hash of each file that may be taken for it."""
+    """A package in one version, with the hash of each file that it may be."""
 
     name: str
     version: str
@@ -59,28 +59,28 @@ def read(lock: Path) -> list[Pin]:
 
 
 def epoch(lock: Path) -> int:
-    """The lock's date, which is the time of everything in the image."""
+    """The lock's date in seconds since 1970: the time of all files in the image."""
     return int(datetime.fromisoformat(about(lock)[0]).replace(tzinfo=UTC).timestamp())
 
 
 def require_fresh(checkout: Path, image: Image) -> None:
-    """Refuse a lock that was made from something else than there is now, or was changed by hand."""
+    """Refuse locks of an image that are out of date, or were changed by hand."""
     for source in _sources(checkout, image):
         require_made_from(source.with_suffix(".lock"), _origins(source, image))
 
 
 def require_made_from(lock: Path, now: dict[str, str]) -> None:
-    """Refuse a lock that was made from other origins than these, or was changed by hand."""
+    """Refuse a lock that was made from other origins than `now`, or was changed by hand."""
     locked = about(lock)[1]
     if _edited(_text(lock)):
-        raise _stale(lock, problem="the lock's lines are not those that `dray image lock` wrote")
+        raise _stale(lock, problem="the lock was changed after `dray image lock` wrote it")
     changed = [name for name in {**now, **locked} if locked.get(name) != now.get(name)]
     if changed:
         raise _stale(lock, found=f"changed since then: {', '.join(changed)}")
 
 
 def update(checkout: Path, image: Image, *, upgrade: bool = False) -> list[str]:
-    """Resolve again and put all locks of the variant in place, or none; what changed."""
+    """Resolve again and replace all locks of the variant, or none. Returns what changed."""
     found: list[str] = []
     (checkout / "build").mkdir(exist_ok=True)
     with TemporaryDirectory(dir=checkout / "build", prefix=".lock-") as made:
@@ -96,7 +96,7 @@ def update(checkout: Path, image: Image, *, upgrade: bool = False) -> list[str]:
 
 
 def _sources(checkout: Path, image: Image) -> list[Path]:
-    """What stays in the image, then the tools of its build, which must not change what stays."""
+    """The requirements of the image, then of its build's tools, which must not change the first."""
     folder = checkout / "containers" / image.variant
     return [folder / _MAIN, *folder.glob("build.in")]
 
@@ -133,7 +133,7 @@ def head(name: str, origins: dict[str, str], lines: str, *, day: str = "") -> st
 
 
 def _with_vendors(pins: Iterable[Pin], source: Path, image: Image) -> list[Pin]:
-    """Vendors' wheels in the place of the registry's; with torch's go the libraries that only the registry's needs."""
+    """Replace the registry's wheels by the vendors'; a vendor's torch drops libraries that only the other one needs."""
     kept = {pin.name: pin for pin in pins}
     if any(vendor.name == "torch" for vendor in image.vendor):
         asked = {re.split(r"[^\w.-]", line)[0] for _, lines in _asked(source) for line in lines}
@@ -157,7 +157,7 @@ def changes(before: Iterable[Pin], now: Iterable[Pin]) -> Iterator[str]:
 
 
 def _origins(source: Path, image: Image) -> dict[str, str]:
-    """All that a lock is made from, each with a digest of what counts in it."""
+    """The origins of a lock, each with a digest of the lines that count."""
     texts = {os.path.relpath(path, source.parent): "\n".join(lines) for path, lines in _asked(source)}
     counts = image.model_dump(include={"python", "vendor"}, exclude={"vendor": {"__all__": {"mb"}}})
     texts["image.toml"] = json.dumps(counts, sort_keys=True)
@@ -165,7 +165,7 @@ def _origins(source: Path, image: Image) -> dict[str, str]:
 
 
 def _asked(source: Path) -> Iterator[tuple[Path, list[str]]]:
-    """A file's lines without comments, then those of what it names; dray itself runs in images, so its needs too."""
+    """A file's lines without comments, then those of files that it names, and dray's own dependencies."""
     lines = [line for raw in _text(source).splitlines() if (line := re.sub(r"(^|\s+)#.*", "", raw).strip())]
     yield source, lines
     for line in lines:
@@ -183,19 +183,19 @@ def about(lock: Path) -> tuple[str, dict[str, str]]:
         raise _stale(lock, found="no such file")
     head = _HEAD.match(_text(lock))
     if not head:
-        raise _stale(lock, found="it does not say when and from what it was made")
+        raise _stale(lock, found="its first lines, with the date and the origins, are missing or damaged")
     origins = (origin.rpartition(" ") for origin in head[2].split(", "))
     return head[1], {name: digest for name, _, digest in origins}
 
 
 def _edited(text: str) -> bool:
-    """Whether the lines of a lock are other ones than its head says."""
+    """Whether the lines of a lock differ from the digest in its head."""
     head = _HEAD.match(text)
     return head is None or head[3] != digest(text[head.end() :])
 
 
 def digest(text: str) -> str:
-    """Enough of a digest to tell that a text has changed."""
+    """A short digest, enough to see that a text has changed."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -207,12 +207,12 @@ def _text(path: Path) -> str:
 
 
 def compiler() -> list[str]:
-    """What resolves requirements to versions and hashes."""
+    """The command that resolves requirements to versions and hashes."""
     return [uv(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"]
 
 
 def uv() -> str:
-    """The program."""
+    """The path of uv."""
     beside = Path(sys.executable).with_name("uv")
     uv = process.which("uv") or (str(beside) if beside.exists() else None)
     if not uv:
@@ -222,7 +222,7 @@ def uv() -> str:
 
 
 def _stale(
-    lock: Path, *, problem: str = "the lock does not fit its requirements", found: str | None = None
+    lock: Path, *, problem: str = "the lock does not match its requirements", found: str | None = None
 ) -> ConfigError:
     if lock.name.startswith("dray-"):
         fix = "make it again: dray image layer VARIANT --pip PACKAGE"
@@ -232,14 +232,14 @@ def _stale(
 
 
 def _named(lock: Path) -> str:
-    """By what `dray image lock` knows it: a variant's folder, or the file itself."""
+    """The lock's name for `dray image lock`: the variant's folder, or the file itself."""
     return lock.stem if lock.parent.name == "containers" else lock.absolute().parent.name
 
 
 def unsolved(where: str, text: str) -> DrayError:
-    """Why uv has not found a set of packages, and what to do."""
+    """The error if uv finds no set of packages, with what to do."""
     if "Failed to fetch" in text:
-        fix = "try again; UV_DEFAULT_INDEX names a mirror: uv does not read pip's configuration"
-        return DrayError("uv cannot ask the package index", where=where, found=text.strip(), fix=fix)
-    fix = "change the requirement; what comes as source only needs a step of its own in the build"
+        fix = "try again; or set UV_DEFAULT_INDEX to a mirror: uv does not read pip's configuration"
+        return DrayError("uv cannot reach the package index", where=where, found=text.strip(), fix=fix)
+    fix = "change the requirement; a package without wheels needs its own step in the build"
     return ConfigError("no set of packages fits these requirements", where=where, found=text.strip(), fix=fix)

@@ -1,4 +1,4 @@
-"""DeepSpeed's wheel, whose operators take minutes to compile: kept by the digest of all that it is compiled from."""
+"""DeepSpeed's wheel, whose operators take minutes to compile. dray keeps it by the digest of its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUM = "SHA256SUM"
 
 
 def find(checkout: Path, key: str, *, say: Callable[[str], None]) -> Path | None:
-    """The folder with the wheel of this digest. What another user could have changed, or is damaged, is removed."""
+    """The folder with the wheel of this digest. A wheel that is damaged, or that others could change, is removed."""
     folder = _folder(checkout, key)
     if not os.path.lexists(folder):
         return None
@@ -55,7 +55,7 @@ def _problem(folder: Path) -> str | None:
         for path in (folder, wheel, folder / _SUM):
             if trouble := open_to_others(path, folder=path == folder):
                 return f"is {trouble}"
-        return None if (folder / _SUM).read_text() == _digest(wheel) else "has another checksum than its own"
+        return None if (folder / _SUM).read_text() == _digest(wheel) else "does not match its checksum"
     except (OSError, ValueError):
         return "is incomplete"
 

@@ -1,4 +1,4 @@
-"""The host's own pip, with the host's own configuration, downloads what is pinned and runs nothing of it."""
+"""Download pinned files with the host's pip and its configuration. No package's code runs."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _LARGE = re.compile(r"\s*Downloading \S+ \((\d\d+\.\d MB|\S+ GB)")
 
 
 def command(verb: str) -> list[str]:
-    """The first words of every call."""
+    """The first words of every pip command."""
     if importlib.util.find_spec("pip") is None:
-        fix = f"{shlex.quote(sys.executable)} -m ensurepip, then again"
+        fix = f"{shlex.quote(sys.executable)} -m ensurepip, then run the same command again"
         raise UnfitError("fetching wheels needs pip", where=sys.executable, fix=fix)
     return [sys.executable, "-m", "pip", verb, "--disable-pip-version-check", "--no-deps"]
 
 
 def hashed(lock: Path) -> list[str]:
-    """Options by which what builds a wheel is installed by this lock's hashes."""
+    """Options with which pip installs a wheel's build tools by this lock's hashes."""
     found = importlib.metadata.version("pip")
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < _WITH_HASHES:
         fix = f"{shlex.quote(sys.executable)} -m pip install --upgrade pip, or make install in the checkout"
-        problem = "this pip cannot install by a constraint's hashes"
+        problem = "this pip cannot use hashes of a constraints file"
         raise UnfitError(problem, where=sys.executable, wanted="pip 26.1 or newer", found=f"pip {found}", fix=fix)
     return ["--build-constraint", str(lock)]
 
 
 def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]:
-    """What fetches pinned files, wherever the host's pip looks for them."""
+    """The command that fetches pinned files from where the host's pip looks."""
     return [
         *(*command("download"), "--progress-bar", "off", "--require-hashes"),
         *("--only-binary", ":all:", "--no-binary", SOURCE_ONLY, "--no-build-isolation", "--use-pep517"),
@@ -59,7 +59,7 @@ def download_argv(*, requirements: Path, python: str, folder: Path) -> list[str]
 
 
 def install_argv(*, requirements: Path, python: str, wheels: Path, folder: Path) -> list[str]:
-    """What installs locked wheels for an image's Python into a folder, and runs nothing of them."""
+    """The command that installs locked wheels for an image's Python into a folder, without running their code."""
     return [
         *(*command("install"), "--quiet", "--no-index", "--find-links", str(wheels), "--require-hashes"),
         *("--only-binary", ":all:", "--no-compile", "--implementation", "cp", "--python-version", python),
@@ -77,10 +77,10 @@ def download(
     later: Sequence[Pin] = (),
     say: Callable[[str], None],
 ) -> list[Path]:
-    """All of them, or none. A file that comes out has the right hash and is in place.
+    """Fetch all of these files into `folder`, or none. Each has the right hash.
 
-    With a vendor's `index`, it is asked for what is not found where the user's own configuration of pip looks. An error
-    names the vendors' wheels that would come `later` too, so that a user can bring all at once.
+    pip asks a vendor's `index` only for files that the user's own configuration of pip does not find. An error also
+    names the vendors' wheels that would come `later`, so that a user can bring all at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".new-") as made:
@@ -91,7 +91,7 @@ def download(
         _stand_in(scratch / "setuptools")
         argv = download_argv(requirements=requirements, python=image.python, folder=files)
         if index:
-            # An index that a firewall swallows would cost more than a minute otherwise.
+            # If a firewall drops the connection, more tries would cost more than a minute.
             argv += ["--retries", "2"]
         path = os.pathsep.join(filter(None, (made, os.environ.get("PYTHONPATH"))))
         lines: list[str] = []
@@ -123,7 +123,7 @@ def _stand_in(package: Path) -> None:
 
 
 def _bytes(pins: Sequence[Pin], image: Image, folder: Path) -> int:
-    """What is about to come: of vendors' wheels as image.toml has it, else the rest of the lock's."""
+    """The bytes to fetch: of vendors' wheels as image.toml has them, else the rest of the lock's."""
     vendors = {vendor.name: vendor.mb or 0 for vendor in image.vendor}
     if {pin.name for pin in pins} <= vendors.keys():
         return sum(vendors[pin.name] for pin in pins) * 1_000_000
@@ -134,10 +134,10 @@ def _bytes(pins: Sequence[Pin], image: Image, folder: Path) -> int:
 
 
 def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayError:
-    """Why pip has not fetched everything, and what to do."""
+    """The error if pip did not fetch everything, with what to do."""
     if "DO NOT MATCH THE HASHES" in text:
-        fix = "a mirror or a cache hands out another file under this name: pip cache purge, or lock again"
-        return DrayError("a fetched file is not the one that is locked", found=text.partition("\n")[2], fix=fix)
+        fix = "pip cache purge; if a mirror has another file under this name, lock again: dray image lock VARIANT"
+        return DrayError("a fetched file does not match its locked hash", found=text.partition("\n")[2], fix=fix)
     if _NOT_FOUND not in text:
         return DrayError("pip cannot fetch the locked files", found=text)
     if index:
@@ -148,20 +148,20 @@ def _failed(pins: Sequence[Pin], image: Image, index: str, text: str) -> DrayErr
             wanted="\n".join(f"{pin.name.replace('-', '_')}-{pin.version}-{ending}" for pin in pins),
             where=mirrors.url(index),
             found=text,
-            fix=f'where only a mirror can be reached: "{index}" = "https://..." below [mirrors] in {mirrors.path()}\n'
-            f"or bring the files in a folder: make image-{image.variant} WHEELS=FOLDER\n"
-            f"or, where there is no network, from a machine that has them: dray image bundle {image.variant}",
+            fix=f'if only a mirror can be reached: "{index}" = "https://..." below [mirrors] in {mirrors.path()}\n'
+            f"or put the files into a folder: make image-{image.variant} WHEELS=FOLDER\n"
+            f"or, without a network, make a bundle on a machine with one: dray image bundle {image.variant}",
         )
     return UnfitError(
         "pip cannot find a locked file",
         wanted=f"a wheel for Python {image.python} on {platform.machine()}",
         found=text,
-        fix="pip config list shows where pip looks; a proxy or a mirror may be missing there",
+        fix="pip config list shows where pip looks: a proxy or a mirror may be missing",
     )
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """What pip says in the end, and the cause where that is the network."""
+    """pip's last errors, and the cause if that is the network."""
     start = next((at for at, line in enumerate(lines) if line.lower().startswith("error:")), 0)
     errors = [line for line in lines[start:] if line.strip() and not line.startswith(("WARNING:", "[notice]"))]
     if any(line.startswith("Traceback") for line in errors):

@@ -1,4 +1,4 @@
-"""How many MB the locked wheels of an image have: summed when they are locked, so that a build can look for room."""
+"""The MB of an image's locked wheels: summed when they are locked, so that a build can check the free space."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dray.contract.files import write_atomic
 from dray.contract.findings import ConfigError
 from dray.images.sources import lock
 
-# What a new variant is taken to have until somebody has built it: CUDA's wheels unpack to 1.7 times, ROCm's to three.
+# The guess for a variant that was never built: CUDA's wheels unpack to 1.7 times their size, ROCm's to three times.
 _UNPACKED = 3
 
 
@@ -27,7 +27,7 @@ def digests(checkout: Path, image: Image) -> list[str]:
 
 
 def update(checkout: Path, image: Image) -> list[str]:
-    """Write the sum into image.toml, where the locks are others than those that were summed; what changed."""
+    """Write the sum into image.toml, if the locks have changed since. Returns what changed."""
     locks = digests(checkout, image)
     vendors = {vendor.name: vendor.mb or 0 for vendor in image.vendor}
     if image.size and image.size.locks == locks:
@@ -48,7 +48,7 @@ def update(checkout: Path, image: Image) -> list[str]:
 
 
 def written(text: str, locks: list[str], wheels_mb: int) -> str:
-    """The image.toml with these two values in its [size]."""
+    """The text of image.toml with these two values in its [size]."""
     lines = {"locks": json.dumps(locks), "wheels_mb": str(wheels_mb)}
     if not re.search(r"^\[size\]", text, re.MULTILINE):
         guess = (
@@ -61,7 +61,7 @@ def written(text: str, locks: list[str], wheels_mb: int) -> str:
 
 
 def _listed(checkout: Path, image: Image) -> int:
-    """MB of the wheels that the main index has, as it tells them."""
+    """MB of the wheels of the main index, by the sizes that it names."""
     folder = checkout / "containers" / image.variant
     others = {vendor.name for vendor in image.vendor}
     files = [folder / name for name in ("requirements.lock", "build.lock")]

@@ -1,4 +1,4 @@
-"""For which machines and Pythons a lock holds a wheel of every package: one lock serves all of them."""
+"""Check that one lock has a wheel of every package for each machine and Python."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dray.contract.findings import ConfigError, DrayError
 from dray.images.sources import lock, venv
 
 _MACHINES, _PLATFORM = ("x86_64", "aarch64"), "manylinux_2_28"
-# Images are built with the first of their Pythons; sites and layers leave it behind.
+# dray builds images with the first of their Pythons; sites move on to newer ones.
 _IMAGES, _HOSTS = ("3.11", "3.12"), ("3.11", "3.12", "3.13", "3.14")
 
 
 def of_image(checkout: Path, image: Image) -> list[str]:
-    """What serves an image. Vendors' wheels, which another index has, are left out.
+    """Check an image's locks, without vendors' wheels, which another index has. Returns a line per target.
 
-    Where none takes part, no package is missing from the lock either.
+    If the image has no vendors' wheels, dray also checks that the lock names every package.
     """
     folder = checkout / "containers" / image.variant
     locks = [path for path in (folder / "requirements.lock", folder / "build.lock") if path.exists()]
@@ -33,13 +33,13 @@ def of_image(checkout: Path, image: Image) -> list[str]:
 
 
 def of_hosts(checkout: Path) -> list[str]:
-    """What serves the machines that submit, build and test."""
+    """Check the lock of the machines that submit, build and test. Returns a line per target."""
     path = venv.path(checkout)
     return _served(path.read_text(encoding="utf-8"), path, venv.NAME, _HOSTS, alone=True)
 
 
 def _served(text: str, where: Path, name: str, pythons: Sequence[str], *, alone: bool) -> list[str]:
-    """Ask the index, and fetch nothing: each package has a wheel for each target, whose hash is locked."""
+    """Ask the index, without fetching, whether each package has a locked wheel for each target."""
     found = []
     with TemporaryDirectory(prefix="dray-") as scratch:
         file = Path(scratch) / "requirements.lock"
@@ -65,9 +65,9 @@ def _missing(where: Path, name: str, machine: str, python: str, text: str) -> Dr
     if "Failed to fetch" in text:
         return lock.unsolved(str(where), text)
     return ConfigError(
-        f"the lock does not serve {machine} with Python {python}",
+        f"the lock lacks wheels for {machine} with Python {python}",
         where=where,
-        wanted="a wheel of each package whose hash is locked",
+        wanted="a locked wheel of each package",
         found=re.sub(r"\n\s*", "\n", text.strip()),
         fix=f"dray image lock {name}; or change the requirement that has no such wheel",
     )

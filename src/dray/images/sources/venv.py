@@ -1,4 +1,4 @@
-"""venv.lock: every file that `make` installs into .venv, and that builds dray's own wheel, by its hash."""
+"""venv.lock: the hash of every file that `make` installs into .venv, or that builds dray's own wheel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OLDEST = "3.11"
 
 
 def path(checkout: Path) -> Path:
-    """Where the lock is."""
+    """The path of the lock."""
     return checkout / "containers" / f"{NAME}.lock"
 
 
 def require_fresh(checkout: Path) -> None:
-    """Refuse a lock that was made from something else than there is now, or was changed by hand."""
+    """Refuse a lock that is out of date, or was changed by hand."""
     lock.require_made_from(path(checkout), _origins(checkout))
 
 
 def update(checkout: Path, *, upgrade: bool = False) -> list[str]:
-    """Resolve again, for every Python and system, in the versions of the cpu image's lock; what changed."""
+    """Resolve again for every Python and system, in the versions of the cpu image's lock. Returns what changed."""
     target, build = path(checkout), checkout / "build"
     before = target.read_text(encoding="utf-8") if target.exists() else ""
     build.mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def update(checkout: Path, *, upgrade: bool = False) -> list[str]:
 
 
 def _with_vendors(lines: str, cpu: list[Pin]) -> str:
-    """Beside the registry's torch the vendor's for the CPU: pip's own configuration decides which one it finds."""
+    """Add the vendor's torch for the CPU to the registry's: pip's own configuration decides which one it finds."""
     (torch,) = (pin for pin in cpu if pin.name == "torch")
     first = f"torch=={torch.version} \\\n"
     ours = "".join(f"    --hash=sha256:{one} \\\n" for one in torch.hashes if one not in lines)

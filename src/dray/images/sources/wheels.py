@@ -30,7 +30,7 @@ def fetch(
     wheels: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Exactly the files of the locks: from the user's own `wheels`, from `folder`, or else from where pip looks."""
+    """Exactly the locked files: from the user's own `wheels`, from `folder`, or else from where pip looks."""
     if wheels and not wheels.is_dir():
         raise ConfigError("the folder of wheels does not exist", where=wheels)
     pins = {pin.name: pin for path in locks for pin in lock.read(path)}
@@ -46,7 +46,7 @@ def fetch(
         _refuse_others(missing, wheels, image.python)
     if missing:
         say(f"dray: fetch {len(missing)} of {len(pins)} packages")
-    # Vendors' first: the rest is not worth its minutes where one of these is missing. And each alone, by its own index.
+    # Vendors' wheels first: if one is missing, the minutes for the rest are wasted. Each comes from its own index.
     of_vendors = [pin for pin in missing if pin.name in vendors]
     for number, pin in enumerate(of_vendors):
         index = vendors[pin.name].index
@@ -58,7 +58,7 @@ def fetch(
 
 
 def own(*, checkout: Path, folder: Path) -> Path:
-    """dray's own wheel, made again when its sources are others."""
+    """dray's own wheel, made again when its sources have changed."""
     names = (checkout / name for name in ("pyproject.toml", "hatch_build.py", "README.md", ".gitignore"))
     packaged = (path for path in (checkout / "src").rglob("*") if path.is_file() and path.suffix != ".pyc")
     sources = [path for path in (*names, *sorted(packaged)) if path.exists()]
@@ -89,17 +89,17 @@ def _find(pins: Mapping[str, Pin], folders: Iterable[Path], python: str) -> list
 
 
 def _refuse_others(missing: Iterable[Pin], wheels: Path, python: str) -> None:
-    """Who brings a file of the right name wants it in the image, and should hear why it is not taken."""
+    """Refuse a wheel in the user's folder with the right name and another hash: he expects it in the image."""
     by_name = {pin.name: pin for pin in missing}
     for path in sorted(wheels.glob("*-*.whl")):
         pin = by_name.get(_name(path))
         if pin and pin.version == path.name.split("-")[1] and _fits(path, python):
             raise ConfigError(
-                "a wheel is not the one that is locked",
+                "a wheel does not match its locked hash",
                 where=path,
                 wanted="\n".join(f"sha256 {one}" for one in pin.hashes),
                 found=f"sha256 {_digest(path)}",
-                fix="bring the file again from its publisher, or take it out of the folder",
+                fix="fetch the file again from its publisher, or remove it from the folder",
             )
 
 
