@@ -243,33 +243,33 @@ class TestLook:
         known = record.read(file)
         assert known
         record.write(file, known.model_copy(update={"python": ""}))
-        with pytest.raises(ConfigError, match="no layer that dray has made"):
+        with pytest.raises(ConfigError, match="dray did not make this layer"):
             self.look(file)
         record.path_for(file).unlink()
-        with pytest.raises(ConfigError, match="no layer that dray has made"):
+        with pytest.raises(ConfigError, match="dray did not make this layer"):
             self.look(file)
         record.write(file, known)
         with file.open("ab") as more:
             more.write(b"x")
-        with pytest.raises(ConfigError, match="another digest than its record"):
+        with pytest.raises(ConfigError, match="digest differs from its record"):
             self.look(file)
 
     @pytest.mark.hostile("runs and checkouts of others")
     def test_a_layer_that_another_user_may_change(self, file: Path) -> None:
         file.chmod(0o666)
-        with pytest.raises(ConfigError, match="another user may change the layer") as refused:
+        with pytest.raises(ConfigError, match="another user can change the layer") as refused:
             self.look(file)
         assert refused.value.details == {
             "where": str(file),
-            "wanted": "a file of yours or of root's, which not everybody may write",
+            "wanted": "a file that belongs to you or root and that not everybody may write",
             "found": f"a file of user {os.geteuid()}, mode 0666",
-            "fix": f"once you trust what is in it: cp '{file}'{{,.json}} {ROOT}/build/, and "
+            "fix": f"if you trust its content: cp '{file}'{{,.json}} {ROOT}/build/, and "
             f"'layer={ROOT}/build/my layer.sif'",
         }
         if os.geteuid() == 0:  # only root gives a file away
             file.chmod(0o600)
             os.chown(file, 65534, 65534)
-            with pytest.raises(ConfigError, match="another user may change the layer"):
+            with pytest.raises(ConfigError, match="another user can change the layer"):
                 self.look(file)
 
 

@@ -111,7 +111,7 @@ def test_when_losses_must_be_identical(told: Capsule, found: list[Difference], p
 
 def test_nothing_is_promised_of_what_was_not_recorded(told: Capsule) -> None:
     recipe = read_recipe(ROOT / "recipes" / "smoke-cpu.toml")
-    unknown = "versions: the run has recorded neither packages nor nodes"
+    unknown = "versions: the run recorded no packages or no nodes"
     assert replay.breaks([], recipe, told.model_copy(update={"nodes": ()})) == [unknown]
 
 
