@@ -223,7 +223,7 @@ lib::kept() { # refuses a folder of runs in which everybody may rename what is t
   local mode
   mode="$(stat --format=%a -- "$runs")"
   ((!(8#$mode & 8#2) || 8#$mode & 8#1000)) || lib::die 78 \
-    "everybody may rename or replace the run folders here, and put others in their place" "where:  $runs" \
+    "everybody may rename the folders of these runs, and put others in their place" "where:  $runs" \
     "wanted: a folder that not everybody may write, or one with the sticky bit" "found:  mode $mode" \
     "fix:    chmod o-w $(printf '%q' "$runs"); where it is not yours: mkdir -m 700 $(printf '%q' "$runs")/\$USER && export DRAY_RUNS=$(printf '%q' "$runs")/\$USER"
 }

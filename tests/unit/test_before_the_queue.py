@@ -293,7 +293,7 @@ class TestModelTypes:
         (refusal,) = self.refused("model.type=gpt22")
         assert refusal.problem == f"transformers {self.known['transformers']} has no language model of this type"
         assert (refusal.code, refusal.where, refusal.found) == (78, "recipe model.type", "gpt22")
-        assert refusal.fix == "model.type=gpt2"
+        assert refusal.fix == "did you mean gpt2?"
         assert self.refused("model.type=bert", "train.objective=masked") == []
         for name in ("gpt22", "gpt2"):
             (tmp_path / name).mkdir()

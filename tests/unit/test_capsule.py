@@ -336,5 +336,5 @@ def test_an_archive_in_any_state(paths: RunPaths, tmp_path: Path) -> None:
         (tmp_path / "y").write_bytes(content)
         with pytest.raises(DrayError), pack.opened(str(tmp_path / "y")) as run:
             capsule.read(RunPaths(run))
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         pack.make(paths.run, file)

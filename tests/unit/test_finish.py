@@ -108,7 +108,7 @@ def test_ranks_that_have_worked_apart_are_told(root: Path, tmp_path: Path, left:
         paths.process_group.write_text(json.dumps(left))
     result = finish(paths, code=75)
     told = (
-        f"the largest process group has {group}: the groups trained separately, maybe in the same files; call "
+        f"the largest process group has {group}: the other ranks trained separately, maybe in the same files; call "
         "init_process_group() in each rank without rank= and world_size=: it reads RANK and WORLD_SIZE"
     )
     assert result.warnings == ([told] if left else [])

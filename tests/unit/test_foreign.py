@@ -129,13 +129,13 @@ class TestFolders:
             make_run_folder(runs / "mine")
             assert "attempt " in planned.stdout, planned.stderr
             return
-        with pytest.raises(ConfigError, match="everybody may rename or replace the run folders here") as refused:
+        with pytest.raises(ConfigError, match="everybody may rename the folders of these runs") as refused:
             make_run_folder(runs / "mine")
         assert refused.value.details["fix"] == (
-            f"chmod o-w '{runs}'; if it is not yours: mkdir -m 700 '{runs}'/$USER && export DRAY_RUNS='{runs}'/$USER"
+            f"chmod o-w '{runs}'; where it is not yours: mkdir -m 700 '{runs}'/$USER && export DRAY_RUNS='{runs}'/$USER"
         )
         assert (planned.returncode, planned.stdout, job.seen.exists()) == (78, "", False)
-        assert planned.stderr.startswith("dray: everybody may rename or replace the run folders here")
+        assert planned.stderr.startswith("dray: everybody may rename the folders of these runs")
         assert not list(runs.iterdir())
 
     def test_a_link_to_nothing_is_no_run(self, tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ class TestAnotherUsersRun:
             f"  found:  {key}: rows.py:same",
             "  fix:    add --trust-run to the command",
         ]
-        assert "not recorded here by you" not in self.verb(run, "eval", f"{key}=")[1]
-        assert "not recorded here by you" not in self.verb(run, "eval", "--trust-run")[1]
+        assert "you did not record this run here" not in self.verb(run, "eval", f"{key}=")[1]
+        assert "you did not record this run here" not in self.verb(run, "eval", "--trust-run")[1]
 
     def test_every_verb_has_the_flag(self) -> None:
         for verb in (model.evaluate, model.generate, model.export, model.push):

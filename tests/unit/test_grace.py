@@ -211,7 +211,7 @@ class TestBefore:
                 "the grace is shorter than twice the slowest checkpoint",
                 wanted="140 s or more: a checkpoint of run r1 took 70.0 s",
                 found="120 s before the time limit (the batch scripts' own --signal)",
-                fix="set grace_s=140 with dray submit, or --signal=B:USR1@140 with sbatch",
+                fix="grace_s=140 with dray submit; with sbatch itself --signal=B:USR1@140",
             )
         ]
         assert found(save=60.0) == found(save=None) == found(recipe=("grace_s=140",)) == []

@@ -257,19 +257,19 @@ class TestLook:
     @pytest.mark.hostile("runs and checkouts of others")
     def test_a_layer_that_another_user_may_change(self, file: Path) -> None:
         file.chmod(0o666)
-        with pytest.raises(ConfigError, match="another user can change the layer") as refused:
+        with pytest.raises(ConfigError, match="another user may change the layer") as refused:
             self.look(file)
         assert refused.value.details == {
             "where": str(file),
-            "wanted": "a file that belongs to you or root and that not everybody may write",
+            "wanted": "a file of yours or of root's, which not everybody may write",
             "found": f"a file of user {os.geteuid()}, mode 0666",
-            "fix": f"if you trust its content: cp '{file}'{{,.json}} {ROOT}/build/, and "
+            "fix": f"once you trust what is in it: cp '{file}'{{,.json}} {ROOT}/build/, and "
             f"'layer={ROOT}/build/my layer.sif'",
         }
         if os.geteuid() == 0:  # only root gives a file away
             file.chmod(0o600)
             os.chown(file, 65534, 65534)
-            with pytest.raises(ConfigError, match="another user can change the layer"):
+            with pytest.raises(ConfigError, match="another user may change the layer"):
                 self.look(file)
 
 

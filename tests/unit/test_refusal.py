@@ -93,7 +93,7 @@ def test_a_name_that_is_not_there(says: str, options: tuple[str, ...], problem: 
 def test_a_size_that_no_partition_has(says: str, options: tuple[str, ...], fix: str) -> None:
     assert told(says, *options) == (
         78,
-        "the partition does not have the nodes or GPUs that this job requests",
+        "no nodes of the partition match what this job requests",
         TABLE,
         fix,
     )

@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         RunPaths(tmp_path / "r1", 1).create(new=False)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="the run folder cannot be made"):
+    with pytest.raises(ConfigError, match="the run folder cannot be created"):
         RunPaths(tmp_path / "file" / "r1").create(new=True)
 
 

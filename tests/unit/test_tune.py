@@ -341,7 +341,7 @@ class TestWrong:
             (["--all", "batch.global_size=4096"], "--all has too many candidates"),
             (["--nodes=0"], "--nodes"),
             (["--steps=1"], "--steps"),
-            (["--engine=apptainer"], "--engine apptainer needs Slurm"),
+            (["--engine=apptainer"], "dray tune cannot use --engine apptainer here"),
             (["--engine=x"], "--engine has a wrong value"),
         ],
     )

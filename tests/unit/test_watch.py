@@ -406,8 +406,8 @@ def test_what_a_job_waits_for(tmp_path: Path, slurm: Callable[..., Path], monkey
     slurm("51|51|PENDING|2026-11-24T05:00:00|BeginTime|2026-11-25T01:28:40|x")
     assert status.text(look(paths.run, Queue(), closely=True))[:4] == [
         "mine: queued (smoke-cpu, attempt 1, job 51, 2 ranks on n1 n2)",
-        "  Slurm: job 51 PENDING, BeginTime: its time to begin has not come; Slurm starts a requeued job after two "
-        "minutes",
+        "  Slurm: job 51 PENDING, BeginTime: its begin time has not come; Slurm waits two minutes before it "
+        "starts a requeued job",
         "  not before: 2026-11-25 01:28 (in 2 min)",
         "  attempts before it: 1",
     ]
@@ -463,7 +463,7 @@ def test_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("QOSMaxJobsPerUserLimit", "a limit of its quality of service (QOS) is reached"),
         ("AssocGrpCpuLimit", "a limit of its account or user is reached"),
         ("ReqNodeNotAvail, UnavailableNodes:n1",
-         "nodes that it needs are down, drained or reserved, often for a maintenance"),
+         "nodes that it needs are down, drained or reserved, often for maintenance"),
         ("Whatever", ""),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from dray import engines, process, render
 from dray.contract import files
-from dray.contract.findings import ConfigError
+from dray.contract.findings import ConfigError, listed
 from dray.engines.docker import LABEL
 from dray.facts import Layer
 from dray.planning.schema import Plan
@@ -41,7 +41,7 @@ def node_of(plan: Plan, word: str) -> str:
     if word.isdecimal() and word.isascii() and len(word) < 8 and int(word) < len(names):
         return names[int(word)]
     if word:
-        wanted = f"0 to {len(names) - 1}, or one of {' '.join(names[:8])}{' ...' * (len(names) > 8)}"
+        wanted = f"0 to {len(names) - 1}, or one of {listed(names)}"
         raise ConfigError("the run has no such node", where="--node", wanted=wanted, found=ascii(word))
     return names[0]
 

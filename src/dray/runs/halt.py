@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, DrayError, UnfitError
+from dray.contract.findings import ConfigError, DrayError, UnfitError, listed
 from dray.runs import live, squeue
 from dray.runs.live import State
 from dray.runs.named import find, newest_first
@@ -25,7 +25,6 @@ _NOW_S = 15.0  # for the runners to end their ranks: their grace, and what SIGKI
 _ASK_S = 10.0  # between questions to Slurm's controller, which all users share
 _TRIES = 3
 _GOES_ON = ("queued", "starting", "running")
-_SHOWN = 6
 
 
 def newest(runs: Path | None) -> Path:
@@ -42,7 +41,7 @@ def newest(runs: Path | None) -> Path:
             "several runs are active",
             where=found.parent,
             wanted="the name of one run",
-            found=", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN),
+            found=listed(names),
             fix=f"dray stop {names[0]}",
         )
     return found

@@ -43,11 +43,11 @@ def look(recipe: Recipe, site: Site, facts: Facts) -> Layer | None:
     if not (files.is_own(file) or _is_hidden(file)):
         owner, own = file.stat(), checkout.root() / "build" / file.name
         raise ConfigError(
-            "another user can change the layer, whose code every rank runs",
+            "another user may change the layer, and every rank runs its code",
             where=file,
-            wanted="a file that belongs to you or root and that not everybody may write",
+            wanted="a file of yours or of root's, which not everybody may write",
             found=f"a file of user {owner.st_uid}, mode {owner.st_mode & 0o7777:04o}",
-            fix=f"if you trust its content: cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(own.parent))}/, "
+            fix=f"once you trust what is in it: cp {shlex.quote(str(file))}{{,.json}} {shlex.quote(str(own.parent))}/, "
             f"and {shlex.quote(f'layer={own}')}",
         )
     known = record.read(file)

@@ -178,7 +178,7 @@ def _model_type(recipe: Recipe, facts: Facts, configuration: dict[str, Any] | No
         where=f"config.json of {recipe.model.name}" if recipe.model.name else "recipe model.type",
         wanted="a type that AutoModelForCausalLM or AutoModelForMaskedLM supports",
         found=str(kind),
-        fix=f"model.type={near}" if near else "model.type=gpt2",
+        fix=f"did you mean {near}?" if near else "model.type=gpt2",
         code=exit_codes.CONFIG,
     )
 

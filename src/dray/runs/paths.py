@@ -156,11 +156,11 @@ def _require_kept(runs: Path) -> None:
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         folder = shlex.quote(str(runs))
         raise ConfigError(
-            "everybody may rename or replace the run folders here",
+            "everybody may rename the folders of these runs, and put others in their place",
             where=runs,
             wanted="a folder that not everybody may write, or one with the sticky bit",
             found=f"mode {mode & 0o7777:04o}, of user {runs.stat().st_uid}",
-            fix=f"chmod o-w {folder}; if it is not yours: mkdir -m 700 {folder}/$USER && export "
+            fix=f"chmod o-w {folder}; where it is not yours: mkdir -m 700 {folder}/$USER && export "
             f"DRAY_RUNS={folder}/$USER",
         )
 

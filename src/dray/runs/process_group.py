@@ -23,4 +23,4 @@ def warning(paths: RunPaths, plan: Plan) -> str | None:
     names = [f"rank {rank} on {world.nodes[rank // world.ranks_per_node].name}" for rank in absent[:_SHOWN]]
     listed = f" (missing: {', '.join(names)}{', ...' * bool(absent[_SHOWN:])})" if names else ""
     group = f"the largest process group has {int(found['largest'])} of the {world.size} ranks{listed}"
-    return f"{group}: the groups trained separately, maybe in the same files; {_FIX}"
+    return f"{group}: the other ranks trained separately, maybe in the same files; {_FIX}"

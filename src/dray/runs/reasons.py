@@ -16,7 +16,7 @@ _MEANINGS = {
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, often for maintenance",
     "Reservation": "it waits for its reservation",
     "Licenses": "it waits for a license",
-    "JobHeldUser": "you hold it: scontrol release JOB releases it",
+    "JobHeldUser": "its user holds it: scontrol release JOB releases it",
     "JobHeldAdmin": "an administrator holds it",
     "JobArrayTaskLimit": "its array already runs the allowed number of tasks",
     "BadConstraints": "no node has the features that it asks for, so it never starts",

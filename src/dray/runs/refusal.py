@@ -77,7 +77,7 @@ def _sized(message: str, argv: Sequence[str]) -> ConfigError:
     named = _value(argv, "partition", "p").split(",")
     asked = [one for one in partitions if one.name in named] or partitions[:1]
     return ConfigError(
-        "the partition does not have the nodes or GPUs that this job requests",
+        "no nodes of the partition match what this job requests",
         wanted="\n".join(f"{one.name}: {_size(one)}" for one in partitions[:_SHOWN]),
         found=f"{counted(nodes, 'node')}, {counted(gpus, 'GPU')} on each\n{message}",
         fix=_fix(nodes, gpus, asked, partitions),

@@ -55,7 +55,7 @@ def require_here(plan: Plan, engine: str) -> str:
     """The engine for this machine: the run's own, or the one that was named."""
     own, known = engine or plan.engine, engines.names("local")
     if engine and own not in known:
-        raise ConfigError("--engine has an unknown value", wanted=f"one of {', '.join(known)}", found=engine)
+        raise ConfigError("--engine has a wrong value", wanted=f"one of {', '.join(known)}", found=engine)
     if not engine and (plan.by_slurm or own not in known):
         raise ConfigError(
             "this run was started by Slurm" if plan.by_slurm else "this run used several machines",

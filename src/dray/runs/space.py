@@ -103,7 +103,7 @@ def place(recipe: Recipe, asked: Asked, env: Mapping[str, str]) -> Place:
         return _allocated(recipe, asked, allocated, named, env)
     if asked.engine not in engines.names("local"):
         raise ConfigError(
-            f"--engine {asked.engine} needs Slurm", wanted=f"one of {', '.join(engines.names('local'))}",
+            f"dray tune cannot use --engine {asked.engine} here", wanted=f"one of {', '.join(engines.names('local'))}",
             found=asked.engine, fix="leave out --engine; inside salloc the site's engine is used",
         )  # fmt: skip
     gpus = asked.gpus_per_node or (recipe.ranks_per_node or 0 if recipe.image != "cpu" else 0)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dray.config.model import explained
 from dray.contract import files, run_folder
-from dray.contract.findings import ConfigError, DrayError
+from dray.contract.findings import ConfigError, DrayError, listed
 from dray.runs import look as looking
 from dray.runs import state, write
 from dray.runs.metrics import Event, Metrics, number, whole
@@ -141,8 +141,8 @@ def find(named: str, runs: Path, file: str = run_folder.STUDY) -> Path:
     if len(fitting) != 1:
         raise ConfigError(
             "several studies begin with this name" if fitting else "there is no such study",
-            where=runs, found=ascii(named), wanted=", ".join((fitting or names)[-6:]),
-            fix="--runs names another folder",
+            where=runs, found=ascii(named), wanted=listed((fitting or names)[::-1]),
+            fix="--runs=FOLDER names another folder",
         )  # fmt: skip
     return runs / fitting[0]
 

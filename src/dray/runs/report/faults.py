@@ -27,7 +27,9 @@ def checkpoints(runs: Sequence[Run]) -> Iterator[Item]:
         ("share of training time", _share),
     ))  # fmt: skip
     if any(run.trace.spent["checkpoint_s"] for run in runs):
-        yield curve(runs, "checkpoint_s", "Waiting for checkpoints", "seconds since the last line", from_zero=True)
+        yield curve(
+            runs, "checkpoint_s", "Waiting for checkpoints", "seconds since the last logged step", from_zero=True
+        )
     rows = [
         (*((run.name,) if len(runs) > 1 else ()), figure(number(one, "checkpoint")), str(one["attempt"]),
          "yes" if one.get("saved") is True else f"no: {str(one.get('why'))[:200]}", seconds(number(one, "seconds")))

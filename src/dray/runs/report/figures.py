@@ -69,7 +69,7 @@ def bars(plot: Bars) -> Element:
     return _figure(
         plot.title, plot.alt, _image(plot.alt or plot.title, tag("div", *rows, class_="rows")),
         tag("p", plot.x, class_="unit across"),
-        folded("Numbers", table(f"{plot.title}: lines in each bar", head, numbers)),
+        folded("Numbers", table(f"{plot.title}: logged steps in each bar", head, numbers)),
     )  # fmt: skip
 
 
