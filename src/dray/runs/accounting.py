@@ -33,7 +33,7 @@ def parse(known: str, job: int, step: str) -> Cost | None:
         seconds = float(told["ended_s"]) - float(told["begun_s"])
         gpus = int(told.get("allocated_gpus", "0")) * nodes
         return Cost(seconds=round(seconds, 1), nodes=nodes, gpus=gpus, joules=_joules(known, job, step))
-    except (KeyError, ValueError):  # of which pydantic's is one
+    except (KeyError, ValueError):  # pydantic's ValidationError is a ValueError
         return None
 
 

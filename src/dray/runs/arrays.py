@@ -129,7 +129,7 @@ def submit(group: Sequence[Job], argv: Sequence[str], code: tuple[source.Source,
             job=int(number), task=job.number if several else None, cluster=cluster, time=now, argv=list(argv)
         )  # fmt: skip
         found.append(queued)
-        with suppress(OSError):  # the job is in the queue all the same
+        with suppress(OSError):  # the job is in the queue anyway
             files.write_atomic(job.run / run_folder.JOB, queued.model_dump_json(indent=1))
             if code:
                 source.keep(job.run, code)

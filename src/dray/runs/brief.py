@@ -15,7 +15,7 @@ def plan(path: Path | str, warnings: list[str]) -> Table | None:
     try:
         found: Table = _PLAN.validate_json(files.read(path, limit=LIMIT))
     except (OSError, ValueError):
-        return table(path, warnings)  # which tells why
+        return table(path, warnings)  # which adds the warning
     return found
 
 

@@ -63,7 +63,7 @@ def make(paths: RunPaths, report: why.Report, out: Path) -> Bundle:
     content = {"versions.json": clean(_versions())}
     if paths.run.stat().st_uid == os.geteuid():
         content["why.txt"] = clean(why.text(report))
-    else:  # reading for it followed links, which in another user's folder may lead to files of this one's
+    else:  # the report follows links, which in another user's folder may lead to this user's files
         left_out.append("why.txt: the run belongs to another user")
     for path in _chosen(paths):
         name = path.relative_to(paths.run).as_posix()
@@ -188,7 +188,7 @@ def cleaner(paths: RunPaths, *, homes: bool = True) -> Cleaner:
     with suppress(OSError):
         own = files.read(paths.secret, limit=_TAIL).decode("utf-8", "replace").strip()
         values |= {own: "secret"} if len(own) >= _SHORTEST else {}
-    # In JSON a quote, a backslash or a letter beyond ASCII has another form.
+    # JSON escapes quotes, backslashes and letters beyond ASCII.
     forms = {form: name for value, name in values.items() for form in (value, json.dumps(value)[1:-1])}
     return Cleaner(forms, known_homes if homes else {})
 

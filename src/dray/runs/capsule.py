@@ -34,14 +34,14 @@ from dray.runs.result import Result
 from dray.runs.source import Source
 from dray.runs.stop import utc
 
-_LIMIT = 16 << 20  # bytes of a capsule, which has a part for each node
+_LIMIT = 16 << 20  # bytes of a capsule, which grows with the nodes
 _HASHED = 4 << 30  # bytes of the largest file that is hashed
 _NODE = 1 << 20
 _MOST = 65_536  # nodes, and files
 # Secret files, files that change after the run has ended, and the capsule itself.
 _NOT = {run_folder.CAPSULE, run_folder.SECRET, run_folder.STOP, run_folder.NEXT, run_folder.RENDEZVOUS}
 _CHUNK = 1 << 20
-_NAME = 256  # letters of what a node tells
+_NAME = 256  # letters of a node's text
 
 
 def begun(paths: RunPaths, plan: Plan, beside: Path | None) -> None:

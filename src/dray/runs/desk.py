@@ -97,7 +97,7 @@ def once(
     image = local.image_of(engine, recipe)
     visible = {name: getattr(recipe, name) for name in sections}
     if "data" in visible:
-        visible["data"] = recipe.data.model_copy(update={"streaming": False})  # which is how it was trained
+        visible["data"] = recipe.data.model_copy(update={"streaming": False})  # as in training
     gpus = int(by_gpu and node.has_gpu(ACCELERATORS[recipe.image]))
     facts = local.facts(recipe, engine=engine, image=image, nodes=1, gpus_per_node=gpus, site="")
     with TemporaryDirectory(prefix="dray-") as runs:
@@ -119,6 +119,6 @@ def once(
         code = local.run(plan, paths, watch=output.look)
         output.look()
         result = finish(paths, code=code)
-        if result.cause and output.empty:  # it never began
+        if result.cause and output.empty:  # the job never started
             print("\n".join(result.cause.last_lines), file=sys.stderr)
         return result.exit_code

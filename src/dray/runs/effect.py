@@ -78,12 +78,12 @@ def curve(attempts: Sequence[RunPaths]) -> Curve:
             for event in metrics:
                 if event.get("event") != "step" or (step := whole(event, "step")) is None:
                     continue
-                losses.pop(step, None)  # so that steps stay in the order in which they were taken
+                losses.pop(step, None)  # so that steps stay in the order of training
                 losses[step] = number(event, "loss")
                 time = number(event, "time")
                 if start is None and time is not None and (planned := written(paths.plan)):
-                    start = time - planned  # negative in a copy, whose files are younger
-                if not first:  # the first line has the compiler's time in it
+                    start = time - planned  # negative in a copy, whose files are newer
+                if not first:  # the first line includes the time of the compiler
                     seconds += [value] if (value := number(event, "step_s")) is not None else []
                     speeds += [value] if (value := number(event, "tokens_per_s")) is not None else []
                 first = False

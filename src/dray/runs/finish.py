@@ -43,7 +43,7 @@ def finish(
     """
     left = _Left(paths, code)
     plan = left.tried(paths.plan, lambda: read(paths))
-    # srun may tell of a node that it killed as that was ending.
+    # srun may report a failed node that it killed while the node was ending.
     if code not in (exit_codes.DONE, exit_codes.RETRY) and left.tried(paths.saved, paths.saved.is_file):
         left.code = code = exit_codes.RETRY
     failures = left.tried(paths.failures, left.restarts) or []
@@ -55,7 +55,7 @@ def finish(
     checkpoint = left.newest_checkpoint(plan) if status != "done" else None
     saved = int(checkpoint.rpartition("-")[2]) if checkpoint else None
     figures = left.tried(paths.metrics, lambda: left.figures(None if status == "done" else saved or 0)) or {}
-    # Ranks that were stopped may die in any way; none of them is a cause.
+    # Stopped ranks may die in any way; none of them is the cause.
     ended = left.first_cause(paths.failures) if status == "failed" else None
     cause = (ended[1] if ended else left.unrecorded()) if status == "failed" else None
     if status == "done" and plan:

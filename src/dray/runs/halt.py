@@ -21,8 +21,8 @@ from dray.runs.write import read
 
 Say = Callable[[str], None]
 _LOOK_S = 0.3
-_NOW_S = 15.0  # for the runners to end their ranks: their grace, and what SIGKILL needs
-_ASK_S = 10.0  # between questions to Slurm's controller, which all users share
+_NOW_S = 15.0  # for the runners to end their ranks, with their grace and SIGKILL
+_ASK_S = 10.0  # between queries to Slurm's controller, which all users share
 _TRIES = 3
 _GOES_ON = ("queued", "starting", "running")
 
@@ -65,7 +65,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
                 none = "" if state.paths else "; it never started"
                 say(f"the job was waiting in the queue and was cancelled{none}\nrun folder: {run}")
                 return
-            continue  # it has begun in the meantime
+            continue  # the job started meanwhile
         break
     else:
         raise DrayError(
@@ -73,7 +73,7 @@ def stop(run: Path, *, now: bool, wait: bool, say: Say) -> None:
         )
     if state.kind == "starting":
         assert state.job
-        if state.paths:  # between two attempts, which may be in an allocation
+        if state.paths:  # between two attempts, perhaps in an salloc allocation
             _require_batch(state, state.job)
         squeue.cancel(state.job, state.cluster)
         _note(state)
@@ -99,7 +99,7 @@ def _note(state: State) -> None:
     queued = None if state.paths else live.Left(state.run, 0, []).submitted
     if queued:
         told = queued.model_copy(update={"stopped": time.time()})
-        with suppress(OSError):  # it is cancelled all the same
+        with suppress(OSError):  # the job is cancelled anyway
             files.write_atomic(state.run / run_folder.JOB, told.model_dump_json(indent=1))
 
 
@@ -191,7 +191,7 @@ def _last_words(state: State, say: Say, *, now: bool) -> str:
 
 def _grace(paths: RunPaths) -> float | None:
     """The plan's grace for a command; None for dray's trainer, which ends by itself after its checkpoint."""
-    with suppress(DrayError, OSError):  # a plan that cannot be read: nothing is ended that may be saving
+    with suppress(DrayError, OSError):  # without a readable plan, do not end a run that may be saving
         plan = read(paths)
         return float(plan.grace_s) if plan.recipe.train is None else None
     return None

@@ -66,7 +66,7 @@ class Hosts:
             "scheduler": "hosts",
             "nodelist": ",".join(self.names),
             "address": None,
-            "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine's own
+            "hf_home": here.hf_home if engines.get(engine).isolates_env else None,  # else each machine has its own
             "port": port_of(run),
         }
         return here.model_copy(update=among)
@@ -160,6 +160,6 @@ def _is_here(name: str) -> bool:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0]
         with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
             probe.bind(address[4])
-    except (OSError, UnicodeError):  # a part of more than 63 characters is no name
+    except (OSError, UnicodeError):  # a label of more than 63 characters is no host name
         return False
     return True

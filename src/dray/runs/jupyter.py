@@ -80,7 +80,7 @@ def in_run(state: State, word: str, folder: Path) -> Place:
     fix = f"dray image layer {plan.variant} --pip {PACKAGE}"
     if engines.get(plan.engine).image == "python":
         fix = f"{plan.image} -m pip install {PACKAGE}"
-    elif plan.layer:  # one layer alone is bound
+    elif plan.layer:  # only one layer can be bound
         fix = f"build the run's layer again with --pip {PACKAGE}: dray image layer {plan.variant} --upgrade ..."
     return Place(
         start=lambda command: enter.argv(state, name, command, terminal=False, layer=layer),

@@ -63,7 +63,7 @@ def measured(path: Path) -> tuple[int, float]:
                     size, changed = size + about.st_blocks * 512, max(changed, about.st_mtime)
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(Path(entry.path))
-        except OSError:  # a folder that may not be read, or has gone
+        except OSError:  # an unreadable folder, or one that was removed
             continue
     return size, changed
 

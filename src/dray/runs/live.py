@@ -53,7 +53,7 @@ class Left:
 
     def __init__(self, run: Path, number: int, numbers: list[int]) -> None:
         self.run, self.number, self.numbers = run, number, numbers
-        self.folder = f"{run}/{run_folder.attempt(number)}"  # text: a Path each would be half the time of a list
+        self.folder = f"{run}/{run_folder.attempt(number)}"  # a string: making a Path would take half of a list's time
         self.warnings: list[str] = []
         self.ended: float | None = None
         """When the result was written, valid or not."""
@@ -129,7 +129,7 @@ def own(folder: Path) -> Path:
     for path in (run, *([last_attempt(run).folder] if attempts(run) else [])):
         try:
             found, is_own = path.lstat(), files.is_own(path)
-        except OSError as refused:  # as of a link that leads nowhere
+        except OSError as refused:  # for example a broken link
             raise ConfigError("the run cannot be read", where=path, found=refused.strerror) from refused
         if found.st_uid != os.geteuid() or not is_own:
             raise ConfigError(
@@ -152,7 +152,7 @@ def decide(left: Left, queue: Queue) -> State:
     here = None if left.job or left.queued else _here(left)
     if here and here.kind != "ended":
         return here
-    # Another user's file is not followed to other clusters: Slurm lists none of their jobs here.
+    # Another user's file does not choose a cluster: Slurm does not list their jobs here.
     cluster = left.submitted.cluster if left.submitted else ""
     cluster = cluster if cluster and left.owner == os.geteuid() else ""
     paths = left.paths if left.number else None
@@ -176,7 +176,7 @@ def _found(left: Left, job: Job, queue: Queue, cluster: str) -> tuple[Kind, Job 
     again = left.ended and (left.goes_on or (job.start or 0.0) > left.ended)
     if not left.number or job.number != left.job or again:  # an allocation by salloc outlives an attempt
         return "starting", job
-    # With a result, its last words are written, and Slurm is cleaning up.
+    # With a result, the run has ended, and Slurm is cleaning up.
     return ("ended", None) if left.ended else ("running", job)
 
 
@@ -203,14 +203,14 @@ def _folders(left: Left) -> set[str]:
 
 def _untold(left: Left, queue: Queue, cluster: str) -> str:
     """Why the run may be active although Slurm here does not list its job."""
-    if left.owner != os.geteuid():  # squeue was asked for this user's alone, and may list no other's
+    if left.owner != os.geteuid():  # squeue was asked for this user's jobs only
         return f"the job belongs to user {left.owner}"
     if left.queued and queue.is_older(left.queued.time, cluster, margin_s=JUST_S):
         return f"job {left.queued.id} was submitted a moment ago, so squeue does not list it yet"
     if _is_new(left, queue, cluster):
         return "the attempt began a moment ago, after squeue was asked"
     name = cluster_of(left.folder) if left.number and not cluster else ""
-    if name and name != queue.cluster:  # which has the same disk
+    if name and name != queue.cluster:  # another cluster with the same disk
         return f"the job is on cluster {name}, but Slurm here is {queue.cluster or 'without a name'}"
     return ""
 

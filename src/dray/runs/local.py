@@ -124,7 +124,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(interrupts.stoppable())
         stack.callback(shutil.rmtree, plan.scratch, ignore_errors=True)
-        if not only:  # of a hostfile's machines the first one, whose runner is asked to stop
+        if not only:  # with a hostfile only the first machine, whose runner is asked to stop
             files.write_atomic(paths.process, json.dumps(processes.mark(os.getpid())))
         if engines.get(plan.engine).private_network:
             private = network(plan.run) if plan.world.one_machine else None
@@ -163,7 +163,7 @@ def _node(plan: Plan, paths: RunPaths, number: int) -> Iterator[process.Running]
         names["cpus"]: str(max(1, len(os.sched_getaffinity(0)) // beside)),
     }
     with paths.node_log(number).open("ab") as log:
-        # A shell inside a job has the variables of its own task, of which these nodes are none.
+        # Inside a job, the shell's SLURM_ variables describe its own task, not these nodes.
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         node = process.start(["bash", paths.node_script], env={**own, **me}, output=log)
     try:

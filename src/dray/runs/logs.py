@@ -129,7 +129,7 @@ def new(logs: Iterable[Log]) -> Iterator[tuple[Log, bytes]]:
     """New lines, in the order of the logs."""
     for log in logs:
         with suppress(OSError):
-            # A stat first: opening all of a thousand logs five times a second is a load for a shared disk.
+            # First stat: opening a thousand logs five times a second would load a shared disk.
             if log.path.stat().st_size != log.position:
                 yield from filter(None, map(log.split, log.new(whole=False)))
 

@@ -69,7 +69,7 @@ class Watched:
 
     def over(self, seen: State) -> bool:
         """Whether the run is over; the next attempt may enter the queue some seconds after the previous one."""
-        if seen.state == NO_RESULT:  # nobody here knows; a compiler may be silent for some minutes
+        if seen.state == NO_RESULT:  # unknown: a compiler may be silent for some minutes
             self._unknown = self._unknown or time.monotonic()
             return time.monotonic() > self._unknown + _UNKNOWN_S
         self._unknown = None
@@ -161,19 +161,19 @@ class _Attempt(Left):
 
     def _state(self, queue: Queue) -> tuple[str, Job | None]:
         """The state's name, and the job that has the run."""
-        if self.number < max(self.numbers, default=0):  # what Slurm has goes on with a later attempt
+        if self.number < max(self.numbers, default=0):  # Slurm's job belongs to a later attempt
             return (self._ended() if self.ended else self._lost()), None
         decided = live.decide(self, queue)
         job, ended, kind = decided.job, self.ended, decided.kind
         if kind == "queued":
             return QUEUED, job
         if job and kind == "starting" and ended and job.number == self.job and not dig(self.result, "next", "spare"):
-            return (RUNNING if (job.start or 0.0) > ended else self._ended()), job  # it goes back into the queue
+            return (RUNNING if (job.start or 0.0) > ended else self._ended()), job  # the job is being requeued
         if (job and job.command not in _ALLOCATION) or kind == "starting" or decided.process:
             return RUNNING, job
         if ended:
             return (QUEUED if kind == "unknown" and self.queued and not queue.is_absent else self._ended()), None
-        return (self._lost() if kind == "ended" else self._by_files()), job  # one by salloc outlives a run in it
+        return (self._lost() if kind == "ended" else self._by_files()), job  # an salloc allocation outlives its runs
 
     @cached_property
     def _cancelled(self) -> Stop | None:

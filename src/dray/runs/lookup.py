@@ -145,8 +145,8 @@ def _program(command: Command, facts: Facts) -> Iterator[Finding]:
     path = Path(command.folder, word)
     why, fix = "", ""
     if facts.scheduler == "slurm" and not facts.login:
-        pass  # the nodes say it; here the planner is in a container
-    elif "/" not in word and not script:  # from PATH, and an image has its own
+        pass  # the nodes report it; this planner runs in a container
+    elif "/" not in word and not script:  # from PATH, which an image sets itself
         why = f"{word} is not on PATH" if bare and not process.which(word) else ""
     elif word.startswith("/") and not bare and not path.is_relative_to(command.folder):
         pass  # it may be in the image

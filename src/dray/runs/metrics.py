@@ -124,7 +124,7 @@ def rare(path: Path) -> Iterator[Event]:
 def parsed(line: bytes) -> Event | None:
     """The event of a line; None if it is damaged."""
     try:
-        event = from_json(line)  # pydantic's parser: three times as quick as json's, and floats to the same last bit
+        event = from_json(line)  # pydantic's parser is three times as fast as json's, and its floats are bit-identical
     except ValueError:
         return None
     return event if isinstance(event, dict) else None

@@ -54,7 +54,7 @@ def seen(runs: Path) -> Iterator[Seen]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(runs) as entries:
         for entry in entries:
             folder, names = entry.path, list[str]()
-            with suppress(OSError):  # of a link that leads in a circle, or to where this user may not look
+            with suppress(OSError):  # a circular link, or a folder that this user may not read
                 names = os.listdir(folder) if entry.is_dir() else []  # noqa: PTH208
             if (numbers := numbered(names)) or run_folder.JOB in names:
                 yield Seen(_began(folder, numbers), folder, numbers)

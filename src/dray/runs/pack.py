@@ -60,7 +60,7 @@ def make(run: Path, out: Path) -> Packed:
         if paths.capsule.exists():
             content |= _attempt(paths, left_out)
     if not content:
-        capsule.read(last_attempt(run))  # which says what is missing
+        capsule.read(last_attempt(run))  # raises the error that says what is missing
     named = [*content, *(f"({line}, left out)" for line in left_out)]
     content["README"] = printable(_ABOUT.format(run=run.name, dray=__version__, names="\n".join(named)))
     bundle.write_out(out, bundle.packed(f"dray-capsule-{bundle.plain(run.name)}", content))

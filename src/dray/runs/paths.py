@@ -109,7 +109,7 @@ def run_named(runs: Path, word: str) -> Path | None:
     if not word:
         return None
     folder = Path(word).absolute() if "/" in word else runs / run_name(word)
-    run = folder.parent if _number(folder.name) else folder  # the folder of an attempt is its run's
+    run = folder.parent if _number(folder.name) else folder  # an attempt's folder stands for its run
     run_name(run.name or "/")
     return run
 
@@ -182,7 +182,7 @@ def of_job(runs: Path, name: str, job: int) -> list[str]:
 def _own(path: Path) -> bool:
     try:
         return path.stat().st_uid == os.geteuid()
-    except OSError as error:  # a link that leads nowhere, or a folder that was removed since
+    except OSError as error:  # a broken link, or a folder that was removed meanwhile
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
             raise
         return False

@@ -59,7 +59,7 @@ def _record(path: Path, logs: Path, code: int, warn: Callable[[str], None]) -> R
         if not math.isfinite(time):
             raise ValueError(f"its time is {time}")
         cause = Cause.model_validate(record)
-        if cause.log is None and cause.rank is not None:  # its supervisor could write no more than a line
+        if cause.log is None and cause.rank is not None:  # its supervisor could write only one line
             own = rank_log.find(logs.parent, cause.rank)
             cause = cause.model_copy(update={"log": str(own.path), "last_lines": own.tail()})
         return Record(time, cause, bool(record.get("lost")))

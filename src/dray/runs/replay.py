@@ -75,7 +75,7 @@ def differences(before: tuple[Plan, Capsule], paths: RunPaths, plan: Plan, *, en
         own = engines.get(plan.engine).image == "python"
         seen = hardware.look(ACCELERATORS[plan.variant], {}, packages=own)
         packages = seen.pop("packages", {})
-        if not own:  # the image's, which its nodes will tell
+        if not own:  # these belong to the image, and its nodes will record them
             seen |= {"python": "", "libc": ""}
         here = Node.model_validate({"node": 0, "name": "", **seen})
         image = made.image.model_copy(update={"packages": packages})

@@ -16,7 +16,7 @@ from dray.contract.values import printable
 
 LIMIT = 1 << 20
 """Bytes of a diff that are kept."""
-_SHOWN = 200  # names of files that git does not know
+_SHOWN = 200  # names of untracked files
 _SECONDS = 10.0  # a network disk that hangs must not hold up a run
 # A repository's configuration may name programs. None of them runs: no file watcher, hook, diff program or filter;
 # and git fetches and writes nothing.
@@ -60,7 +60,7 @@ def look(folder: Path) -> tuple[Source, str] | None:
     if found is None:
         return None
     diff = ""
-    with suppress(DrayError, OSError, ValueError):  # too slow, and what is known already is told
+    with suppress(DrayError, OSError, ValueError):  # if git is too slow, keep what is known
         diff, cut = _short(_redacted(_git(root, *_DIFF, quiet=_unfiltered(root))))
         found = found.model_copy(update={"changed": bool(diff), "cut": cut})
         names = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")

@@ -15,9 +15,9 @@ from dray.contract.findings import DrayError, UnfitError
 from dray.contract.values import printable
 from dray.fitness import scheduler
 
-# Jobs that have ended are not among them.
+# squeue does not list ended jobs.
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
-_COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last may have any character
+_COLUMNS = ("%A", "%i", "%T", "%V", "%r", "%S", "%o")  # the last column may contain any character
 _ANSWER_S = 30.0
 JUST_S = 10.0  # until squeue lists a job after sbatch's answer
 _LATE_S = 120.0  # clocks differ, and a job may be queued before its number is recorded
@@ -48,7 +48,7 @@ class Job(NamedTuple):
 def jobs(cluster: str = "") -> list[Job]:
     """All jobs of this user. DrayError if Slurm is missing or does not answer."""
     of = [f"--clusters={cluster}"] if cluster else []
-    # The user's own SQUEUE_PARTITION and its like would hide jobs.
+    # Variables such as SQUEUE_PARTITION would hide jobs.
     hidden = [f"--unset={name}" for name in os.environ if name.startswith("SQUEUE_")]
     format_ = f"--format={'|'.join(_COLUMNS)}"
     prefix = ["env", *hidden] if hidden else []
@@ -112,7 +112,7 @@ class Queue:
             self._sort(known, cluster)
         by_name, by_folder = self._by_name[cluster], self._by_folder[cluster]
         found = [one for name, at in named.items() for one in by_name.get(name, ()) if self.was_there(one, at)]
-        for folder in folders:  # one may have blanks in its name
+        for folder in folders:  # its name may contain spaces
             jobs = by_folder.get(folder.partition(" ")[0], ())
             found += [one for one in jobs if f" --run={folder} " in f" {one.command} "]
         return min(found, key=lambda one: one.waits, default=None)

@@ -17,7 +17,7 @@ from dray.runs.metrics import Event, Rare
 from dray.runs.paths import RunPaths
 from dray.runs.reading import dig, table, written
 
-_HEAD = 1 << 18  # bytes of a node's log in which the first lines are
+_HEAD = 1 << 18  # bytes at the beginning of a node's log
 _MOST = 16  # warnings, and slow ranks
 _LAUNCHED = b'"launched": '
 _JOINED, _PROVED = b"dray: cores of each rank: ", b"dray: preflight took "
@@ -66,7 +66,7 @@ def live(paths: RunPaths, plan: dict[str, Any], rare: Rare) -> Live:
     """The state of a running attempt; `rare` caches its metrics between calls."""
     began = written(paths.plan) or time.time()
     tail = list[Event]()
-    with suppress(OSError):  # the state has a warning of it
+    with suppress(OSError):  # the state warns of it
         rare.look()
         tail = metrics.tail(paths.metrics)
     told = _told(rare)

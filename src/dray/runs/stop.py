@@ -21,7 +21,7 @@ _BY_STATE = {
     "OUT_OF_MEMORY": "the memory limit",
 }
 _BY_REASON = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "DeadLine": "DEADLINE", "Preempted": "PREEMPTED"}
-_EARLY_S = 120  # Slurm may send a signal a minute early, and its time limit has minutes
+_EARLY_S = 120  # Slurm may send a signal a minute early, and counts time limits in minutes
 _NEVER = ("", "None", "N/A", "Unknown")
 # srun also cancels a step after a task has failed; then the batch script continues and writes a result.
 _CANCELLED = re.compile(
@@ -81,7 +81,7 @@ def asked(attempt: Path) -> list[str]:
     """Who asked an attempt to end: `dray stop`, or the signals that its batch script received."""
     with suppress(OSError):
         file = attempt / run_folder.STOP
-        # Most are empty, and there are lists of thousands of runs.
+        # Most stop files are empty, and lists have thousands of runs.
         return files.read(file, limit=_ASKED).decode(errors="replace").splitlines() if file.stat().st_size else []
     return []
 

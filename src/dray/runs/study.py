@@ -173,7 +173,9 @@ def _row(run: Path, member: Member, queue: Queue) -> tuple[Row, dict[int, float]
                 kind = event.get("event")
                 if kind == "step" and (step := whole(event, "step")) and "loss" in event:
                     row.loss = number(event, "loss")
-                    losses[step] = math.nan if row.loss is None else row.loss  # null is what is not finite
+                    losses[step] = (
+                        math.nan if row.loss is None else row.loss
+                    )  # null stands for a loss that is not finite
                     lines.append(event)
                 elif kind == "eval":
                     row.eval_loss = number(event, "loss")

@@ -141,7 +141,7 @@ def sbatch(
 def require_free(run: Path, options: Sequence[str]) -> None:
     """Refuse a second job for an active run, unless it waits for the first (`--dependency`)."""
     state = live.look(run) if named.is_run(run) else None
-    # A job that Slurm here does not know may be another cluster's, on the same disk.
+    # A job that Slurm here does not know may be on another cluster with the same disk.
     may_go_on = state and (state.kind != "unknown" or state.paths is None or named.job_of(state.paths.folder))
     if state and may_go_on and state.kind != "ended" and not any(map(_waits, options)):
         after = f"; or wait for it: --sbatch=--dependency=afterany:{state.job.id}" if state.job else ""
@@ -184,7 +184,7 @@ def submit(
         raise
     number, _, cluster = done.out.strip().partition(";")
     queued = Queued(job=int(number), cluster=cluster, time=time.time(), argv=list(argv))
-    with suppress(OSError):  # the job is in the queue all the same
+    with suppress(OSError):  # the job is in the queue anyway
         files.write_atomic(folder / run_folder.JOB, queued.model_dump_json(indent=1))
         if seen:
             source.keep(folder, seen)

@@ -39,7 +39,9 @@ def _told(url: str, result: Result, text: str) -> str | None:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=_SECONDS):
             return None
     except urllib.error.HTTPError as error:
-        return f"the webhook answered {error.code} {responses.get(error.code, '')}".rstrip()  # never in its own words
+        return (
+            f"the webhook answered {error.code} {responses.get(error.code, '')}".rstrip()
+        )  # without the answer's own text
     except Exception as error:  # the run's end does not depend on it
         inner = getattr(error, "reason", None) or error
         reason = getattr(inner, "strerror", None) or type(inner).__name__

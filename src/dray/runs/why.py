@@ -119,7 +119,7 @@ def look(paths: RunPaths) -> Report:
         slurm, reason = _asked(paths)
         if seen and seen.state == state.STOPPED and not (reason and seen.why == stop.TERM):
             reason = seen.why
-        if reason and Stop(reason, "").by_wish:  # ranks that were stopped may die in any way; none of them is a cause
+        if reason and Stop(reason, "").by_wish:  # stopped ranks may die in any way; none of them is the cause
             status, cause = state.STOPPED, None
     told = Report(
         run=result.run if result else paths.run.name,

@@ -131,14 +131,14 @@ def _copied(path: Path, what: str, recipe: Recipe) -> str:
 def at_site(facts: Facts, choice: sites.Choice | None = None) -> tuple[Facts, sites.Choice]:
     """The facts, with the values of variables in the site's paths, and the site, given or named by the facts."""
     choice = choice or sites.choose(facts)
-    if facts.shell and (facts.login or facts.scheduler != "slurm"):  # a job's probe is asked for them
+    if facts.shell and (facts.login or facts.scheduler != "slurm"):  # in a job, the probe finds them
         facts = facts.model_copy(update={"variables": sites.path_variables(choice.site, facts.shell)})
     return facts, choice
 
 
 def decide(recipe: Recipe, facts: Facts, choice: sites.Choice, paths: RunPaths, *, exact: bool = False) -> Plan:
     """The plan of this recipe on these facts at this site, with its findings."""
-    # What a model keeps depends on the variant and the precision that the plan chooses.
+    # The model's activations depend on the chosen variant and precision.
     chosen = precision.chosen(image.chosen(recipe, choice.site, facts).value, choice.site).value
     hub = caches.hub(facts, PurePosixPath(paths.run.parent))
     files = lookup.files(chosen, facts.model_copy(update={"hf_home": hub}), exact=exact)
@@ -233,7 +233,7 @@ def _begin(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path, run: 
 def _requeued(recipe: Recipe, facts: Facts, choice: sites.Choice, runs: Path) -> str | None:
     """The run that this job began before Slurm requeued it; the job may have runs of other recipes too."""
     for name in of_job(runs, recipe.name, facts.job) if facts.restarts else ():
-        # Its plan has the recipe with what was decided for it; a later attempt may have had fewer nodes.
+        # The first plan has the recipe as decided; a later attempt may have had fewer nodes.
         first = first_attempt(runs / name)
         if first and read(first).recipe == decide(recipe, facts, choice, first).recipe:
             return name
