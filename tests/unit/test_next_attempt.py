@@ -148,7 +148,7 @@ class TestInAnAllocation:
         ("words", "said"),
         [
             (("--nodes=3",), "a run in an allocation uses all of its nodes"),
-            (("--gpus-per-node=4",), "salloc already set --gpus-per-node"),
+            (("--gpus-per-node=4",), "--gpus-per-node is what salloc was given; --ranks sets the ranks"),
         ],
     )
     def test_what_the_allocation_decides(self, show: Path, words: tuple[str, ...], said: str) -> None:

@@ -68,7 +68,7 @@ def told(says: str, *options: str) -> tuple[int, str, str, str]:
          "--sbatch=--constraint=a100"),
         ("Requested time limit is invalid (missing or exceeds some limit)", ("--time=9-0",),
          "Slurm refuses this --time", "main: at most infinite\ngpu: at most 2-00:00:00",
-         "--sbatch=--time=HH:MM:SS, within the limit of the partition"),
+         "use --sbatch=--time=HH:MM:SS within the partition's limit"),
     ],
 )  # fmt: skip
 def test_a_name_that_is_not_there(says: str, options: tuple[str, ...], problem: str, wanted: str, fix: str) -> None:

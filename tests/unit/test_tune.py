@@ -273,7 +273,7 @@ class TestOut:
             78,
             "dray: the best setting cannot be written to this file\n"
             f"  where:  --out {out}\n  found:  it already exists\n"
-            "  fix:    --force replaces it; or name another FILE\n",
+            "  fix:    use --force to replace it, or name another FILE\n",
         )
         out.write_text("mine")
         assert dray("--table", "20-tune", "--out", out, "--force")[0] == 0
@@ -437,7 +437,7 @@ class TestPlace:
         assert (first.world.size, first.batch and first.batch.per_device) == (8, 2)
         with pytest.raises(ConfigError, match="a run in an allocation uses all of its nodes"):
             space.place(recipe, space.Asked(nodes=1), env)
-        with pytest.raises(ConfigError, match="--gpus-per-node is what salloc was given"):
+        with pytest.raises(ConfigError, match="salloc already set --gpus-per-node"):
             space.place(recipe, space.Asked(gpus_per_node=1), env)
 
     def test_what_the_memory_model_leaves_out(self) -> None:
