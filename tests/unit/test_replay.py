@@ -215,7 +215,8 @@ def test_files_that_deepspeed_would_write_are_agreed_to(section: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("{", "not valid JSON"), ("[" * 9999, "DeepSpeed's configuration"), ("[1]", "by you")]
+    ("text", "problem"),
+    [("{", "not valid JSON"), ("[" * 9999, "DeepSpeed's configuration"), ("[1]", "you did not record this run")],
 )
 def test_a_deepspeed_configuration_that_is_none(text: str, problem: str) -> None:
     recipe = read_recipe(ROOT / "recipes/smoke-cpu.toml", [])
